@@ -1,4 +1,4 @@
-"""How files and folders are written whole or not at all, or through to the disk; hashes; causes of errors in words."""
+"""How files and folders are written whole or not at all; hashes; which paths are allowed; the cache folder."""
 
 import os
 import shutil
@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+
+from mxtrain.errors import ConfigError
 
 BUILDING = ".building"
 """In the names of unfinished folders"""
@@ -97,3 +99,15 @@ def local_path(path: str) -> str:
 def reason(error: OSError) -> str:
     """Return the cause of ``error`` in words, such as "No space left on device"."""
     return error.strerror or str(error)
+
+
+def cache_folder() -> Path:
+    """Return $MXTRAIN_CACHE if it is set, else ~/.cache/mxtrain. Does not create the folder.
+
+    Raises ConfigError for a user without a home, and for an address.
+    """
+    folder = os.environ.get("MXTRAIN_CACHE") or "~/.cache/mxtrain"
+    try:
+        return Path(local_path(folder)).expanduser()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"$MXTRAIN_CACHE: {folder} cannot be found ({error}); set it to a folder") from error

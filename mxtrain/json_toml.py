@@ -1,9 +1,6 @@
 """Reads JSON and TOML that anybody may have written: whatever is wrong with a file is one line that names it."""
 
-import errno
 import json
-import os
-import stat
 from pathlib import Path
 
 import tomli
@@ -11,16 +8,12 @@ import tomli
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 
-MAX_BYTES = 1 << 26
-MAX_DEPTH = 100
-"""Levels of objects, tables and lists. Code that follows them calls itself at every level"""
-
 
 def read_json(path: Path, name: str = "", kind: type = dict):
     """Return the value in a JSON file, which has the type ``kind``. Messages call the file ``name``, or by its path.
 
-    Raises FileNotFoundError, or ConfigError if it cannot be read, is no regular file, larger than MAX_BYTES, not UTF-8,
-    not JSON, nested deeper than MAX_DEPTH, or of another type.
+    Raises FileNotFoundError, or ConfigError if it cannot be read, is not UTF-8 or JSON, is nested too deep to parse,
+    or has another type.
     """
     value = _read(path, name or str(path), "JSON", json.loads)
     if not isinstance(value, kind):
@@ -34,27 +27,16 @@ def read_toml(path: Path, name: str = "") -> dict:
 
 
 def parse(text: str, loads=json.loads):
-    """Return ``loads(text)``. Raises ValueError, also for what is nested deeper than MAX_DEPTH."""
+    """Return ``loads(text)``. Raises ValueError, also for what is nested too deep."""
     try:
-        level = [[value := loads(text)]]
-        for _ in range(MAX_DEPTH + 2):
-            if not level:
-                return value
-            inner = (container.values() if isinstance(container, dict) else container for container in level)
-            level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
+        return loads(text)
     except RecursionError:
-        pass
-    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        raise ValueError("it is nested too deep") from None
 
 
 def _read(path: Path, name: str, language: str, loads):
     try:
-        # O_NONBLOCK: a FIFO would wait for a writer.
-        with open(path, "rb", opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file")
-            if len(content := file.read(MAX_BYTES + 1)) > MAX_BYTES:
-                raise OSError(errno.EFBIG, f"it is larger than {MAX_BYTES >> 20} MiB")
+        content = Path(path).read_bytes()
         return parse(content.decode("utf-8-sig"), loads)  # editors on Windows begin a file with a BOM
     except FileNotFoundError:
         raise

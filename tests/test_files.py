@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from mxtrain.files import new_folder, replace_file
+from mxtrain.errors import ConfigError
+from mxtrain.files import cache_folder, new_folder, replace_file
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, full_disk):
@@ -66,3 +67,22 @@ def test_a_folder_that_fails_leaves_nothing(tmp_path):
     assert names(tmp_path) == []
     with pytest.raises(OSError, match="No such file or directory"):
         build(tmp_path / "none" / "a", "new")
+
+
+def test_a_user_without_a_home_needs_to_name_a_folder(monkeypatch, tmp_path):
+    def no_user(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr("pwd.getpwuid", no_user)
+    for name in ("HOME", "MXTRAIN_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"^\$MXTRAIN_CACHE: ~/.cache/mxtrain cannot be found .* set it to a folder$"):
+        cache_folder()
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+
+
+def test_an_address_is_refused(monkeypatch):
+    monkeypatch.setenv("MXTRAIN_CACHE", "gs://bucket/cache")
+    with pytest.raises(ConfigError, match=r"^\$MXTRAIN_CACHE: gs://bucket/cache cannot be found .is an address"):
+        cache_folder()

@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 
 # Lower layers first. A module may import from its own folder and from lower layers.
 LAYERS = [
-    {"files", "errors"},
-    {"cache", "launched", "custom_op", "json_toml", "ranks"},
+    {"errors"},
+    {"files"},
+    {"launched", "custom_op", "json_toml", "ranks"},
     {"run_folder"},
     {"checkpoints"},
     {"config", "recipes", "rng", "data"},
@@ -40,10 +41,10 @@ FILES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @cache
-def imported(module: str) -> frozenset[str]:
-    """Dotted names of everything that a file imports, inside functions too."""
-    names = set()
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+def imported(module: str, in_functions: bool = True) -> frozenset[str]:
+    """Dotted names of everything that a file imports, inside functions too, or when it is imported itself."""
+    names, tree = set(), ast.parse(FILES[module].read_text())
+    for node in ast.walk(tree) if in_functions else tree.body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -52,10 +53,10 @@ def imported(module: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def imported_modules(module: str) -> set[str]:
+def imported_modules(module: str, in_functions: bool = True) -> set[str]:
     """The files of mxtrain that a file imports."""
     found = set()
-    for name in imported(module):
+    for name in imported(module, in_functions):
         owner = name if name in FILES else name.rpartition(".")[0]
         if owner in FILES and owner != "mxtrain":
             found.add(owner)
@@ -105,3 +106,14 @@ def test_torchaos_prototype_names_are_imported_in_one_file():
 def test_importing_mxtrain_or_its_command_line_does_not_import_torch():
     code = "import sys, mxtrain, mxtrain.cli, mxtrain.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_worker_imports_nothing_at_its_start_that_its_run_may_never_use():
+    seen, waiting = set(), {"mxtrain.titan.train"}
+    while waiting:
+        seen.add(module := waiting.pop())
+        packages = {name for name in FILES if module.startswith(f"{name}.")}
+        waiting |= (imported_modules(module, in_functions=False) | packages) - seen
+    assert {"mxtrain.titan", "mxtrain.checkpoints.checkpointer", "mxtrain.analysis.tables"} <= seen
+    names = {name.split(".")[0] for module in seen for name in imported(module, in_functions=False)}
+    assert "torchtitan" in names and not names & {"wandb", "matplotlib", "transformers"}

@@ -22,7 +22,7 @@ from mxtrain.cli import commands, compare_command
 from mxtrain.cli.paired_runs import planned, read_all
 from mxtrain.settings.help import with_tables
 from mxtrain.settings.known import own_fields
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 ROOT = Path(__file__).parents[1]
 SETTINGS, CODE = "train_configs/README.md", "mxtrain/README.md"

@@ -11,7 +11,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 import mxtrain.titan  # noqa: F401  registers flavors
 from mxtrain.config import dump_config, load_config
 from mxtrain.data.config import DATASETS
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml"))

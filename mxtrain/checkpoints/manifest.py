@@ -6,7 +6,7 @@ manifest was complete, and the manifest shows whether it still is.
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
@@ -79,12 +79,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
     """Raise DamagedCheckpoint if a file is missing or has another size. Reads no file."""
     for name, record in manifest.files.items():
-        try:
-            size = (checkpoint / name).stat().st_size
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{name} is missing") from None
-        except OSError as error:
-            raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from error
+        size = _look(checkpoint, name, lambda path: path.stat().st_size)
         if size != record.size:
             raise DamagedCheckpoint(f"{name} has {size:,} bytes instead of {record.size:,}")
 
@@ -92,12 +87,17 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
 def check_hashes(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Read these files of a checkpoint. Raises DamagedCheckpoint if one of them has other content."""
     for name in names:
-        try:
-            record = hash_file(checkpoint / name)
-        except OSError as error:
-            raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from error
-        if record != manifest.files[name]:
+        if _look(checkpoint, name, hash_file) != manifest.files[name]:
             raise DamagedCheckpoint(f"{name} has other content than was saved")
+
+
+def _look(checkpoint: Path, name: str, look: Callable):
+    try:
+        return look(checkpoint / name)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{name} is missing") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from error
 
 
 def _own_hash(content: dict) -> str:

@@ -6,11 +6,7 @@ decay, number of steps) is a function that the job config makes anew; only the n
 """
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -67,5 +63,6 @@ def _apply(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler
             for parameter in group["params"]:
                 if "step" in (state := optimizer.state.get(parameter, {})):
                     state["step"] = state["step"].to(parameter.device)
-    scheduler.base_lrs = [base] * len(optimizer.param_groups)
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # what TorchTitan logs
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # "_last_lr" is what TorchTitan logs.
+    scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": [base] * len(rates), "_last_lr": rates})

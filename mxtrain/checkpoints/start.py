@@ -11,10 +11,12 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+
+from pydantic import TypeAdapter
 
 from mxtrain.checkpoints.folder import DCP_METADATA, LEFTOVERS, SAVING, SET_ASIDE, Checkpoints, read_whole, step_of
 from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, read_manifest
@@ -49,18 +51,11 @@ class Start:
         return read_manifest(self.checkpoint)
 
     def to_json(self) -> dict:
-        paths = {"checkpoint": self.checkpoint and str(self.checkpoint), "abandoned": list(map(str, self.abandoned))}
-        return asdict(self) | paths
+        return TypeAdapter(Start).dump_python(self, mode="json")
 
     @classmethod
     def from_json(cls, value: dict) -> "Start":
-        return cls(
-            step=value["step"],
-            notes=tuple(value["notes"]),
-            checkpoint=value["checkpoint"] and Path(value["checkpoint"]),
-            abandoned=tuple(map(Path, value["abandoned"])),
-            changes=tuple(value["changes"]),
-        )
+        return TypeAdapter(cls).validate_python(value)
 
 
 def require_folder(name: object) -> Path:

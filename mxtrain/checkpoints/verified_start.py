@@ -88,16 +88,10 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
         if other is None:
             return Start.from_json(first["result"]["start"])
         found = None
-    if other["result"]["lock"] != first["result"]["lock"]:
-        raise ConfigError(
-            f"job.dump_folder = {str(folder)!r} is another folder on node {other['node']} than on node "
-            f"{first['node']}, so no checkpoint would be complete: give a folder that all nodes share"
-        )
-    one, two = first["result"]["name"], other["result"]["name"]
-    another = "another " if one == two else ""
     raise ConfigError(
-        f"node {first['node']} would start from {one} and node {other['node']} from {another}{two}: all nodes must see "
-        "the same files in job.dump_folder and checkpoint.initial_load_path"
+        f"job.dump_folder = {str(folder)!r}: node {first['node']} would start from {first['result']['name']} and node "
+        f"{other['node']} from {other['result']['name']}, or from another with this name or in another folder: all "
+        "nodes must see the same files there and in checkpoint.initial_load_path"
     )
 
 

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -129,36 +127,3 @@ def _disk_error(error: RuntimeError) -> Exception:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB"
-
-
-class _KeptMemory(StateDictStager):
-    def close(self) -> None:
-        """Do nothing: PyTorch 2.11 closes this object after every save and then uses it again."""
-
-    def free(self) -> None:
-        super().close()
-
-
-class KeptStager(DefaultStager):
-    """Copies a state to the CPU for asynchronous saving, into pinned memory that is kept from one save to the next.
-
-    The first save allocates the memory, as much as the state has bytes. Later saves only copy, at the speed of the bus.
-
-    Args:
-        in_background: copy while the next step runs, into memory that another process can read.
-    """
-
-    def __init__(self, in_background: bool):
-        super().__init__(
-            StagingOptions(
-                use_pinned_memory=True,
-                use_shared_memory=in_background,
-                use_async_staging=in_background,
-                use_non_blocking_copy=True,
-            )
-        )
-        self._state_dict_stager = _KeptMemory(pin_memory=True, share_memory=in_background)
-
-    def close(self) -> None:
-        super().close()
-        self._state_dict_stager.free()

@@ -56,7 +56,7 @@ def _cache(options) -> int:
     found = [_entry(path, options.verify) for path in paths]
     if options.prune is not None:
         # A process may still write an unfinished folder that is young.
-        patience = {True: max(options.prune * DAY, LEFTOVER_SECONDS), False: options.prune * DAY}
+        patience = {True: max(options.prune, 1.0) * DAY, False: options.prune * DAY}
         old = [entry for entry in found if time.time() - entry.last_used > patience[BUILDING in entry.path.name]]
         print(_remove(old) or f"nothing is older than {options.prune:g} days")
     elif options.remove:

@@ -41,10 +41,10 @@ def report(arguments: list[str]) -> str:
 
 
 def _sections(words: list[str]) -> Iterator[str]:
-    from mxtrain.titan.check_layout import check_model_layout
+    from mxtrain.titan.check_job import check_model_layout
     from mxtrain.titan.converters import build_on_meta, convert_on_meta
+    from mxtrain.titan.job_config import parse_job_config, settings_of
     from mxtrain.titan.parallelize import try_plan
-    from mxtrain.titan.parse import parse_job_config, settings_of
 
     job_config = parse_job_config(words)
     settings = settings_of(job_config)
@@ -155,7 +155,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.check_layout import modules_of_stages
+    from mxtrain.titan.check_job import modules_of_stages
 
     ranks = parallelism.pipeline_parallel_degree
     if ranks == 1:

@@ -131,7 +131,7 @@ def _prepare(options) -> int:
         return _print_settings("prepare", options.config, flags)
     from mxtrain.reports.terminal import Screen
     from mxtrain.titan.data import prepare_from_job
-    from mxtrain.titan.parse import parse_job_config
+    from mxtrain.titan.job_config import parse_job_config
 
     screen, arguments = Screen(), [f"--job.config_file={options.config}", *flags]
     with places(arguments):

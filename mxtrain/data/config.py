@@ -4,8 +4,8 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mxtrain.cache import cache_folder
 from mxtrain.errors import ConfigError
+from mxtrain.files import cache_folder
 
 DATASETS = ("python", "files", "hf")
 

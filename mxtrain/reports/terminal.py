@@ -27,9 +27,6 @@ LOG_ONLY = (
     "Error running lspci",  # TorchTitan then takes PyTorch's name of the device
     "Peak flops undefined for",  # for the MFU, which the terminal does not show
     "model.safetensors.index.json not found",  # of interest only to TorchTitan's own export
-    # A resumed run keeps the setting in its config, as a record of its first weights.
-    "checkpoint.initial_load_path is provided but the checkpoint.folder exists",
-    "checkpoint.initial_load_in_hf is True but the checkpoint.folder exists",
     "Failed to use grouped mm",  # experts run one after another instead, as they must on this hardware
 )
 

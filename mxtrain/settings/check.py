@@ -89,6 +89,11 @@ def _problems(settings: Settings) -> Problems:
     for name in checkpoint.may_change or []:
         if name not in settings.known:
             yield "checkpoint.may_change", f"has a name that does not exist: {unknown(name, settings.known)}"
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        only = "has only weights with checkpoint.initial_load_in_hf = true: allowed is true"
+        yield "checkpoint.initial_load_model_only", only
+    if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
+        yield "checkpoint.initial_load_in_hf_quantized", "has no effect without checkpoint.initial_load_in_hf = true"
     if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
         needs = "needs checkpoint.last_save_model_only = true: only the weights can be saved in that way"
         yield "checkpoint.export_dtype", needs
@@ -114,6 +119,12 @@ def _without_effect(settings: Settings) -> Problems:
             "checkpoint",
             "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf "
             "may_change",
+        ),
+        (
+            s.checkpoint.initial_load_in_hf,
+            "checkpoint.initial_load_in_hf = true",
+            "checkpoint",
+            "initial_load_in_hf_quantized",
         ),
         (is_measured, f"{every}: set it to 50, for example, to measure every 50th step", DIAGNOSTICS, "fqns tokens"),
         (has_guard, f"a guard: set one of {', '.join(changes)}", GUARD, "window sigmas steps"),

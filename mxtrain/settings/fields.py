@@ -183,6 +183,16 @@ def _nested(values: Mapping[str, object]) -> dict:
     return root
 
 
+def flat(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iterator[tuple[str, object]]:
+    """Full name and value of everything in nested tables; of an unknown table, its name and the table."""
+    for key, value in tables.items():
+        name = f"{section}.{key}".removeprefix(".")
+        if name not in known and isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
+            yield from flat(value, known, name)
+        else:
+            yield name, value
+
+
 def _namespace(tables: dict) -> SimpleNamespace:
     return SimpleNamespace(**{k: _namespace(v) if isinstance(v, _Tables) else v for k, v in tables.items()})
 

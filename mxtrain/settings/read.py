@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
@@ -12,7 +12,7 @@ from types import ModuleType
 from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.check import check_settings
-from mxtrain.settings.fields import Field, Settings, unknown
+from mxtrain.settings.fields import Field, Settings, flat, unknown
 from mxtrain.settings.known import known_fields
 
 CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
@@ -37,7 +37,8 @@ def read_settings(arguments: list[str]) -> Settings:
         known = known_fields(None if module in ("", OWN_MODULE) else _job_config_in(module))
         flags = flag_values(arguments, known)
         config = without_other_limit(config, Settings(known, flags).tables())
-        settings = Settings(known, {**dict(_flat(config, known)), **flags})
+        values = {name: _checked(name, value, known) for name, value in flat(config, known)}
+        settings = Settings(known, values | flags)
         check_settings(settings)
     return settings
 
@@ -165,15 +166,9 @@ def _word_after(flags: tuple[str, ...], arguments: list[str]) -> str | None:
     return None
 
 
-def _flat(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iterator[tuple[str, object]]:
-    """Full name and checked value of everything in nested tables."""
-    for key, value in tables.items():
-        name = f"{section}.{key}".removeprefix(".")
-        if name in known:
-            yield name, known[name].checked(value)
-        elif not any(other.startswith(f"{name}.") for other in known):
-            raise unknown(name, known)
-        elif isinstance(value, dict):
-            yield from _flat(value, known, name)
-        else:
-            raise ConfigError(f"{name} = {value!r} is not a table: write [{name}] and its settings below")
+def _checked(name: str, value: object, known: Mapping[str, Field]) -> object:
+    if name in known:
+        return known[name].checked(value)
+    if any(other.startswith(f"{name}.") for other in known):
+        raise ConfigError(f"{name} = {value!r} is not a table: write [{name}] and its settings below")
+    raise unknown(name, known)

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.run_folder.files import CONFIG_FILE, PROCESSES, SETTING_CHANGES
-from mxtrain.settings.fields import Field, Settings
+from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.layout import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
@@ -92,16 +92,11 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
 
 
 def _no_checkpoint(folder: Path, settings: Settings) -> ConfigError:
-    saved = settings["checkpoint.folder"]
-    own = read_settings([f"{CONFIG_FLAGS[0]}={folder / CONFIG_FILE}"])["checkpoint.folder"]
-    if own != saved:
-        problem = f"{folder / saved} holds no checkpoint to resume from; the run saves to {folder / own}"
-        return ConfigError(f"checkpoint.folder = {saved!r}: {problem}")
     name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
-    config = shlex.quote(str(folder / CONFIG_FILE))
     return ConfigError(
-        f"{name} = {settings[name]}{so} {folder} holds no checkpoint to resume from; start again, in a new folder, "
-        f"with 'mxtrain train {config} --checkpoint.enable'"
+        f"{name} = {settings[name]}{so} {folder / settings['checkpoint.folder']} holds no checkpoint to resume from; "
+        f"start again, in a new folder, with 'mxtrain train {shlex.quote(str(folder / CONFIG_FILE))} "
+        "--checkpoint.enable'"
     )
 
 
@@ -209,8 +204,8 @@ def settings_before(
     Args:
         defaults: the defaults that the run had, by full name. Of other settings it had those of this version.
     """
-    had = {name: _as_checked(known[name], value) for name, value in defaults.items() if name in known}
-    return Settings(known, had | dict(_known_values(tables, known)))
+    had = {**defaults, **dict(flat(tables, known))}
+    return Settings(known, {name: _as_checked(known[name], value) for name, value in had.items() if name in known})
 
 
 def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
@@ -268,15 +263,6 @@ def _differ(old: object, new: object) -> bool:
     if isinstance(old, dict) and isinstance(new, dict):
         return list(old.items()) != list(new.items())  # of several names that match a layer, the last one counts
     return old != new
-
-
-def _known_values(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in tables.items():
-        name = f"{section}.{key}".removeprefix(".")
-        if name in known:
-            yield name, _as_checked(known[name], value)
-        elif isinstance(value, dict):
-            yield from _known_values(value, known, name)
 
 
 def _as_checked(field: Field, value: object) -> object:

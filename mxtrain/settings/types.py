@@ -98,18 +98,10 @@ OpOrPositive = Annotated[str, AfterValidator(_op_or_positive)]
 LocalPath = Annotated[str, AfterValidator(local_path)]
 
 
-def _no_table_inside(table):
-    for key, value in table.items() if isinstance(table, dict) else ():
-        if isinstance(value, dict):  # from an unquoted key: layers.0 = "bf16"
-            raise ValueError(f'holds a table {key!r}: write a name with dots in quotes, "layers.0" = ...')
-    return table
-
-
 # tyro's part of the next three types is for plain -m torchtitan.train, which does not check types in TOML files.
 # A table with any keys. Its flag replaces the whole table of the TOML; tyro would make one flag per key of that table.
 Table = Annotated[
     dict[str, str],
-    BeforeValidator(_no_table_inside),
     PrimitiveConstructorSpec(
         nargs="*",
         metavar="NAME RECIPE ...",
@@ -120,12 +112,6 @@ Table = Annotated[
 ]
 
 
-def _not_text(names):
-    if isinstance(names, str):
-        raise ValueError(f"should be a list: {json.dumps([name.strip() for name in names.split(',')])}")
-    return names
-
-
 class ScheduleEntry(TypedDict, total=False):
     """An entry of a schedule: where it begins and ends, which modules it selects, and what changes in them."""
 
@@ -133,7 +119,7 @@ class ScheduleEntry(TypedDict, total=False):
     from_share: float
     until_step: int
     until_share: float
-    modules: Annotated[list[str], BeforeValidator(_not_text)]
+    modules: list[str]
     recipe: str
     p: Literal[P_VALUES]
     estimator: Literal[ESTIMATORS]

@@ -17,6 +17,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 from torchtitan.tools.logging import logger
 
 from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
+from mxtrain.data.agreement import prepare_together
 from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
 from mxtrain.data.documents import raised_as, stream_texts
 from mxtrain.data.loader import Loader, RunLoader, TokenDataset
@@ -27,7 +28,6 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import is_first, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
-from mxtrain.titan.agreement import prepare_together
 from mxtrain.titan.models.model_args import vocab_size
 from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
 

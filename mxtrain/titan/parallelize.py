@@ -29,9 +29,9 @@ from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers,
 from mxtrain.reports.terminal import note_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
-from mxtrain.titan.check_layout import check_model_layout
+from mxtrain.titan.check_job import check_model_layout
+from mxtrain.titan.job_config import settings_of
 from mxtrain.titan.metrics import describe_model
-from mxtrain.titan.parse import settings_of
 from mxtrain.titan.repairs.context_parallel import prepare_context_parallelism
 from mxtrain.titan.repairs.expert_gradients import boundary, inner_style, is_boundary
 from mxtrain.titan.repairs.patches import in_every_module, meshes_on_cpu

@@ -1,17 +1,52 @@
-"""The start of a run: where it starts, what its user should know about that, and its settings in its folder."""
+"""The start of a run: the same settings on all ranks, where it starts, and its settings in its folder."""
 
 from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from mxtrain.checkpoints.start import Start, require_folder
 from mxtrain.checkpoints.verified_start import verified_start
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
+from mxtrain.ranks import from_first_rank, run_on_all_ranks
 from mxtrain.reports import terminal
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.settings.mxnorm_section import without_effect
+from mxtrain.settings.fields import Settings
+from mxtrain.settings.layout import global_batch_size
+from mxtrain.settings.resume import changes, settings_before
+from mxtrain.titan.job_config import resolved_settings
 from mxtrain.titan.metrics import package_versions
-from mxtrain.titan.parse import resolved_settings
+
+
+def require_same_settings(settings: Settings, resolved: dict) -> None:
+    """Compare the settings of all ranks. All must call it, in a process group. ``resolved``: as in ``config.toml``.
+
+    Every node of a run has its own launcher, and so its own command. With another learning rate or recipe on one node,
+    the run would train on, and its folder would have the settings of rank 0 only. Except for the layout, settings that
+    a resumed run may change freely may also differ: folders, logs, the paths of texts that have a hash.
+
+    Raises:
+        ConfigError: another setting differs on two ranks. The same error on every rank.
+    """
+    first = settings_before(from_first_rank(lambda: resolved), settings.known)
+
+    def compare() -> None:
+        own = settings_before(resolved, settings.known)
+        processes = torch.distributed.get_world_size()
+        # Ranks with different layouts would wait for one another.
+        layout = [name for name in own.known if name.startswith("parallelism.") and first[name] != own[name]]
+        found = [(name, first[name], own[name]) for name in layout]
+        batches = (global_batch_size(each, processes) for each in (first, own))
+        found += [(change.name, change.old, change.new) for change in changes(first, own, *batches)]
+        if found:
+            (name, theirs, ours), *more = found
+            also = f"; these differ, too: {', '.join(other[0] for other in more)}" if more else ""
+            raise ConfigError(
+                f"{name} = {ours!r}, but {theirs!r} on rank 0: start all nodes with the same config and flags{also}"
+            )
+
+    run_on_all_ranks(compare)
 
 
 def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start | None) -> Start:
@@ -23,7 +58,7 @@ def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start 
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "
             f"--training.steps {2 * start.step}, and the run goes on"
         )
-    for line in (*lines, *without_effect(job_config)):
+    for line in lines:
         terminal.note(line)
     return start
 

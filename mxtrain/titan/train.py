@@ -13,6 +13,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from mxtrain import ranks
 from mxtrain.analysis import closing_summary
+from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
@@ -26,8 +27,7 @@ from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
 from mxtrain.titan.check_job import check_job
-from mxtrain.titan.checkpointer import SaveError
-from mxtrain.titan.parse import job_config_of
+from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.run_start import write_resolved_config
 from mxtrain.titan.trainer import Trainer
 
@@ -103,8 +103,7 @@ def _train(build) -> Stop | None:
         if is_first() and not (Path(job_config.job.dump_folder) / CONFIG_FILE).exists():
             write_resolved_config(job_config)
         if job_config.checkpoint.create_seed_checkpoint:
-            trainer.checkpointer.last_save_model_only = True  # where a run starts, there is nothing else to keep
-            trainer.checkpointer.save(curr_step=0, last_step=True)
+            trainer.checkpointer.save(0, last_step=True, weights_only=True)  # there is nothing else to keep yet
             trainer.checkpointer.finish()
             terminal.note("Created seed checkpoint")
         else:

@@ -10,6 +10,7 @@ from torchtitan import train as titan
 
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
+from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
 from mxtrain.checkpoints.ending import (
     STOP,
     LossWatch,
@@ -22,7 +23,7 @@ from mxtrain.checkpoints.ending import (
 )
 from mxtrain.checkpoints.folder import set_aside
 from mxtrain.checkpoints.manifest import Manifest
-from mxtrain.checkpoints.optimizer import apply_settings
+from mxtrain.checkpoints.optimizer import EarlySteps, apply_settings
 from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
 from mxtrain.checkpoints.token_count import TokenCount
@@ -35,16 +36,14 @@ from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.mxnorm_section import guard_in, schedule_in
+from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
-from mxtrain.titan.agreement import require_same_settings
-from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
+from mxtrain.titan.job_config import resolved_settings
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions
-from mxtrain.titan.parse import resolved_settings
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.repairs.patches import own_parts
 from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, share_loss
-from mxtrain.titan.run_start import begin_run, write_resolved_config
+from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
 
 
 class Trainer(titan.Trainer):
@@ -81,6 +80,8 @@ class Trainer(titan.Trainer):
         self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
         self.checkpointer.after_load = self._after_load
         self.checkpointer.states[RANDOM_STATE] = RandomState()
+        if job_config.optimizer.early_step_in_backward:
+            self.checkpointer.states["optimizer"] = EarlySteps(self.optimizers)
         self._switch = RecipeSwitch(
             schedule_in(job_config),
             guard := guard_in(job_config),
@@ -116,6 +117,8 @@ class Trainer(titan.Trainer):
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
         require_same_settings(self._settings, resolved_settings(self.job_config))
         self._start = begin_run(self.job_config, self._find, self._start)
+        for line in without_effect(self.job_config):
+            terminal.note(line)
         return parallel_dims
 
     def train(self):
@@ -170,7 +173,7 @@ class Trainer(titan.Trainer):
 
     def _validate_if_missing(self) -> None:
         """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
-        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == Path(self.checkpointer.folder)
+        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == self.checkpointer.folder
         if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
             return
         metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE

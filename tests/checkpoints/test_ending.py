@@ -50,10 +50,7 @@ def test_a_warning_for_every_time_that_losses_stop_being_finite(caplog):
         watch.record(step, losses(value))
         watch.look(at_last_step=True)
     end = 'training goes on (metrics.on_nonfinite_loss = "continue")'
-    assert caplog.messages == [
-        f"step 2: the loss is nan on rank 0; {end}",
-        f"step 5: the loss is inf on rank 0; {end}",
-    ]
+    assert caplog.messages == [f"step 2: the loss is nan on rank 0; {end}", f"step 5: the loss is inf on rank 0; {end}"]
 
 
 def test_the_guard_gets_the_loss_of_every_step_as_a_sum_in_fp32(caplog):

@@ -60,7 +60,7 @@ def test_what_is_wrong_is_named_and_does_not_hide_the_others(tmp_path):
         "step-10": "data has 0 bytes instead of 7",
         "step-15": "manifest.json is missing",
         "step-25": "it is a copy of step-5",
-        "step-30": "manifest.json is not valid JSON: it is nested deeper than 100 levels",
+        "step-30": "manifest.json is not valid JSON: it is nested too deep",
     }
     assert Checkpoints(tmp_path, {"step-5": "bad"}).problems["step-5"] == "bad"
     assert [path.name for path in saved.after(10)] == ["step-15", "step-20", "step-25", "step-30"]

@@ -1,4 +1,4 @@
-"""``mxtrain doctor --model``: its figures against a model with memory. ``test_doctor_shards.py`` has those of shards."""
+"""``mxtrain doctor --model``: its figures against a model with memory. Shards: ``test_doctor_shards.py``."""
 
 import re
 import resource
@@ -12,9 +12,9 @@ from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.check_layout import check_model_layout
+from mxtrain.titan.check_job import check_model_layout
 from mxtrain.titan.converters import build_on_meta
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 GIB = 2**30
 DEBUG = "train_configs/llama3_debug.toml"

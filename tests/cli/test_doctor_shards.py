@@ -6,7 +6,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.cli import doctor_model
 from mxtrain.titan.converters import build_on_meta, convert_on_meta
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.repairs.replicas import Layout
 from tests.support.forked import forking_context
 

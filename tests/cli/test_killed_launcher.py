@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mxtrain.cli import launch
 from mxtrain.launched import LAUNCHER_VARIABLE
+from tests.support.forked import Forked
 
 REPOSITORY = Path(__file__).parents[2]
 # A worker that was not stopped would train for hours.
@@ -41,34 +43,35 @@ def wait(seconds: float, find):
     return None
 
 
-@pytest.mark.parametrize(
-    "launcher, seen",
-    [
-        (["mxtrain.cli", "train", CONFIG], "run/.lock"),  # there before the worker: this kills at once
-        (
-            ["torch.distributed.run", "--standalone", "-m", "mxtrain.train", "--job.config_file", CONFIG],
-            "run/train.log",
-        ),
-    ],
-    ids=["mxtrain", "torchrun"],
-)
-def test_workers_end_when_their_launcher_is_killed(launcher, seen, tmp_path):
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY), "NGPU": "1"}
-    environment["MXTRAIN_CACHE"] = str(tmp_path / "cache")
-    with subprocess.Popen(
-        [sys.executable, "-m", *launcher, *RUN],
-        cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
-        worker = wait(100, lambda: next(filter(is_worker, children(process.pid)), None))
-        try:
-            assert wait(100, lambda: (tmp_path / seen).exists())
-        finally:
-            process.kill()
+def launch_training() -> int:
+    return launch.train(CONFIG, RUN)
+
+
+@pytest.mark.parametrize("launcher", ["mxtrain", "torchrun"])
+def test_workers_end_when_their_launcher_is_killed(launcher, tmp_path):
+    if launcher == "mxtrain":
+        process = Forked(launch_training, cwd=tmp_path, NGPU="1").process
+        seen = tmp_path / "run" / ".lock"  # there before the worker: this kills at once
+    else:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+        environment["MXTRAIN_CACHE"] = str(tmp_path / "cache")
+        torchrun = ["torch.distributed.run", "--standalone", "-m", "mxtrain.train", "--job.config_file", CONFIG]
+        process = subprocess.Popen(
+            [sys.executable, "-m", *torchrun, *RUN],
+            cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        seen = tmp_path / "run" / "train.log"
+    worker = wait(100, lambda: next(filter(is_worker, children(process.pid)), None))
+    try:
+        assert wait(100, seen.exists)
+    finally:
+        process.kill()
     try:
         assert wait(5, lambda: not is_worker(worker))
     finally:
         if is_worker(worker):
             os.kill(worker, signal.SIGKILL)
+        process.join() if launcher == "mxtrain" else process.wait()
 
 
 END = "from mxtrain.launched import end_with_launcher; end_with_launcher(); print('alive')"

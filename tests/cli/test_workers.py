@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from mxtrain.cli import workers
+from mxtrain import cli
+from mxtrain.cli import launch, workers
 from mxtrain.cli.workers import Workers, closing_summary, stop_signals_to
+from tests.support.forked import Forked
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,24 +32,6 @@ NOT_IN_TRAINING = IN_TRAINING.replace(
     """row = '{"step": %d, "loss": %d.0, "tokens_per_second": 10.0, "memory_gib": 1.0}\\n'
 pathlib.Path("run/metrics.jsonl").write_text(row % (1, 8) + row % (2, 6))""",
 )
-LAUNCH = """
-from mxtrain.cli import launch, workers
-workers.WORKER = "stand_in"
-raise SystemExit(launch.train("tiny.toml", ["--job.dump_folder", "run"]))
-"""
-
-
-def start(command: list[str], folder: Path, **environment: str) -> subprocess.Popen:
-    path = os.pathsep.join(filter(None, [str(folder), str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MXTRAIN_", "NGPU"))}
-    own = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "MXTRAIN_CACHE": str(folder / "cache"), **environment}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=folder, env={**clean, **own}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True,
-        # These tests may run where a signal is ignored: under nohup, or in the background of a script.
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
-    )  # fmt: skip
 
 
 def wait_for(condition) -> None:
@@ -57,33 +41,38 @@ def wait_for(condition) -> None:
         time.sleep(0.02)
 
 
-def launch_stand_ins(worker: str, folder: Path, processes: int) -> subprocess.Popen:
+def launch_on_stand_ins() -> int:
+    workers.WORKER = "stand_in"
+    return launch.train("tiny.toml", ["--job.dump_folder", "run"])
+
+
+def launch_stand_ins(worker: str, folder: Path, processes: int) -> Forked:
     (folder / "stand_in.py").write_text(worker)
     (folder / "tiny.toml").write_text("")
-    process = start(["-c", LAUNCH], folder, NGPU=str(processes))
+    forked = Forked(launch_on_stand_ins, cwd=folder, NGPU=str(processes))
     wait_for(lambda: len(list(folder.glob("run/ready*"))) == processes)
-    return process
+    return forked
 
 
 def test_a_run_that_is_not_in_training_stops_at_once_with_a_summary(tmp_path):
-    process = launch_stand_ins(NOT_IN_TRAINING, tmp_path, 2)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
+    forked = launch_stand_ins(NOT_IN_TRAINING, tmp_path, 2)
+    os.kill(forked.process.pid, signal.SIGTERM)
+    out, err = forked.communicate()
+    assert forked.process.exitcode == 128 + signal.SIGTERM
     assert err == "mxtrain: SIGTERM: stopping; a second SIGTERM kills the workers\nmxtrain: stopped by SIGTERM\n"
     assert "8.0000 -> 6.0000" in out
 
 
 def test_a_second_signal_kills_workers_that_are_saving(tmp_path):
-    process = launch_stand_ins(IN_TRAINING, tmp_path, 1)
+    forked = launch_stand_ins(IN_TRAINING, tmp_path, 1)
     for _ in range(2):  # one signal, sent twice by a terminal or Slurm
-        process.send_signal(signal.SIGTERM)
+        os.kill(forked.process.pid, signal.SIGTERM)
         time.sleep(0.3)
     time.sleep(1)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert forked.process.is_alive()
+    os.kill(forked.process.pid, signal.SIGTERM)
+    out, err = forked.communicate()
+    assert forked.process.exitcode == 128 + signal.SIGTERM
     assert err.splitlines()[-1] == "mxtrain: stopped by SIGTERM"
     assert out.splitlines()[-1] == closing_summary(tmp_path / "run").replace(str(tmp_path) + "/", "")
 
@@ -104,12 +93,12 @@ def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
         "metrics": {"log_freq": 1},
     }  # fmt: skip
     (tmp_path / "tiny.toml").write_text(tomli_w.dumps(config))
-    process = start(["-m", "mxtrain.cli", "train", "tiny.toml", "--job.dump_folder", "my run"], tmp_path, NGPU="1")
+    forked = Forked(cli.main, ["train", "tiny.toml", "--job.dump_folder", "my run"], cwd=tmp_path, NGPU="1")
     metrics = tmp_path / "my run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
-    os.killpg(process.pid, signal.SIGINT)  # the workers are in groups of their own
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    os.killpg(forked.process.pid, signal.SIGINT)  # the workers are in groups of their own
+    out, err = forked.communicate()
+    assert forked.process.exitcode == 128 + signal.SIGINT
     assert err == "mxtrain: SIGINT: stopping; a second SIGINT kills the workers\n"
     step = json.loads(metrics.read_text().splitlines()[-1])["step"]
     line = f"stopped by SIGINT after step {step}, which is saved; resume with: mxtrain train --resume 'my run'"
@@ -119,7 +108,13 @@ def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
 
 
 def test_an_interrupt_while_a_worker_imports_ends_it_without_a_traceback(tmp_path):
-    process = start(["-m", "mxtrain.train", "--job.config_file", "none.toml"], tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mxtrain.train", "--job.config_file", "none.toml"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        # These tests may run where the signal is ignored: in the background of a script.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     maps = Path(f"/proc/{process.pid}/maps")
     wait_for(lambda: "libtorch_cpu" in maps.read_text())
     process.send_signal(signal.SIGINT)

@@ -27,8 +27,8 @@ from mxtrain.parallel.activation_checkpoint import (
     multiply_one_by_one,
 )
 from mxtrain.rng.rounding import set_rounding_step
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.parallelize import checked_parallelize
-from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.repairs.replicas import Layout
 
 TOKENS = 8192

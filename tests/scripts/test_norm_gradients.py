@@ -11,7 +11,7 @@ from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward
 from mxtrain.titan.converters import build_on_meta
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
 RECIPE = get_recipe("mxfp8").fprop

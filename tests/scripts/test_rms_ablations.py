@@ -13,7 +13,7 @@ from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.recipes.formats import norm_constant
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.casts import image
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
 RECIPE = get_recipe("mxfp8").fprop

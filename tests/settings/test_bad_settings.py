@@ -123,7 +123,7 @@ FLAGS = {
     "--mxnorm.schedule {from_step=": ["mxnorm.schedule[0] = '{from_step='", "inline table"],
     '--mxnorm.schedule {from_step=3,p=1} {from_step=3,modulez=["wo"]}': ["mxnorm.schedule[1]", "modulez", "modules"],
     "--mxnorm.schedule {from_step=3,p=7}": ["mxnorm.schedule[0].p = 7", "1 or 2"],
-    '--mxnorm.schedule {from_step=3,modules="wo,w2"}': ["mxnorm.schedule[0].modules = 'wo,w2'", '["wo", "w2"]'],
+    '--mxnorm.schedule {from_step=3,modules="wo,w2"}': ["mxnorm.schedule[0].modules = 'wo,w2'", "list"],
     "--mxnorm.schedule {from_step=3}": ["mxnorm.schedule[0]"],
     "--training.steps=9 --mxnorm.schedule {from_step=10,p=1}": ["mxnorm.schedule[0].from_step = 10", "1 to 9"],
     '--mxnorm.schedule {from_share=1.1,recipe="bf16"}': ["mxnorm.schedule[0].from_share = 1.1"],
@@ -145,15 +145,14 @@ FLAGS = {
     **{
         f"--checkpoint.{flag}": [f"checkpoint.{flag.partition('=')[0]} = ", "checkpoint.enable = true"]
         for flag in (
-            "load_step=7",
-            "create_seed_checkpoint",
-            "initial_load_path=a",
-            "exclude_from_loading=model",
-            "load_only",
-            "initial_load_in_hf",
-            "may_change=mxnorm.p",
-        )
+            "load_step=7 create_seed_checkpoint initial_load_path=a exclude_from_loading=model load_only "
+            "initial_load_in_hf may_change=mxnorm.p"
+        ).split()
     },
+    "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial-load-model-only": [
+        "checkpoint.initial_load_model_only = False", "checkpoint.initial_load_in_hf", "true",
+    ],
+    "--checkpoint.initial_load_in_hf_quantized": ["checkpoint.initial_load_in_hf_quantized = True", "in_hf = true"],
     "--checkpoint.enable --checkpoint.last_save_in_hf": ["checkpoint.last_save_in_hf = True", "mxtrain export"],
     "--checkpoint.enable --checkpoint.load_step=7": ["checkpoint.load_step = 7"],
     "--checkpoint.enable --checkpoint.initial_load_path=/no/such": ["checkpoint.initial_load_path = '/no/such'"],
@@ -204,7 +203,7 @@ TABLES = [
     ({"mxnorm": {"recipe": 8}}, ["mxnorm.recipe = 8", "string"], 2),
     ({"mxnorm": {"recipes": "bf16"}}, ["mxnorm.recipes = 'bf16'", "dictionary"], 2),
     ({"mxnorm": {"recipes": {"wo": 16}}}, ["mxnorm.recipes.wo = 16", "string"], 2),
-    ({"mxnorm": {"recipes": {"layers": {"0": "bf16"}}}}, ["mxnorm.recipes = {'layers'", '"layers.0" = '], None),
+    ({"mxnorm": {"recipes": {"layers": {"0": "bf16"}}}}, ["mxnorm.recipes.layers = {'0': 'bf16'}", "string"], None),
     ({"mxnorm": {"schedule": [{"q": 3}]}}, ["mxnorm.schedule[0] = {'q': 3}", "from_step, from_share"], None),
     ({"mxnorm": {"schedule": [{"from_step": True}]}}, ["mxnorm.schedule[0].from_step = True", "integer"], None),
     ({"mxnorm": {"filter_fqns": [3]}}, ["mxnorm.filter_fqns[0] = 3", "string"], 2),

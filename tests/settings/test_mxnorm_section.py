@@ -3,7 +3,7 @@
 import pytest
 
 from mxtrain.settings.mxnorm_section import without_effect
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 GUARD = ["--mxnorm.guard.recipe=bf16", "--mxnorm.guard.window=9"]
 NOT_MEASURED = "nothing is measured: mxnorm.diagnostics.every = 11"

@@ -1,9 +1,7 @@
 """A user's own project: the files of train_configs/CUSTOM.md, trained as a user trains them."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,19 +12,10 @@ from mxtrain import cli
 from mxtrain.analysis import load_run
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import import_own, search_beside
+from tests.support.forked import Forked
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.no-enable_wandb"]
-
-
-def mxtrain(*arguments, cwd):
-    # A console command has neither the current folder nor the config's on its path; "-c" adds the current one.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MXTRAIN_CACHE": str(cwd / "cache"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", "import sys; sys.path.remove(''); from mxtrain.cli import main; sys.exit(main())",
-         *arguments],
-        capture_output=True, text=True, cwd=cwd, env=environment, timeout=300,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -45,8 +34,9 @@ def project(tmp_path):
 
 
 def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_text(project):
-    result = mxtrain("train", "project/my.toml", *TINY, "--job.dump_folder=run", cwd=project)
-    assert result.returncode == 0, result.stderr
+    training = Forked(cli.main, ["train", "project/my.toml", *TINY, "--job.dump_folder=run"], cwd=project)
+    _, err = training.communicate(200)
+    assert training.process.exitcode == 0, err
     assert len(load_run(project / "run").training) == 2
     facts = json.loads((project / "run" / "run.json").read_text())
     assert (facts["model"], facts["flavor"]) == ("my_llama", "narrow")
@@ -58,13 +48,14 @@ def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_tex
 
 
 def test_a_flavor_of_a_users_own_in_a_model_of_mxtrain(project):
-    mistake = ["--model.converters=mxnorm,frozen_embeding"]
-    result = mxtrain("train", "project/my.toml", "--model.name=llama3", *TINY, *mistake, cwd=project)
+    arguments = ["train", "project/my.toml", "--model.name=llama3", "--model.converters=mxnorm,frozen_embeding"]
+    mistake = Forked(cli.main, arguments, cwd=project)
+    _, err = mistake.communicate()
     # The flavor is checked before the converters, so it is known.
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    assert mistake.process.exitcode == 2
+    (line,) = err.splitlines()
     assert line.startswith("mxtrain: error: model.converters = 'frozen_embeding' is not one of: ")
-    assert "'mxnorm'" in line and "'frozen_embedding'" in line and line.endswith(")") is False
+    assert "'mxnorm'" in line and "'frozen_embedding'" in line and not line.endswith(")")
     assert not any((project / "outputs").glob("*"))
 
 

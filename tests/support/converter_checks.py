@@ -6,7 +6,7 @@ from importlib import import_module
 import torch
 from torchtitan.config import JobConfig
 
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 
 def model_and_args(name, flavor):

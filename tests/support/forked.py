@@ -2,7 +2,10 @@
 
 import multiprocessing
 import os
+import signal
+import sys
 from multiprocessing import forkserver
+from pathlib import Path
 from unittest import mock
 
 PRELOADED = [
@@ -25,3 +28,40 @@ def forking_context() -> multiprocessing.context.ForkServerContext:
     with mock.patch.dict(os.environ, ENVIRONMENT):
         forkserver.ensure_running()
     return context
+
+
+class Forked:
+    """A call of a module's function in a process and session of its own, in a folder, with environment and output."""
+
+    def __init__(self, function, *args, cwd: Path, **environment: str):
+        self._output = [cwd / "stdout.txt", cwd / "stderr.txt"]
+        self.process = forking_context().Process(
+            target=_call, args=(function, args, cwd, self._output, environment), daemon=False
+        )
+        self.process.start()
+
+    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+        """Wait for the end, and return what the call wrote to stdout and stderr."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"no end after {timeout} s")
+        out, err = (path.read_text() for path in self._output)
+        return out, err
+
+
+def _call(function, args: tuple, cwd: Path, output: list[Path], environment: dict[str, str]) -> None:
+    os.setsid()  # as a shell's job
+    # Tests may run where these are ignored: under nohup, or in the background of a script.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.chdir(cwd)
+    for name in [name for name in os.environ if name.startswith(("MXTRAIN_", "NGPU"))]:
+        del os.environ[name]
+    repository = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [str(cwd), repository, os.environ.get("PYTHONPATH")]))
+    os.environ.update({**ENVIRONMENT, "MXTRAIN_CACHE": str(cwd / "cache"), "PYTHONPATH": path, **environment})
+    for number, file in enumerate(output, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.path.insert(0, repository)
+    sys.exit(function(*args))

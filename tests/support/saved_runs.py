@@ -17,7 +17,7 @@ from mxtrain.data.run_data import RunData
 from mxtrain.files import hash_file
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.titan.data import prepare_from_job
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 VOCABULARY = 320
 _QWEN = Qwen3ModelArgs(

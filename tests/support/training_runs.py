@@ -155,13 +155,11 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
                 ["--mxnorm.guard.recipe=bf16", "--checkpoint.may_change=mxnorm.guard.recipe", steps(4)],
             ),
             "tied": [*TIED, steps(2)],
-            "tied, another size": Resumed("tied", 2, ["--model_args.n_layers=3", steps(3)]),
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
             "microbatches, resumed": Resumed("microbatches", 1, [*NUMERICS, "--mxnorm.cache_weights=false"]),
             "early steps": [*ACCUMULATE, *EARLY, *SAVE_EACH, steps(2)],
             "early steps, resumed": Resumed("early steps", 1, ["--mxnorm.cache_weights=false"]),
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
-            "another p": Resumed("mxnorm", 6, ["--mxnorm.p=1"]),
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
             "longer": Resumed("mxnorm", 12, [steps(14), "--lr_scheduler.total_steps=14"]),
             "done": Resumed("mxnorm", 12, [steps(8), "--lr_scheduler.warmup_steps=8"]),
@@ -183,11 +181,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             # Mistakes.
             "filter": ["--mxnorm.filter_fqns=outputs"],
             "recipe by name": ["--mxnorm.recipes", "layer.0", "bf16"],
-            "model size": ["--model_args.n_heads=3"],
             "nothing to convert": ["--mxnorm.filter_fqns=layers,output"],
-            "dataset": ["--training.dataset=wiki"],
-            "dataset path": ["--training.dataset_path=/no/such/text.jsonl"],
-            "tokenizer": ["--model.hf_assets_path=/no/such/tokenizer"],
         },
     )
 
@@ -385,8 +379,7 @@ def launch(
     context = forking_context()
     workers = [
         context.Process(
-            target=train_all,
-            args=(folder, runs, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare),
+            target=train_all, args=(folder, runs, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, prepare)
         )
         for rank in range(processes)
     ]

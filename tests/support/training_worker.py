@@ -95,12 +95,7 @@ def _sleep(sleep: Callable, rank: str, statuses: list[Path], seconds: float) -> 
         sleep(0.005)
 
 
-def train_all(
-    folder: Path,
-    runs: Runs,
-    environment: dict[str, str],
-    prepare: Callable[[], None] | None,
-) -> None:
+def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Callable[[], None] | None) -> None:
     """What ``python -m mxtrain.train`` does, once for every run."""
     os.environ.clear()
     os.environ.update(environment)

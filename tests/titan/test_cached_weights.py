@@ -9,7 +9,7 @@ from mxtrain import MXNorm
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.titan.converters import build_on_meta, convert_on_meta
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])

@@ -19,7 +19,7 @@ from mxtrain import (
     set_rounding_step,
 )
 from mxtrain.titan.converters import active_settings, build_on_meta, convert_on_meta, titan_converter
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 from tests.support.converter_checks import config, count, model_and_args
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"

@@ -12,7 +12,7 @@ from mxtrain import (
     MXNormLinear,
 )
 from mxtrain.titan.converters import titan_converter
-from mxtrain.titan.parse import parse_job_config, resolved_settings
+from mxtrain.titan.job_config import parse_job_config, resolved_settings
 from tests.support.converter_checks import config, count, model_and_args
 
 

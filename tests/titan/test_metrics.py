@@ -20,8 +20,8 @@ import mxtrain
 from mxtrain.analysis import load_run, read_metrics, summary
 from mxtrain.errors import ConfigError
 from mxtrain.reports.loggers import MetricsFileLogger
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor, numerics_of, run_facts
-from mxtrain.titan.parse import parse_job_config
 
 
 @pytest.fixture(scope="module", autouse=True)

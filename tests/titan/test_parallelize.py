@@ -20,6 +20,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from mxtrain import ConfigError
 from mxtrain.titan import parallelize
 from mxtrain.titan.converters import build_on_meta, convert_on_meta
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.parallelize import (
     check_gates,
     check_layout,
@@ -29,7 +30,6 @@ from mxtrain.titan.parallelize import (
     shared_seed,
     try_plan,
 )
-from mxtrain.titan.parse import parse_job_config
 from mxtrain.titan.repairs.expert_gradients import Replicated, SplitExperts
 from mxtrain.titan.repairs.replicas import Layout
 

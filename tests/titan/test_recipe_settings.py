@@ -9,7 +9,7 @@ from mxtrain import (
     MXNorm,
 )
 from mxtrain.titan.converters import active_settings, titan_converter
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 from tests.support.converter_checks import config, model_and_args
 
 

@@ -130,27 +130,10 @@ def test_another_learning_rate_is_applied_and_reported(one):
     assert settings["optimizer"]["lr"] == 2e-3 and settings["training"]["steps"] == 8
 
 
-def test_another_p_is_refused_unless_it_is_asked_for(one):
-    refused, allowed = one["another p"], one["another p, allowed"]
-    assert refused.statuses == [2]
-    (line,) = refused.output[0].splitlines()
-    checkpoint = refused.folder / "checkpoint" / "step-6"
-    assert line == (
-        f"mxtrain: error: mxnorm.p = 1, but {checkpoint} was trained with 2; set it to 2, or allow the change with "
-        "--checkpoint.may_change mxnorm.p"
-    )
-    assert tomli.loads((refused.folder / "config.toml").read_text()).get("mxnorm") is None
+def test_another_p_may_be_asked_for(one):
+    allowed = one["another p, allowed"]
     assert "mxnorm.p changes from 2 to 1 at step 7" in allowed.output[0].splitlines()
     assert allowed.losses[:6] == one["mxnorm"].losses[:6] and allowed.losses[6] != one["mxnorm"].losses[6]
-
-
-def test_another_model_size_is_refused(one):
-    (line,) = one["tied, another size"].output[0].splitlines()
-    checkpoint = one["tied, another size"].folder / "checkpoint" / "step-2"
-    assert line == (
-        f"mxtrain: error: model_args.n_layers = 3, but {checkpoint} was trained without it; leave it unset, or allow "
-        "the change with --checkpoint.may_change model_args.n_layers"
-    )
 
 
 def test_a_finished_run_goes_on_with_more_steps(one):

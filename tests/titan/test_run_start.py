@@ -1,15 +1,19 @@
 """What a run says about its start, and the settings in its folder."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import tomli
 import tomli_w
+import torch
 
 from mxtrain.checkpoints.manifest import Manifest, write_manifest
 from mxtrain.checkpoints.start import Start
-from mxtrain.titan.parse import parse_job_config
-from mxtrain.titan.run_start import other_versions, write_resolved_config
+from mxtrain.ranks import CommonError
+from mxtrain.titan import run_start
+from mxtrain.titan.job_config import parse_job_config, resolved_settings, settings_of
+from mxtrain.titan.run_start import other_versions, require_same_settings, write_resolved_config
 
 
 def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
@@ -38,3 +42,32 @@ def test_a_config_that_names_its_own_folder_goes_on_to_do_so(tmp_path, monkeypat
     kept = job if named in ("run", f"{tmp_path}/run", "link") else {}
     expected = {"debug": {"seed": 3}} | ({"job": kept} if kept else {})
     assert tomli.loads(Path("run/config.toml").read_text()) == expected
+
+
+COMMON = ["--model.converters=mxnorm", "--training.local_batch_size=2", "--optimizer.lr=1e-3"]
+
+
+def compare(*flags: str) -> None:
+    """Compare the settings of this rank with rank 0's, which has other flags."""
+    own = parse_job_config([*COMMON, *flags])
+    require_same_settings(settings_of(own), resolved_settings(own))
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--mxnorm.p=1"], "^mxnorm.p = 1, but 2 on rank 0: start all nodes with the same config and flags$"),
+        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2, but 1 on rank 0"),
+        (["--training.local_batch_size=4"], "training.global_batch_size = 8, but 4 on rank 0"),
+        (["--training.seq_len=64", "--debug.seed=1"], "^training.seq_len = 64, .*; these differ, too: debug.seed"),
+        (["--data.cache_dir=/scratch", "--metrics.log_freq=3", "--job.dump_folder=/home/run"], ""),
+        (["--training.dataset=files", "--training.dataset_path=/local/1.txt"], ""),  # whose hashes are compared
+    ],
+)
+def test_settings_that_must_be_the_same_and_others(monkeypatch, flags, message):
+    texts = ["--training.dataset=files", "--training.dataset_path=/local/0.txt"] if "dataset" in flags[0] else []
+    first = resolved_settings(parse_job_config([*COMMON, *texts]))
+    monkeypatch.setattr(run_start, "from_first_rank", lambda work: first)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(CommonError, match=message) if message else nullcontext():
+        compare(*flags)

@@ -4,8 +4,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 
 import pytest
 import tomli
@@ -15,9 +13,9 @@ from torchtitan.protocols import train_spec
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
+from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.folder import Checkpoints
-from mxtrain.titan.checkpointer import SaveError
-from mxtrain.titan.parse import parse_job_config, resolved_settings
+from mxtrain.titan.job_config import parse_job_config, resolved_settings
 from mxtrain.titan.train import train
 from tests.support.training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome, run_python
 
@@ -125,11 +123,7 @@ def test_a_run_records_its_settings(one):
 MISTAKES = {
     "filter": "filter_fqns: 'outputs' matches no module",
     "recipe by name": "recipes: 'layer.0' matches no module; the top-level",
-    "model size": "model_args.n_heads = 3 does not fit: dim = 128 is no multiple of n_heads = 3",
     "nothing to convert": "finds nothing to convert",
-    "dataset": "training.dataset",
-    "dataset path": "/no/such/text.jsonl",
-    "tokenizer": "model.hf_assets_path",
 }
 
 
@@ -240,10 +234,3 @@ def test_a_run_whose_last_checkpoint_fails_ends_with_its_summary(tmp_path, monke
     with pytest.raises(SaveError):
         train(["--job.config_file=llama3_debug", f"--job.dump_folder={tmp_path}"], verbose=False)
     assert f"loss curve  {tmp_path}/loss.png" in capfd.readouterr().out
-
-
-def test_a_worker_starts_without_what_its_run_may_never_use():
-    found = "[name for name in ('wandb', 'matplotlib', 'transformers') if name in sys.modules]"
-    code = f"import sys, mxtrain.titan.train; print({found})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr

@@ -13,7 +13,7 @@ from torchtitan import train as titan
 from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
-from mxtrain.titan.parse import parse_job_config, settings_of
+from mxtrain.titan.job_config import parse_job_config, settings_of
 from mxtrain.titan.train import _train
 from mxtrain.titan.trainer import Trainer
 
@@ -183,7 +183,7 @@ def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, 
     one.step, one.parallel_dims.pp_enabled = 4, pipeline
     for folder in (tmp_path / "of another run", tmp_path / "checkpoint"):
         assert validated == []
-        one.checkpointer.folder, one._start = str(tmp_path / "checkpoint"), Start(4, checkpoint=folder / "step-4")
+        one.checkpointer.folder, one._start = tmp_path / "checkpoint", Start(4, checkpoint=folder / "step-4")
         one._validate_if_missing()
     assert validated == ([4] if can_validate or not pipeline else [])
 

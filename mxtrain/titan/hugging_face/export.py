@@ -12,6 +12,7 @@ from torchtitan.tools import utils
 
 from mxtrain.checkpoints.manifest import MANIFEST_FILE
 from mxtrain.config import dump_config
+from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.conversion.schedule import set_step
 from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError, require_one_of
@@ -26,13 +27,12 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import other_defaults
-from mxtrain.titan.converters import TITAN_CONVERTERS, active_settings
+from mxtrain.titan.converters import active_settings, convert_on_meta
 from mxtrain.titan.hugging_face.models import meta_model, parameters, require_exportable, shape_of
+from mxtrain.titan.job_config import parse_job_config, resolved_settings
 from mxtrain.titan.metrics import package_versions
-from mxtrain.titan.models.describe import convert_on_meta
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
-from mxtrain.titan.parse import parse_job_config, resolved_settings
 
 
 def export(
@@ -215,8 +215,7 @@ def held_out_losses(run: SavedRun, tokens: int, exporter: Exporter, device: torc
     Raises:
         NoLoss: as ``held_out_ids``, or the run had other converters than mxtrain's.
     """
-    ours = [kind.name for kind in TITAN_CONVERTERS]
-    if others := [name for name in run.job_config.model.converters if name not in ours]:
+    if others := [name for name in run.job_config.model.converters if name not in CONVERTERS]:
         raise NoLoss(f"it would need the converter {others[0]!r}, which runs in training only")
     name, ids = held_out_ids(run.folder)
     text = HeldOutText(ids, tokens, run.job_config.training.seq_len)

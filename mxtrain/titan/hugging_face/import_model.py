@@ -21,8 +21,8 @@ from mxtrain.hugging_face.model_files import SavedTensors, new_target
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.model_settings import SECTION
 from mxtrain.titan.hugging_face.models import find_model, parameters, require_same_logits
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import package_versions
-from mxtrain.titan.parse import parse_job_config
 
 
 def import_model(source: Path, target: Path, config: Path | None = None) -> str:

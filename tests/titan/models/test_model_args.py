@@ -14,9 +14,9 @@ import mxtrain.titan  # noqa: F401  registers the flavors
 from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.titan.converters import build_on_meta
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.models.model_args import vocab_size
 from mxtrain.titan.models.train_specs import with_mxtrain
-from mxtrain.titan.parse import parse_job_config
 
 FAMILY = {name: ["--model.name", name, "--model.flavor", "debugmodel"] for name in PLACES}
 GIVEN = {

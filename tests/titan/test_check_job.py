@@ -3,9 +3,9 @@
 import pytest
 
 from mxtrain import ConfigError
-from mxtrain.titan import check_layout
-from mxtrain.titan.check_layout import check_model_layout
-from mxtrain.titan.parse import parse_job_config, settings_of
+from mxtrain.titan import check_job
+from mxtrain.titan.check_job import check_model_layout
+from mxtrain.titan.job_config import parse_job_config, settings_of
 
 
 def check(flags: str, has_gpus: bool = True) -> None:
@@ -54,14 +54,8 @@ def test_layouts_that_fit_the_model(flags):
         (f"{LLAMA3_8B} {PP}=20 {INTERLEAVED}", "pipeline_parallel_degree = 20 does not divide 32 layers: .*40.*34"),
         (f"{LLAMA3_8B} {PP}=4 {LAST}=12", "pipeline_parallel_degree = 4 does not divide 32 layers: .*12.*11"),
         (f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=2", "pipeline_parallel_degree = 4 with schedule 1F1B needs 4 .* 17 of 32 la"),
-        (
-            f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=9 {INTERLEAVED}",
-            "Interleaved1F1B needs a .* 4, and 8 or .* 4 of",
-        ),
-        (
-            f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=4 {INTERLEAVED}",
-            "Interleaved1F1B needs a .* 4, and 8 or .* 9 of",
-        ),
+        (f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=9 {INTERLEAVED}", "Interleaved1F1B needs a .* 4, and 8 or .* 4 of"),
+        (f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=4 {INTERLEAVED}", "Interleaved1F1B needs a .* 4, and 8 or .* 9 of"),
         (
             f"--model.name=qwen3 --model.flavor=0.6B {PP}=2",
             "pipeline_parallel_degree = 2 separates the embedding of qwen3 0.6B from the head, .*: allowed is 1",
@@ -102,9 +96,9 @@ def test_llama3s_flavors_have_whole_blocks_on_a_node():
 
 def test_pytorch_2_11_takes_no_other_sizes_in_validation(monkeypatch):
     validated = f"{LLAMA3_8B} {PP}=2 --validation.enable --validation.local_batch_size=8 --validation.seq_len"
-    monkeypatch.setattr(check_layout, "FINDS_SHAPES_AGAIN", True)
+    monkeypatch.setattr(check_job, "FINDS_SHAPES_AGAIN", True)
     check(f"{validated}=1024")
-    monkeypatch.setattr(check_layout, "FINDS_SHAPES_AGAIN", False)
+    monkeypatch.setattr(check_job, "FINDS_SHAPES_AGAIN", False)
     check(f"{validated}=2048")
     check(f"{LLAMA3_8B} {PP}=2 --validation.seq_len=1024")  # not enabled
     with pytest.raises(

@@ -12,19 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from mxtrain.checkpoints import writer as checkpoint_writer
+from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.checkpoints.folder import Checkpoints
 from mxtrain.checkpoints.manifest import Manifest, check_hashes
 from mxtrain.checkpoints.start import find_start
 from mxtrain.checkpoints.writer import CheckpointWriter
 from mxtrain.errors import ConfigError
-from mxtrain.titan import checkpointer
-from mxtrain.titan.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
-from mxtrain.titan.parse import parse_job_config
+from mxtrain.titan.job_config import parse_job_config
 from tests.support.hostile_pickles import NAME, Code, put_code_into_index
 
 
@@ -50,7 +51,7 @@ def group():
 def build(tmp_path):
     built, loaded = [], []
 
-    def checkpointer(*flags, model=None, value=0):
+    def checkpointer(*flags, model=None, value=0, adapter=None):
         flags = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2", *flags]
         settings = parse_job_config(flags).checkpoint
         one = Checkpointer(
@@ -60,7 +61,7 @@ def build(tmp_path):
             lr_schedulers=State(value),
             states={"train_state": State(value)},
             checkpoint_config=settings,
-            sd_adapter=None,
+            sd_adapter=adapter,
             base_folder=str(tmp_path),
         )
         one.start = find_start(tmp_path, settings, 1)
@@ -91,7 +92,7 @@ def saved(tmp_path) -> Checkpoints:
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_what_is_saved_is_loaded(build, tmp_path, mode):
     one = build(f"--checkpoint.async_mode={mode}", value=7)
-    weight = one.states["model"].model[0].weight.detach().clone()
+    weight = one.model_parts[0].weight.detach().clone()
     for step in (1, 2, 3):  # only step 2 is due
         one.save(step)
     one.finish()
@@ -105,7 +106,7 @@ def test_what_is_saved_is_loaded(build, tmp_path, mode):
 
     other = build()
     assert other.load() and build.loaded == [other]
-    assert torch.equal(other.states["model"].model[0].weight, weight)
+    assert torch.equal(other.model_parts[0].weight, weight)
     assert [other.states[k].value for k in ("dataloader", "lr_scheduler", "train_state")] == [7, 7, 7]
     assert other.states["optimizer"].value.tolist() == [7.0] * 5
 
@@ -214,7 +215,7 @@ def test_a_failure_that_a_later_checkpoint_made_good_is_forgotten(build, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "write_data", no_space)
         one.save(2)
-        wait([one.save_future])
+        wait([one._saved])
     one.save(4)
     one.finish()
 
@@ -296,15 +297,15 @@ def test_a_checkpoint_of_another_model_is_refused(build, model, message):
 def test_initial_weights_come_from_another_run(build, tmp_path):
     first = build(value=7)
     first.save(2)
-    weight = first.states["model"].model[0].weight.detach().clone()
+    weight = first.model_parts[0].weight.detach().clone()
     (tmp_path / "checkpoint").rename(tmp_path / "elsewhere")
     one = build(f"--checkpoint.initial_load_path={tmp_path / 'elsewhere' / 'step-2'}")
-    assert one.load() and torch.equal(one.states["model"].model[0].weight, weight)
+    assert one.load() and torch.equal(one.model_parts[0].weight, weight)
     assert one.states["train_state"].value == 0
     (tmp_path / "larger disk").mkdir()
     (tmp_path / "checkpoint").symlink_to(tmp_path / "larger disk")
     linked = build(f"--checkpoint.initial_load_path={tmp_path / 'elsewhere' / 'step-2'}")
-    assert linked.load() and torch.equal(linked.states["model"].model[0].weight, weight)
+    assert linked.load() and torch.equal(linked.model_parts[0].weight, weight)
     linked.save(2)
     assert (tmp_path / "larger disk" / "step-2").is_dir() and build().start.step == 2
 
@@ -353,9 +354,31 @@ def test_a_checkpoint_runs_no_code(build, tmp_path, where, start):
     assert not mark.exists()
 
 
-def test_a_state_is_told_from_weights_whose_names_begin_like_it(tmp_path):
-    dcp.save({"guardian.weight": torch.ones(2), "rng": State(3)}, checkpoint_id=tmp_path, no_dist=True)
-    assert [checkpointer._holds(tmp_path, name) for name in (GUARD_STATE, RANDOM_STATE)] == [False, True]
+def test_a_state_is_told_from_weights_whose_names_begin_like_it(build):
+    def model():
+        return torch.nn.ModuleDict({"guardian": torch.nn.Linear(2, 2)})
+
+    build(model=model(), value=7).save(2)
+    again = build(model=model())
+    again.states[GUARD_STATE] = State(0)
+    assert again.load() and again.states["train_state"].value == 7 and again.states[GUARD_STATE].value == 0
+
+
+def test_weights_of_hugging_face(build, tmp_path):
+    weights = {"model.weight": torch.ones(3, 4), "model.bias": torch.full((3,), 2.0)}
+    save_file(weights, tmp_path / "model.safetensors")
+    adapter = SimpleNamespace(
+        hf_assets_path=str(tmp_path),
+        to_hf=lambda state: {f"model.{name}": value for name, value in state.items()},
+        from_hf=lambda state: {name.removeprefix("model."): value for name, value in state.items()},
+        get_hf_storage_reader=lambda path, is_quantized: HuggingFaceStorageReader(path),
+    )
+    with pytest.raises(ConfigError, match="checkpoint.initial_load_in_hf = True .* model.hf_assets_path"):
+        build("--checkpoint.initial_load_in_hf").load()
+    one = build("--checkpoint.initial_load_in_hf", adapter=adapter)
+    assert one.load() and one.model_parts[0].bias.tolist() == [2.0, 2.0, 2.0] and one.states["train_state"].value == 0
+    one.save(2)
+    assert build("--checkpoint.initial_load_in_hf").start.step == 2  # a run that resumes does not begin again
 
 
 def test_a_run_may_begin_with_the_weights_at_the_end_of_another(build):
@@ -364,7 +387,7 @@ def test_a_run_may_begin_with_the_weights_at_the_end_of_another(build):
     states = "optimizer,lr_scheduler,dataloader,train_state"
     again = build(f"--checkpoint.exclude_from_loading={states}", "--checkpoint.load_only")
     again.states[RANDOM_STATE] = State(0)
-    assert again.load() and torch.equal(again.states["model"].model[0].weight, first.states["model"].model[0].weight)
+    assert again.load() and torch.equal(again.model_parts[0].weight, first.model_parts[0].weight)
 
 
 def test_nothing_is_saved_without_checkpoints(build, tmp_path):

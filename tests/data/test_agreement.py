@@ -4,55 +4,58 @@ import json
 import os
 import socket
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain import ranks
 from mxtrain.data import DataConfig, prepare, prepared
+from mxtrain.data.agreement import prepare_together
+from mxtrain.data.store import differences
 from mxtrain.errors import ConfigError
 from mxtrain.ranks import is_first, run_on_all_ranks
-from mxtrain.titan import agreement
-from mxtrain.titan.agreement import differences, prepare_together, require_same_settings
-from mxtrain.titan.parse import parse_job_config, resolved_settings, settings_of
 from tests.support.forked import forking_context
 from tests.support.training_worker import free_port
 
 SETTING = "training.dataset = 'files'"
 
 
-def ranks_of(scenario, nodes: int, ranks_per_node: int, folder: Path) -> list:
-    """Call ``scenario(node, local_rank, folder)`` in every rank, and return the results or one-line errors."""
+def ranks_of(scenarios: list, nodes: int, ranks_per_node: int, folder: Path) -> list[list]:
+    """Call each ``scenario(node, local_rank, folder)`` in every rank.
+
+    Returns what each rank returned, or its error on one line, scenario after scenario.
+    """
     context = forking_context()
     queue = context.Queue()
-    args = (scenario, nodes * ranks_per_node, ranks_per_node, folder, free_port(), queue)
+    args = (scenarios, nodes * ranks_per_node, ranks_per_node, folder, free_port(), queue)
     workers = [context.Process(target=_rank, args=(rank, *args)) for rank in range(nodes * ranks_per_node)]
     for worker in workers:
         worker.start()
     results = dict(queue.get(timeout=100) for _ in workers)
     for worker in workers:
         worker.join(30)
-    return [results[rank] for rank in range(len(workers))]
+    return [list(of_all) for of_all in zip(*(results[rank] for rank in range(len(workers))), strict=True)]
 
 
-def _rank(rank: int, scenario, world: int, ranks_per_node: int, folder: Path, port: str, queue) -> None:
+def _rank(rank: int, scenarios: list, world: int, ranks_per_node: int, folder: Path, port: str, queue) -> None:
     node, local_rank = divmod(rank, ranks_per_node)
     os.environ.update(
-        LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), MXTRAIN_CACHE=str(folder / f"home{node}"), HOME=str(folder),
+        LOCAL_RANK=str(local_rank), GROUP_RANK=str(node), HOME=str(folder),
         RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
     )  # fmt: skip
-    # Much shorter than the slow scenario takes, as preparing may take longer than the timeout of a process group.
-    if scenario is not before_the_group:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    try:
-        result = scenario(node, local_rank, folder)
-    except (ConfigError, RuntimeError, KeyError, TimeoutError) as error:
-        result = f"{type(error).__name__}: {error}"
-    queue.put((rank, result))
+    results = []
+    for scenario in scenarios:
+        # Much shorter than the slow scenario takes, as preparing may take longer than the timeout of a process group.
+        if scenario is not before_the_group and not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        os.environ["MXTRAIN_CACHE"] = str(folder / scenario.__name__ / f"home{node}")
+        try:
+            results.append(scenario(node, local_rank, folder / scenario.__name__))
+        except (ConfigError, RuntimeError, KeyError) as error:
+            results.append(f"{type(error).__name__}: {error}")
+    queue.put((rank, results))
     queue.close()
     queue.join_thread()
 
@@ -90,6 +93,14 @@ def same_files(node, local_rank, folder):
     return prepared_on(node, folder, local_rank)
 
 
+def other_files(node, local_rank, folder):
+    return prepared_on(node, folder, local_rank)
+
+
+def a_missing_file(node, local_rank, folder):
+    return prepared_on(node, folder, local_rank)
+
+
 def one_cache_without_locks(node, local_rank, folder):
     def no_locks(*args):
         raise OSError(38, "Function not implemented")
@@ -124,25 +135,28 @@ def slow_rank_0(node, local_rank, folder):
     return [rank["result"] for rank in run_on_all_ranks(work)], lines
 
 
-def alone(node, local_rank, folder):
-    ranks.PATIENCE_SECONDS = 0.2
-    return ranks._wait_for(dist.HashStore(), "answer", 1)
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    """Name of each scenario -> its folder, and what both ranks of a run on two nodes returned."""
+    folder = tmp_path_factory.mktemp("two nodes")
+    write(folder / "a_missing_file" / "node0" / "a.jsonl")
+    write(folder / "one_cache_without_locks" / "node0" / "a.jsonl")
+    scenarios = [before_the_group, unexpected, slow_rank_0, a_missing_file, one_cache_without_locks]
+    results = ranks_of(scenarios, 2, 1, folder)
+    names = [scenario.__name__ for scenario in scenarios]
+    return {name: (folder / name, result) for name, result in zip(names, results, strict=True)}
 
 
 def test_one_rank_of_each_node_reads_the_source(tmp_path):
     for node in range(2):
-        write(tmp_path / f"node{node}" / "a.jsonl")
-        os.utime(tmp_path / f"node{node}" / "a.jsonl", (node, node))  # the contents count, not the times
-    results = ranks_of(same_files, 2, 2, tmp_path)
+        write(tmp_path / "same_files" / f"node{node}" / "a.jsonl")
+        # The contents count, not the times.
+        os.utime(tmp_path / "same_files" / f"node{node}" / "a.jsonl", (node, node))
+        write(tmp_path / "other_files" / f"node{node}" / "a.jsonl", 30 + node)
+    results, errors = ranks_of([same_files, other_files], 2, 2, tmp_path)
     assert [(result["listed"], result["built"]) for result in results] == [(1, 1), (0, 0)] * 2
     assert len({json.dumps(result["identity"]) for result in results}) == 1
-    assert {path.name for path in tmp_path.glob("home*")} == {"home0", "home1"}
-
-
-def test_other_text_on_one_node_is_the_same_error_everywhere(tmp_path):
-    write(tmp_path / "node0" / "a.jsonl")
-    write(tmp_path / "node1" / "a.jsonl", 31)
-    errors = ranks_of(same_files, 2, 2, tmp_path)
+    assert {path.name for path in (tmp_path / "same_files").glob("home*")} == {"home0", "home1"}
     host = socket.gethostname()
     assert len(set(errors)) == 1
     assert errors[0].startswith(
@@ -151,43 +165,40 @@ def test_other_text_on_one_node_is_the_same_error_everywhere(tmp_path):
     assert "training text " in errors[0] and "data.prepared" in errors[0] and "\n" not in errors[0]
 
 
-def test_a_missing_file_on_one_node_is_the_same_error_everywhere(tmp_path):
-    write(tmp_path / "node0" / "a.jsonl")
-    errors = ranks_of(same_files, 2, 1, tmp_path)
+def test_a_missing_file_on_one_node_is_the_same_error_everywhere(two_nodes):
+    folder, errors = two_nodes["a_missing_file"]
     assert len(set(errors)) == 1
-    assert errors[0].startswith(f"CommonError: training.dataset_path = '{tmp_path / 'node1' / 'a.jsonl'}' does not")
+    assert errors[0].startswith(f"CommonError: training.dataset_path = '{folder / 'node1' / 'a.jsonl'}' does not")
     assert errors[0].endswith(f"(on node {socket.gethostname()} (node 1))")
 
 
-def test_two_nodes_share_a_cache_on_a_file_system_without_locks(tmp_path):
-    write(tmp_path / "node0" / "a.jsonl")
-    one, two = ranks_of(one_cache_without_locks, 2, 1, tmp_path)
+def test_two_nodes_share_a_cache_on_a_file_system_without_locks(two_nodes):
+    folder, (one, two) = two_nodes["one_cache_without_locks"]
     assert one["identity"] == two["identity"]
-    assert len(list((tmp_path / "shared").glob("files-*"))) == 1  # no unfinished folder is left
+    assert len(list((folder / "shared").glob("files-*"))) == 1  # no unfinished folder is left
 
 
-def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(tmp_path):
-    errors = ranks_of(unexpected, 2, 1, tmp_path)
+def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(two_nodes):
+    _, errors = two_nodes["unexpected"]
     assert errors[0].startswith("RuntimeError: rank 1 on ") and "a bug" in errors[0]
     assert errors[1] == "KeyError: 'a bug'"
 
 
-def test_a_mistake_is_known_to_all_before_torch_distributed_has_started(tmp_path):
-    assert (
-        ranks_of(before_the_group, 2, 1, tmp_path) == [f"CommonError: a mistake (on node {socket.gethostname()})"] * 2
-    )
+def test_a_mistake_is_known_to_all_before_torch_distributed_has_started(two_nodes):
+    assert two_nodes["before_the_group"][1] == [f"CommonError: a mistake (on node {socket.gethostname()})"] * 2
 
 
-def test_ranks_wait_for_the_slowest(tmp_path):
-    (first, none), (second, lines) = ranks_of(slow_rank_0, 2, 1, tmp_path)
+def test_ranks_wait_for_the_slowest(two_nodes):
+    (first, none), (second, lines) = two_nodes["slow_rank_0"][1]
     assert first == second == [{"node": 0}, {"node": 1}]
     assert none == [] and 1 <= len(lines) <= 4
     assert lines[0] == "waiting for rank 0, 0 s"
 
 
-def test_a_rank_that_never_answers_is_an_error(tmp_path):
-    (error,) = ranks_of(alone, 1, 1, tmp_path)
-    assert error.startswith("TimeoutError: rank 1 has not answered after 0 s")
+def test_a_rank_that_never_answers_is_an_error(monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match="rank 1 has not answered after 0 s"):
+        ranks._wait_for(dist.HashStore(), "answer", 1)
 
 
 def test_one_process_needs_no_group():
@@ -212,45 +223,3 @@ def test_the_first_rank_is_known_before_and_after_the_ranks_have_met(monkeypatch
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     assert not is_first(), "without torchrun's variables"
-
-
-COMMON = ["--model.converters=mxnorm", "--training.local_batch_size=2", "--optimizer.lr=1e-3"]
-
-
-def compare(*flags: str) -> None:
-    """Compare the settings of this rank with rank 0's, which has other flags."""
-    own = parse_job_config([*COMMON, *flags])
-    require_same_settings(settings_of(own), resolved_settings(own))
-
-
-def other_settings(node, local_rank, folder):
-    compare(*(["--optimizer.lr=1e-2"] if node == 1 else ["--data.cache_dir=/scratch", "--job.dump_folder=/home/run"]))
-
-
-def test_another_setting_on_one_node_is_the_same_error_everywhere(tmp_path):
-    errors = ranks_of(other_settings, 2, 1, tmp_path)
-    assert len(set(errors)) == 1
-    assert errors[0] == (
-        "CommonError: optimizer.lr = 0.01, but 0.001 on rank 0: start all nodes with the same config and flags "
-        f"(on node {socket.gethostname()} (node 1))"
-    )
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--mxnorm.p=1"], "^mxnorm.p = 1, but 2 on rank 0: "),
-        (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2, but 1 on rank 0"),
-        (["--training.local_batch_size=4"], "training.global_batch_size = 8, but 4 on rank 0"),
-        (["--training.seq_len=64", "--debug.seed=1"], "^training.seq_len = 64, .*; these differ, too: debug.seed"),
-        (["--data.cache_dir=/scratch", "--metrics.log_freq=3", "--job.dump_folder=/home/run"], ""),
-        (["--training.dataset=files", "--training.dataset_path=/local/1.txt"], ""),  # whose hashes are compared
-    ],
-)
-def test_settings_that_must_be_the_same_and_others(monkeypatch, flags, message):
-    texts = ["--training.dataset=files", "--training.dataset_path=/local/0.txt"] if "dataset" in flags[0] else []
-    first = resolved_settings(parse_job_config([*COMMON, *texts]))
-    monkeypatch.setattr(agreement, "from_first_rank", lambda work: first)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        compare(*flags)

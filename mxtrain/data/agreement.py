@@ -1,45 +1,10 @@
-"""What the ranks of a run agree on before they train: settings and data. They fail together, with one message."""
+"""The ranks of a run prepare their text once per node, and check that all have the same."""
 
 from collections.abc import Callable
 
-import torch
-
 from mxtrain.data.store import Prepared, differences
 from mxtrain.errors import ConfigError
-from mxtrain.ranks import from_first_rank, is_first_of_node, run_on_all_ranks, this_node
-from mxtrain.settings.fields import Settings
-from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.resume import changes, settings_before
-
-
-def require_same_settings(settings: Settings, resolved: dict) -> None:
-    """Compare the settings of all ranks. All must call it, in a process group. ``resolved``: as in ``config.toml``.
-
-    Every node of a run has its own launcher, and so its own command. With another learning rate or recipe on one node,
-    the run would train on, and its folder would have the settings of rank 0 only. Except for the layout, settings that
-    a resumed run may change freely may also differ: folders, logs, the paths of texts that have a hash.
-
-    Raises:
-        ConfigError: another setting differs on two ranks. The same error on every rank.
-    """
-    first = settings_before(from_first_rank(lambda: resolved), settings.known)
-
-    def compare() -> None:
-        own = settings_before(resolved, settings.known)
-        processes = torch.distributed.get_world_size()
-        # Ranks with different layouts would wait for one another.
-        layout = [name for name in own.known if name.startswith("parallelism.") and first[name] != own[name]]
-        found = [(name, first[name], own[name]) for name in layout]
-        batches = (global_batch_size(each, processes) for each in (first, own))
-        found += [(change.name, change.old, change.new) for change in changes(first, own, *batches)]
-        if found:
-            (name, theirs, ours), *more = found
-            also = f"; these differ, too: {', '.join(other[0] for other in more)}" if more else ""
-            raise ConfigError(
-                f"{name} = {ours!r}, but {theirs!r} on rank 0: start all nodes with the same config and flags{also}"
-            )
-
-    run_on_all_ranks(compare)
+from mxtrain.ranks import is_first_of_node, run_on_all_ranks, this_node
 
 
 def prepare_together(prepare: Callable[[str], Prepared], setting: str) -> Prepared:

@@ -1,0 +1,294 @@
+"""Saves the checkpoints of a run when they are due, and loads the one from which it starts.
+
+``Checkpointer`` takes the place of TorchTitan's ``CheckpointManager``, with the same settings. It calls PyTorch's
+distributed checkpoint (DCP), with a writer whose checkpoints are whole or absent (``mxtrain.checkpoints.writer``).
+"""
+
+import gc
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from mxtrain.checkpoints.folder import SAVING, Checkpoints, step_of, withdraw
+from mxtrain.checkpoints.manifest import Manifest
+from mxtrain.checkpoints.reader import load, read_index
+from mxtrain.checkpoints.start import Start
+from mxtrain.checkpoints.writer import CheckpointWriter
+from mxtrain.errors import ConfigError
+from mxtrain.files import reason
+
+TRAIN_STATE = "train_state"
+"""Name of the trainer's own state: its step and the tokens that it has seen"""
+GUARD_STATE = "guard"
+"""Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.schedule``)"""
+RANDOM_STATE = "rng"
+"""Name of the random number generators' states (``mxtrain.checkpoints.random_state``)"""
+ASYNC, ASYNC_WITH_PINNED_MEMORY = "async", "async_with_pinned_mem"
+
+logger = logging.getLogger(__name__)
+
+
+class SaveError(RuntimeError):
+    """The last checkpoint of a run cannot be saved. The message is for the user, without a traceback."""
+
+
+class Checkpointer:
+    """Saves whole checkpoints, and loads the one from which the run starts.
+
+    TorchTitan's trainer passes the arguments, and calls ``load``, ``save``, ``maybe_wait_for_staging`` and ``close``.
+    mxtrain's trainer sets these attributes:
+        start: where the run starts.
+        run: facts about the run for the manifest of every checkpoint.
+        may_save: (step) -> whether the weights after this step are worth a checkpoint. Called on all ranks.
+        before_save: called on all ranks before a checkpoint is saved.
+        is_stopping: whether training ends after this step, whose checkpoint is then due. The same on all ranks.
+        after_load: called when a checkpoint has been loaded.
+
+    Args:
+        checkpoint_config: the section ``[checkpoint]``.
+        sd_adapter: converts weights to the names of Hugging Face and back; None if the model has no such adapter.
+        base_folder: the run's folder.
+
+    Attributes:
+        states: what a checkpoint holds beside the weights, by name.
+        saved_step: the latest step that was saved, or is being saved.
+    """
+
+    start: Start
+    run: Manifest
+    may_save: Callable[[int], bool]
+    before_save: Callable[[], None]
+    is_stopping: Callable[[], bool]
+    after_load: Callable[[], None]
+    saved_step: int | None = None
+
+    def __init__(
+        self, dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, base_folder=""
+    ):
+        self.states = {**states, "optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
+        self.model_parts = model_parts
+        self.folder = Path(base_folder, checkpoint_config.folder)
+        self._settings, self._adapter = checkpoint_config, sd_adapter
+        self._removing = ThreadPoolExecutor(1)
+        self._saved: Future | None = None
+        self._staged: Future | None = None
+        self._failure: str | None = None  # why the latest checkpoint could not be saved
+        self._group = self._stager = None
+        if checkpoint_config.enable and checkpoint_config.async_mode != "disabled":
+            self._group = dist.new_group(backend="gloo")
+            if torch.cuda.is_available():  # on a CPU, DCP copies the state by itself
+                # Pinned memory, as much as the state has bytes, is kept from one save to the next.
+                shared = checkpoint_config.async_mode == ASYNC_WITH_PINNED_MEMORY
+                self._stager = DefaultStager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
+
+    def load(self, step: int = -1) -> bool:
+        """Load the checkpoint from which the run starts, and return whether there is one.
+
+        Args:
+            step: not used; ``start`` follows from the same setting.
+
+        Raises:
+            ConfigError: the checkpoint is of another model, or holds what could run code.
+        """
+        settings, checkpoint = self._settings, self.start.checkpoint
+        if not settings.enable:
+            return False
+        is_own = checkpoint is not None and checkpoint.parent == self.folder
+        source = checkpoint or (settings.initial_load_path and Path(settings.initial_load_path))
+        if not is_own and settings.initial_load_in_hf:
+            self._load_from_hugging_face(source)
+        elif source is None:
+            return False
+        else:
+            self._load(source, step_of(source.name) == 0 if is_own else settings.initial_load_model_only)
+        gc.collect(1)
+        self.after_load()
+        return True
+
+    @torch.no_grad()
+    def _load(self, checkpoint: Path, model_only: bool) -> None:
+        logger.info(f"Loading the checkpoint {checkpoint}")
+        weights = self._weights()
+        if self.start.checkpoint is not None:
+            self._require_same_model(weights)
+        index = read_index(checkpoint)
+        states = {} if not model_only and "model" in self._settings.exclude_from_loading else dict(weights)
+        states |= {} if model_only else self._states_in(index)
+        try:
+            load(states, checkpoint, index)
+        except CheckpointException as error:  # not an Exception: other handlers would let it pass
+            problem = f"{checkpoint} cannot be loaded"
+            for failure, _ in error.failures.values():
+                if isinstance(failure, UnpicklingError):
+                    name = str(failure).partition("GLOBAL ")[2].partition(" ")[0]
+                    raise ConfigError(f"{problem}: it names {name or 'no plain value'}, and could run code") from error
+            raise RuntimeError(f"{problem}: {_words(error)}") from error
+        self._set_weights({name: value for name, value in states.items() if name in weights})
+
+    def _states_in(self, index: Metadata) -> dict:
+        """Return the states that are loaded beside the weights from a checkpoint with this index."""
+        excluded = self._settings.exclude_from_loading
+        # The guard and the random numbers are in no checkpoint of weights. A run that starts at step 1 again begins
+        # with an empty window, because the guard's state has numbers of steps, and with its own seed.
+        saved = {name.partition(".")[0] for name in index.state_dict_metadata}
+        ours = {GUARD_STATE, RANDOM_STATE} if TRAIN_STATE in excluded else {GUARD_STATE, RANDOM_STATE} - saved
+        return {name: state for name, state in self.states.items() if name not in {*excluded, *ours}}
+
+    @torch.no_grad()
+    def _load_from_hugging_face(self, folder: Path | None) -> None:
+        adapter = self._adapter
+        folder = folder or (adapter and adapter.hf_assets_path and Path(adapter.hf_assets_path))
+        if not (adapter and folder and folder.is_dir()):
+            raise ConfigError(
+                "checkpoint.initial_load_in_hf = True needs a model that TorchTitan reads from Hugging Face, and its "
+                "folder in checkpoint.initial_load_path or model.hf_assets_path"
+            )
+        logger.info(f"Loading weights of Hugging Face from {folder}")
+        weights = adapter.to_hf(self._weights())
+        reader = adapter.get_hf_storage_reader(str(folder), self._settings.initial_load_in_hf_quantized)
+        dcp.load(weights, storage_reader=reader)
+        self._set_weights(adapter.from_hf(weights))
+
+    def _weights(self) -> dict:
+        return {name: value for part in self.model_parts for name, value in get_model_state_dict(part).items()}
+
+    def _set_weights(self, weights: dict) -> None:
+        for part in self.model_parts:  # each takes its own
+            set_model_state_dict(part, dict(weights), options=StateDictOptions(strict=False))
+
+    def _require_same_model(self, weights: dict) -> None:
+        checkpoint, saved = self.start.checkpoint, self.start.manifest.tensors
+        for name, tensor in weights.items():
+            if name not in saved:
+                raise ConfigError(f"model.flavor: {checkpoint} is of another model: it has no {name}")
+            if saved[name]["shape"] != list(tensor.shape):
+                raise ConfigError(
+                    f"model.flavor: {checkpoint} is of another model: its {name} has shape {saved[name]['shape']}, "
+                    f"and this model's has {list(tensor.shape)}"
+                )
+
+    def save(self, curr_step: int, last_step: bool = False, weights_only: bool | None = None) -> None:
+        """Save a checkpoint if one is due. If the disk is full or cannot be written, training goes on without it.
+
+        Args:
+            weights_only: None for ``checkpoint.last_save_model_only`` after the last step, and all states else.
+        """
+        if not self._is_due(curr_step, last_step) or not self.may_save(curr_step):
+            return
+        self._wait()
+        self._failure, self.saved_step = None, curr_step
+        self.before_save()
+        if weights_only is None:
+            weights_only = last_step and self._settings.last_save_model_only
+        logger.info(f"Saving the checkpoint of step {curr_step}")
+        with self._going_on():
+            self._save(curr_step, weights_only, "disabled" if last_step else self._settings.async_mode)
+            self._remove_stale()
+        gc.collect(1)  # TorchTitan has switched automatic collections off
+
+    def _is_due(self, step: int, last_step: bool) -> bool:
+        settings = self._settings
+        if not settings.enable or settings.load_only:
+            return False
+        is_first = step == 1 and settings.enable_first_step_checkpoint
+        return is_first or last_step or self.is_stopping() or step % settings.interval == 0
+
+    @torch.no_grad()
+    def _save(self, step: int, weights_only: bool, mode: str) -> None:
+        states = self._weights() if weights_only else self._weights() | self.states
+        if weights_only and self._settings.export_dtype != "float32":
+            dtype = getattr(torch, self._settings.export_dtype)
+            states = {name: value.to(dtype) for name, value in states.items()}
+        manifest = replace(self.run, step=step, holds_trainer=not weights_only)
+        writer = CheckpointWriter(self.folder / f"step-{step}", manifest, frozenset(self.states))
+        if mode == "disabled":
+            dcp.save(states, storage_writer=writer)
+            return
+        other_process = mode == ASYNC_WITH_PINNED_MEMORY
+        saved = dcp.async_save(
+            states,
+            storage_writer=writer,
+            process_group=self._group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS if other_process else AsyncCheckpointerType.THREAD,
+            async_stager=self._stager,
+        )
+        if isinstance(saved, AsyncSaveResponse):
+            self._saved, self._staged = saved.upload_completion, saved.staging_completion
+        else:
+            self._saved = saved
+
+    def maybe_wait_for_staging(self) -> None:
+        """Wait until the state has been copied, before the optimizer changes it."""
+        if self._staged is not None:
+            self._staged.result()
+            self._staged = None
+
+    def finish(self) -> None:
+        """Wait until the latest checkpoint is complete.
+
+        Raises:
+            SaveError: it could not be saved.
+        """
+        self._wait()
+        if self._failure:
+            newest = Checkpoints(self.folder).newest
+            rest = f"the newest whole checkpoint is {newest}" if newest else "there is no whole checkpoint"
+            raise SaveError(f"{self._failure}; {rest}")
+
+    def close(self) -> None:
+        """Wait until old checkpoints are removed, and free memory."""
+        self._removing.shutdown()
+        if self._stager is not None:
+            self._stager.close()
+
+    def _wait(self) -> None:
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            with self._going_on():
+                saved.result()
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Turn a file system's failure to save into a warning. All ranks see the same failure."""
+        what = f"step {self.saved_step}: the checkpoint cannot be saved"
+        try:
+            yield
+            return
+        except OSError as error:  # the process in which DCP saves has ended
+            self._failure = f"{what}: {reason(error)}"
+        except CheckpointException as error:
+            self._failure = f"{what}: {_words(error)}"
+            if not all(isinstance(failure, OSError) for failure, _ in error.failures.values()):
+                raise RuntimeError(self._failure) from error
+        logger.warning(f"{self._failure}; training goes on")
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / SAVING, ignore_errors=True)  # the disk may be full
+
+    def _remove_stale(self) -> None:
+        """Remove stale checkpoints, in a thread."""
+        if dist.get_rank() == 0:
+            try:
+                for path in Checkpoints(self.folder).stale(self._settings.keep_latest_k):
+                    self._removing.submit(shutil.rmtree, withdraw(path), ignore_errors=True)
+            except OSError as error:
+                logger.warning(f"{error.filename}: old checkpoints cannot be removed: {reason(error)}")
+
+
+def _words(error: CheckpointException) -> str:
+    rank, (failure, _) = next(iter(error.failures.items()))
+    words = reason(failure) if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
+    return f"{words} (on rank {rank})" if dist.get_world_size() > 1 else words
