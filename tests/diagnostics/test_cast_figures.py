@@ -83,14 +83,11 @@ def test_casts_measured_together_have_the_totals_of_each(recipes):
     assert len({totals.least["scale"] for totals in found.values()}) > 1
 
 
-def test_zeros_in_a_block_with_a_nan_do_not_underflow():
+def test_zeros_a_nan_and_casts_without_noise():
+    ones, zeros = torch.ones(1, 32), torch.zeros(1, 32)
+    assert "sqnr_db" not in cast_figures(totals_of(ones, RCEIL, ones))
+    assert cast_figures(totals_of(zeros, RCEIL, zeros)) == {"saturated": 0.0, "underflowed": 0.0}
     values = torch.zeros(1, 64)
     values[0, 0], values[0, 40] = math.nan, 448.0
     figures = cast_figures(totals_of(values, RCEIL, casts.image(values, RCEIL.format, "rceil", 1, torch.float32)))
     assert figures == {"saturated": 0, "underflowed": 0, "scale_min_exponent": 0, "scale_max_exponent": 0}
-
-
-def test_a_cast_without_noise_or_values_has_fewer_figures():
-    ones, zeros = torch.ones(1, 32), torch.zeros(1, 32)
-    assert "sqnr_db" not in cast_figures(totals_of(ones, RCEIL, ones))
-    assert cast_figures(totals_of(zeros, RCEIL, zeros)) == {"saturated": 0.0, "underflowed": 0.0}

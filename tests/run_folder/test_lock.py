@@ -45,15 +45,6 @@ def test_the_lock_names_its_holder_and_is_free_when_the_holder_is_killed(tmp_pat
         assert warning is None
 
 
-def test_a_lock_that_is_waited_for_leaves_nothing_behind(tmp_path, holder, monkeypatch):
-    hooks = []
-    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
-    for _ in range(3):
-        with pytest.raises(ConfigError), locked(tmp_path):
-            pass
-    assert hooks == []
-
-
 def test_the_lock_names_its_holder_after_others_have_held_it(tmp_path):
     for _ in range(2):
         with locked(tmp_path):
