@@ -1,4 +1,4 @@
-"""``mxtrain doctor --model``: its figures against a model with memory. Shards: ``test_doctor_shards.py``."""
+"""``mxtrain doctor --model``: its figures against a model with memory; ``test_doctor_shards.py`` has shards."""
 
 import re
 import resource
