@@ -121,12 +121,6 @@ def test_ugly_rows_that_are_read_twice(fmt, p, estimator, form):
 
 
 @pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
-def test_rows_that_are_read_twice(p, estimator):
-    for dtype, rounding, form in zip(DTYPES, RECIPES, ("image", "codes")):
-        check_mxnorm_cast(draw(1, LOOPED, dtype=dtype), rounding, form, p=p, estimator=estimator)
-
-
-@pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
 def test_eps_is_added_to_the_squared_estimate(p, estimator):
     x = draw(7, 96)
     x[1:] *= 10.0 ** torch.arange(-3, 3)[:, None]
@@ -142,7 +136,7 @@ def check_rho(x, *estimate):
 
 @pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
 def test_rho_of_many_rows(p, estimator):
-    for columns in (96, 768) if INTERPRETED else (32, 96, 768, 4096):
+    for columns in (96,) if INTERPRETED else (32, 96, 768, 4096):
         check_rho(draw(*((16384 if INTERPRETED else 2**22) // columns, columns)), p, estimator)
 
 

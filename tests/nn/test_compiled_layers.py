@@ -38,11 +38,9 @@ class Block(nn.Module):
 @pytest.mark.parametrize(
     ("recipe", "mode", "autocast"),
     [
-        pytest.param("mxfp8", "auto", False, marks=pytest.mark.sweep),
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
         pytest.param("nvfp4", "reference", False, marks=pytest.mark.sweep),
-        pytest.param("nvfp4_dynamic", "emulated", False, marks=pytest.mark.sweep),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
         ("unquantized", "emulated", True),
     ],

@@ -180,7 +180,7 @@ def check_refused(mesh) -> None:
 
 
 def check_gathers(mesh) -> None:
-    """Run by ``test_split``, whose processes this shares: starting them takes longer than the checks."""
+    """Run by ``test_two_ranks``, whose processes this shares: starting them takes longer than the checks."""
     for recipe in RECIPES:
         check_eager(mesh, recipe, "none")
     for mode in CHECKPOINTS:

@@ -13,7 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNormLinear, layer_norm, rms_norm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import LocalLinear
+from tests.nn.test_gathered_norm import check_gathers
 from tests.support.layer_checks import NormBlock, draw, in_two_processes, mx_linear
+from tests.support.split_checks import check_split_layers
 
 D, EXPERTS, EPS = 32, 8, 1e-5
 
@@ -236,6 +238,8 @@ def two_ranks(mesh):
     check_local_features(mesh)
     check_mixed_is_refused(mesh)
     check_pytorchs_tensor_parallelism(mesh)
+    check_split_layers(mesh)
+    check_gathers(mesh)
 
 
 @pytest.mark.usefixtures("device")

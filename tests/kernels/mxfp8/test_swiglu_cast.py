@@ -125,10 +125,9 @@ def test_every_form_on_ugly_rows():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("shape", [(1, 32), (33, 96), (43, 160)])
-def test_every_setting_on_ugly_rows(shape):
+def test_every_setting_on_ugly_rows():
     for form, rounding, joined in itertools.product(FORMS, RECIPES, (False, True)):
-        dh, gate, up = inputs(*shape)
+        dh, gate, up = inputs(33, 96)
         check_forward(gate, up, rounding, form)
         check_backward(dh, gate, up, rounding, form, joined=joined)
 

@@ -1,4 +1,4 @@
-"""Layers whose matrices are split over two processes, as in tensor parallelism, against whole ones.
+"""Checks of layers whose matrices are split over two processes, as in tensor parallelism, against whole ones.
 
 Operands are compared bit for bit. The data has heavy tails: on Gaussian data nearly all blocks have the same scales,
 and blocks that begin at the wrong token would not show.
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -18,9 +17,8 @@ from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import by_input_features
 from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.recipes.parse import get_recipe
-from tests.nn.test_gathered_norm import check_gathers
 from tests.support.gather_counts import split_block
-from tests.support.layer_checks import NormBlock, assert_near, draw, in_two_processes, mx_linear
+from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear
 
 # Half a sequence is 48 tokens, which are no whole blocks: sequences are joined before anything is cast along tokens.
 BATCH, SEQUENCE, DIM, OUTPUTS = 2, 96, 128, 64
@@ -143,15 +141,10 @@ def check_rows(mesh, recipe) -> None:
     assert_near([sum_part, *gradients], [y, part(dx, mesh, 2), dw], 1e-6)
 
 
-def two_processes(mesh) -> None:
+def check_split_layers(mesh) -> None:
+    """All of them: operands of two processes are parts of whole ones."""
     for recipe in RECIPES:
         for gather in LENGTHS:
             check_norm_and_columns(mesh, recipe, gather)
         check_rows(mesh, recipe)
     check_plain_norm_and_columns(mesh)
-    check_gathers(mesh)
-
-
-@pytest.mark.usefixtures("device")
-def test_operands_of_two_processes_are_parts_of_whole_ones(device):
-    in_two_processes(two_processes, device)
