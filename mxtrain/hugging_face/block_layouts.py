@@ -11,7 +11,7 @@ Sources: compressed-tensors 0.20, and its readers in vLLM 0.33 and transformers 
 vLLM also reads ModelOpt's layouts, but transformers does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,12 @@ class Codes:
     scales: torch.Tensor
     """MXFP8: float8_e8m0fnu [N, D / 32]. NVFP4: float8_e4m3fn [N, D / 16]"""
     tensor_scale: torch.Tensor | None = None
-    """NVFP4: fp32 [], a power of two"""
+    """NVFP4: fp32 [], a power of two. MXFP8: None"""
+
+    @classmethod
+    def cast(cls, weight: torch.Tensor, recipe: Recipe) -> "Codes":
+        """Cast a weight [N, D] of any floating-point dtype, gain included."""
+        return cls(*(mxfp8 if recipe.format == MXFP8 else nvfp4).weight_codes(weight, recipe))
 
     def rows(self, order: torch.Tensor | None) -> "Codes":
         """Return the rows in another order, int64 [N]; None keeps the order."""
@@ -42,43 +47,29 @@ class Codes:
         codes, scales = (t.view(torch.uint8)[order].view(t.dtype) for t in (self.codes, self.scales))
         return Codes(codes, scales, self.tensor_scale)
 
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values [N, D] that training multiplied, which bf16 holds exactly."""
+        if self.tensor_scale is None:
+            return casts.dequantize(self.codes, self.scales, MXFP8, dtype)
+        return nvfp4_reference.dequantize(self.codes, self.scales, self.tensor_scale, dtype)
 
-@dataclass(frozen=True)
-class Layout:
-    """How compressed-tensors stores a block format."""
-
-    block_format: BlockFormat
-    compression: str
-    """``format`` in compressed-tensors' config"""
-    weights: dict
-    """``QuantizationArgs`` of the weights"""
-    activations: dict | None
-    """``QuantizationArgs`` of the inputs; None if they stay in high precision"""
-    cast: Callable[[torch.Tensor, Recipe], Codes]
-    """Weight [N, D], any floating-point dtype, gain included -> its codes"""
-    unify: Callable[[Sequence[Codes]], list[Codes] | None]
-    """Codes of joined weights -> the same with one tensor scale; None if that is impossible"""
-    tensors: Callable[[str, Codes], dict[str, torch.Tensor]]
-    """Name of a linear and its codes -> the tensors to store"""
-    values: Callable[[Codes, torch.dtype], torch.Tensor]
-
-
-def _mxfp8_tensors(linear: str, codes: Codes) -> dict[str, torch.Tensor]:
-    # E8M0 in the bytes of uint8: safetensors of older releases have no such dtype, and vLLM expects uint8.
-    return {f"{linear}.weight": codes.codes, f"{linear}.weight_scale": codes.scales.view(torch.uint8)}
-
-
-def _nvfp4_tensors(linear: str, codes: Codes) -> dict[str, torch.Tensor]:
-    return {
-        f"{linear}.weight_packed": codes.codes,
-        f"{linear}.weight_scale": codes.scales,
-        # A divisor, [1]. The inverse of a power of two is exact.
-        f"{linear}.weight_global_scale": codes.tensor_scale.reciprocal().reshape(1),
-    }
+    def tensors(self, linear: str) -> dict[str, torch.Tensor]:
+        """Return the tensors to store for a linear of this name."""
+        if self.tensor_scale is None:
+            # E8M0 in the bytes of uint8: safetensors of older releases have no such dtype, and vLLM expects uint8.
+            return {f"{linear}.weight": self.codes, f"{linear}.weight_scale": self.scales.view(torch.uint8)}
+        return {
+            f"{linear}.weight_packed": self.codes,
+            f"{linear}.weight_scale": self.scales,
+            # A divisor, [1]. The inverse of a power of two is exact.
+            f"{linear}.weight_global_scale": self.tensor_scale.reciprocal().reshape(1),
+        }
 
 
 def with_one_tensor_scale(weights: Sequence[Codes]) -> list[Codes] | None:
     """Give NVFP4 weights the largest of their tensor scales, and block scales that leave all values unchanged.
+
+    MXFP8 weights have no tensor scale, and stay as they are.
 
     A block scale shrinks by the power of two by which its tensor scale grows. This is exact unless E4M3 runs out of
     small numbers: training's block scales are at least 2^-6, and E4M3 goes on to 2^-9 with fewer bits.
@@ -86,6 +77,8 @@ def with_one_tensor_scale(weights: Sequence[Codes]) -> list[Codes] | None:
     Returns:
         The weights in their order; None if a block scale cannot be written exactly.
     """
+    if weights[0].tensor_scale is None:
+        return list(weights)
     tensor_scale = torch.stack([weight.tensor_scale for weight in weights]).max()
     changed = []
     for weight in weights:
@@ -111,26 +104,31 @@ def _quantization_args(bits: int, block_size: int, strategy: str, scale_dtype: s
     }
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How compressed-tensors stores a block format."""
+
+    block_format: BlockFormat
+    compression: str
+    """``format`` in compressed-tensors' config"""
+    weights: dict
+    """``QuantizationArgs`` of the weights"""
+    activations: dict | None
+    """``QuantizationArgs`` of the inputs; None if they stay in high precision"""
+
+
 LAYOUTS = {
     "mxfp8": Layout(
         block_format=MXFP8,
         compression="mxfp8-quantized",
         weights=_quantization_args(8, MXFP8.block_size, "group", "torch.uint8"),
         activations=_quantization_args(8, MXFP8.block_size, "group", "torch.uint8", dynamic=True),
-        cast=lambda weight, recipe: Codes(*mxfp8.weight_codes(weight, recipe)),
-        unify=list,
-        tensors=_mxfp8_tensors,
-        values=lambda codes, dtype: casts.dequantize(codes.codes, codes.scales, MXFP8, dtype),
     ),
     "nvfp4": Layout(
         block_format=NVFP4,
         compression="nvfp4-pack-quantized",
         weights=_quantization_args(4, NVFP4.block_size, "tensor_group", "torch.float8_e4m3fn"),
         activations=None,
-        cast=lambda weight, recipe: Codes(*nvfp4.weight_codes(weight, recipe)),
-        unify=with_one_tensor_scale,
-        tensors=_nvfp4_tensors,
-        values=lambda codes, dtype: nvfp4_reference.dequantize(codes.codes, codes.scales, codes.tensor_scale, dtype),
     ),
 }
 """Value of --format -> its layout"""

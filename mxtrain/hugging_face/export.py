@@ -27,7 +27,7 @@ import torch
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes
+from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes, with_one_tensor_scale
 from mxtrain.hugging_face.model_config import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -105,7 +105,7 @@ class Exporter:
         weight, recipe = self._weight(fqn), self._recipes.get(fqn)
         if recipe is None:
             return weight.to(self.dtype)
-        return self._layout.values(self._layout.cast(weight, recipe), torch.float32)
+        return Codes.cast(weight, recipe).values(torch.float32)
 
     def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
@@ -184,19 +184,19 @@ class Exporter:
     def _quantized(self, fqns: list[str], is_whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of linears that vLLM joins; ``is_whole``: all of these are in the format."""
         codes = {self._model.parameters[fqn].names[0].removesuffix(".weight"): self._codes(fqn) for fqn in fqns}
-        unified = self._layout.unify(list(codes.values())) if is_whole and HEAD not in codes else None
+        unified = with_one_tensor_scale([*codes.values()]) if is_whole and HEAD not in codes else None
         if unified is None:  # vLLM cannot read them in the block format
             self._ignored += codes
-            yield from ((f"{linear}.weight", self._layout.values(own, self.dtype)) for linear, own in codes.items())
+            yield from ((f"{linear}.weight", own.values(self.dtype)) for linear, own in codes.items())
             return
         for linear, own in zip(codes, unified, strict=True):
-            yield from self._layout.tensors(linear, own).items()
+            yield from own.tensors(linear).items()
 
     def _codes(self, fqn: str) -> Codes:
         weight = self._weight(fqn)
         if not weight.isfinite().all():
             raise ConfigError(f"--format = {self._format!r}: {fqn} has values that are not finite")
-        return self._layout.cast(weight, self._recipes[fqn]).rows(self._model.parameters[fqn].order)
+        return Codes.cast(weight, self._recipes[fqn]).rows(self._model.parameters[fqn].order)
 
     def _weight(self, fqn: str) -> torch.Tensor:
         """Return a parameter in fp32, with the gain before it folded, or ones for a gain that is folded.

@@ -9,7 +9,7 @@ import torch
 from mxtrain.config import load_config
 from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.model_config import ModelShape, Parameter
+from mxtrain.hugging_face.model_config import Parameter
 from mxtrain.hugging_face.model_files import SavedTensors
 from mxtrain.settings.model_settings import SECTION
 from mxtrain.settings.read import read_settings
@@ -59,17 +59,6 @@ class ImportedWeights:
             return self._saved[EMBEDDING]
         weight = self._saved[place.names[0]]
         return weight if place.order is None else weight[place.order.argsort()]
-
-
-def require_sizes(shape: ModelShape, saved: SavedTensors, where: str) -> None:
-    """Compare config.json with the files before anything of its sizes is built. Raises ConfigError."""
-    layers, tensors = shape.num_hidden_layers, len(saved.shapes)
-    if layers > tensors:
-        raise ConfigError(f"{where}: num_hidden_layers = {layers} in config.json, and the files have {tensors} tensors")
-    inputs, queries = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    saved.require_shape(EMBEDDING, (shape.vocab_size, inputs))
-    saved.require_shape("model.layers.0.mlp.gate_proj.weight", (shape.intermediate_size, inputs))
-    saved.require_shape("model.layers.0.self_attn.q_proj.weight", (queries, inputs))
 
 
 def run_settings(config: Path | None, own: dict[str, object], positions: int, target: Path) -> dict:

@@ -145,16 +145,11 @@ class SavedTensors:
         if unexpected := [name for name in self.shapes if name not in known]:
             raise self._error(f"{len(unexpected)} tensor(s) not part of this model, such as {unexpected[0]}")
         for name, file in self._files.items():
-            self.require_shape(name, known[name])
+            if self.shapes[name] != tuple(known[name]):
+                shapes = f"shape {list(self.shapes[name])}, and {list(known[name])} by config.json"
+                raise self._error(f"{name} has {shapes}")
             if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
                 raise self._error(f"{name} has dtype {dtype}; supported are: {', '.join(DTYPES)}")
-
-    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ConfigError unless there is a tensor of this name and shape."""
-        found = self.shapes.get(name)
-        if found != tuple(shape):
-            problem = "is missing" if found is None else f"has shape {list(found)}, and {list(shape)} by config.json"
-            raise self._error(f"{name} {problem}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor in fp32. Raises ConfigError if it is not finite."""

@@ -16,8 +16,8 @@ def numbers(*shape: int, seed: int = 0, scale: float = 0.02) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def stored(name: str, weight: torch.Tensor, recipe, order=None) -> dict[str, torch.Tensor]:
-    return LAYOUTS[name].tensors("x", LAYOUTS[name].cast(weight, recipe.fprop).rows(order))
+def stored(weight: torch.Tensor, recipe, order=None) -> dict[str, torch.Tensor]:
+    return Codes.cast(weight, recipe.fprop).rows(order).tensors("x")
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_stored_values_are_the_operand_of_a_linears_fprop(recipe, dtype, has_nor
         x, weight = norm(x), weight * norm.weight.detach().float()
     linear(x)
     name = recipe.fprop.format.name
-    assert torch.equal(VALUES[name](stored(name, weight, recipe), "x"), operands[0])
+    assert torch.equal(VALUES[name](stored(weight, recipe), "x"), operands[0])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -66,11 +66,11 @@ def test_rows_are_put_in_order_after_the_cast(name):
     order = torch.randperm(N, generator=torch.Generator().manual_seed(1))
     weight = numbers(N, D) * torch.exp2(torch.arange(N) % 7)[:, None]
     recipe = RECIPES[name]
-    in_place = VALUES[name](stored(name, weight, recipe), "x")
-    moved = VALUES[name](stored(name, weight, recipe, order), "x")
+    in_place = VALUES[name](stored(weight, recipe), "x")
+    moved = VALUES[name](stored(weight, recipe, order), "x")
     assert torch.equal(moved, in_place[order])
     if name == "nvfp4":
-        assert not torch.equal(moved, VALUES[name](stored(name, weight[order], recipe), "x"))
+        assert not torch.equal(moved, VALUES[name](stored(weight[order], recipe), "x"))
 
 
 def test_a_block_of_mxfp8_by_hand():
@@ -78,7 +78,7 @@ def test_a_block_of_mxfp8_by_hand():
     row[0, :4] = torch.tensor([1000.0, -3.3, 0.01, 500.0])
     # 1000 / 448 lies between 2 and 4: the scale is 4, stored as 127 + 2. E4M3 keeps three bits after the leading one:
     # 250 -> 256, -0.825 -> -0.8125, 0.0025 is closest to 1 * 2^-9, 125 -> 128 (a tie between 120 and 128 is at 124).
-    tensors = stored("mxfp8", row, RECIPES["mxfp8"])
+    tensors = stored(row, RECIPES["mxfp8"])
     assert tensors["x.weight_scale"].tolist() == [[129]]
     assert tensors["x.weight"][0, :5].float().tolist() == [256.0, -0.8125, 2.0**-9, 128.0, 0.0]
     assert VALUES["mxfp8"](tensors, "x")[0, :4].tolist() == [1024.0, -3.25, 2.0**-7, 512.0]
@@ -90,7 +90,7 @@ def test_a_block_of_nvfp4_by_hand():
     row[0, 16:18] = torch.tensor([3.0, -1.4])
     # 2688 = 6 * 448 needs the tensor scale 1. The first block scale is 448: 6, -1, 1.5625 -> 1.5, 0.002 -> 0.
     # The second is 3 / 6 = 0.5: 6, -2.8 -> -3. The low half of a byte comes first; the sign is bit 3.
-    tensors = stored("nvfp4", row, RECIPES["nvfp4"])
+    tensors = stored(row, RECIPES["nvfp4"])
     assert tensors["x.weight_global_scale"].tolist() == [1.0]
     assert tensors["x.weight_scale"].float().tolist() == [[448.0, 0.5]]
     assert tensors["x.weight_packed"][0, [0, 1, 2, 8]].tolist() == [0x7 | 0xA << 4, 0x3, 0x0, 0x7 | 0xD << 4]
@@ -98,7 +98,7 @@ def test_a_block_of_nvfp4_by_hand():
 
 
 def codes_of(weight: torch.Tensor) -> Codes:
-    return LAYOUTS["nvfp4"].cast(weight, RECIPES["nvfp4, blocks"].fprop)
+    return Codes.cast(weight, RECIPES["nvfp4, blocks"].fprop)
 
 
 def test_one_tensor_scale_leaves_all_values_as_they_were():
@@ -108,7 +108,7 @@ def test_one_tensor_scale_leaves_all_values_as_they_were():
     for before, after in zip(weights, unified, strict=True):
         assert after.tensor_scale == weights[1].tensor_scale
         assert torch.equal(after.codes, before.codes)
-        values = [VALUES["nvfp4"](LAYOUTS["nvfp4"].tensors("x", codes), "x") for codes in (before, after)]
+        values = [VALUES["nvfp4"](codes.tensors("x"), "x") for codes in (before, after)]
         assert torch.equal(*values)
 
 
@@ -137,4 +137,4 @@ def test_blocks_of_zeros_take_any_scale():
     small = codes_of(row)
     assert small.tensor_scale == 1 / 16 and small.scales[0, 1] == 2.0**-6  # which would become 2^-10
     unified = with_one_tensor_scale([large, small])
-    assert VALUES["nvfp4"](LAYOUTS["nvfp4"].tensors("x", unified[1]), "x").tolist() == row.tolist()
+    assert VALUES["nvfp4"](unified[1].tensors("x"), "x").tolist() == row.tolist()

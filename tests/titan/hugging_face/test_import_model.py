@@ -334,23 +334,20 @@ BAD = {
     "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not supported"),
     "shape": (
         edit_config(hidden_size=96, head_dim=None),
-        "model.embed_tokens.weight has shape [320, 256], and [320, 96] by",
+        "lm_head.weight has shape [320, 256], and [320, 96] by",
     ),
     "head_dim": (
         edit_sizes(64, head_dim=64),
         "head_dim = 64 in config.json does not fit TorchTitan's llama3, which would have 32",
     ),
-    "layers": (
+    "layers": (edit_config(num_hidden_layers=7), "9 of 66 tensors missing, such as model.layers.6."),
+    "absurd layers": (
         edit_config(num_hidden_layers=10**9),
         "num_hidden_layers = 1000000000 in config.json, and the files have 57 tensors",
     ),
     "features": (
-        edit_config(intermediate_size=10**15),
-        "model.layers.0.mlp.gate_proj.weight has shape [768, 256], and [1000000000000000, 256] by config.json",
-    ),
-    "queries": (
-        edit_config(num_attention_heads=32, head_dim=16),
-        "model.layers.0.self_attn.q_proj.weight has shape [256, 256], and [512, 256] by config.json",
+        edit_config(intermediate_size=800),
+        "model.layers.0.mlp.down_proj.weight has shape [256, 768], and [256, 800] by config.json",
     ),
     "NaN": (edit_weight("model.layers.0.mlp.up_proj.weight", float("nan")), "model.layers.0.mlp.up_proj.weight has va"),
     "blocks": (edit_sizes(72), "model_args.dim = 72 does not fit: a linear would have 72 features, no multiple of 32"),
