@@ -1,6 +1,7 @@
 """Where a run starts. tests/cli/test_bad_run_folders.py has the folders in which no run may start."""
 
 import errno
+import io
 import json
 import os
 from dataclasses import replace
@@ -46,8 +47,8 @@ def cannot_enter(folder, monkeypatch):
 
         return call
 
-    for name in ("open", "stat"):
-        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    for module, name in ((io, "open"), (os, "stat")):
+        monkeypatch.setattr(module, name, refusing(getattr(module, name)))
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: path != folder and access(path, mode))
 

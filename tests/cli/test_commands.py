@@ -118,7 +118,8 @@ def test_help_after_a_config_shows_all_settings_with_its_values(tmp_path, monkey
     assert cli.main(["train", "a.toml", "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: mxtrain train ")
-    sections = ("--mxnorm.p {1,2}", "--fused_rmsnorm.when_compiled", "--data.vocab_size", "--training.steps")
+    mxtrains = ("--mxnorm.p {1,2}", "--mxnorm.filter_fqns A,B,...", "--fused_rmsnorm.when_compiled")
+    sections = (*mxtrains, "--data.vocab_size", "--training.steps")
     places = [text.index(part) for part in sections]
     assert places == sorted(places) and "(set to 12345; default: 10000)" in text and "Exponent of the p-mean" in text
     assert not (tmp_path / "outputs").exists()

@@ -85,9 +85,3 @@ def test_an_empty_filter_converts_the_head():
     model, _ = model_and_args("llama3", "debugmodel")
     titan_converter("mxnorm", config("--mxnorm.filter_fqns=")).convert(model)
     assert type(model.norm) is MXNorm and type(model.output) is MXNormLinear
-
-
-def test_filters_in_help(capsys):
-    with pytest.raises(SystemExit):
-        config("--help")
-    assert "--mxnorm.filter_fqns A,B,..." in capsys.readouterr().out
