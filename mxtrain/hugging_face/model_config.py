@@ -145,9 +145,9 @@ def read_shape(folder: Path) -> ModelShape:
     scaling = None
     if rope["rope_type"] == "llama3" and rope["factor"] != 1:
         scaling = RopeScaling(*(field.type(rope[field.name]) for field in fields(RopeScaling)))
-    return ModelShape(
-        **{name: getattr(config, name) for name in FROM_CONFIG},
-        rms_norm_eps=float(config.rms_norm_eps),
-        rope_theta=float(rope.get("rope_theta") or config.rope_theta),
-        rope_scaling=scaling,
-    )
+    sizes = {name: getattr(config, name) for name in FROM_CONFIG}
+    theta = rope.get("rope_theta") or config.rope_theta
+    for name, value in {**sizes, "rope_theta": theta}.items():
+        if isinstance(value, int) and value >= 2**31:
+            raise ConfigError(f"{where}: {name} = {str(value)[:20]} in {CONFIG_FILE} is too large")
+    return ModelShape(**sizes, rms_norm_eps=float(config.rms_norm_eps), rope_theta=float(theta), rope_scaling=scaling)

@@ -164,9 +164,10 @@ class SavedTensors:
             return [SINGLE_FILE]
         if (folder / INDEX_FILE).is_file():
             places = read_json(folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}").get("weight_map")
-            if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-                raise self._error(f"{INDEX_FILE} is damaged: weight_map names no files")
-            return sorted(set(places.values()))
+            names = places.values() if isinstance(places, dict) else []
+            if not names or any(not isinstance(name, str) or name != Path(name).name for name in names):
+                raise self._error(f"{INDEX_FILE} is damaged: weight_map names no files of this folder")
+            return sorted(set(names))
         if pickles := [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]:
             raise self._error(
                 f"{pickles[0]} is a pickle, which may run any code when it is read; save the model as safetensors first"

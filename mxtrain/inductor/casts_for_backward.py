@@ -37,6 +37,8 @@ def compute_casts_in_backward(graph: Graph) -> None:
     casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default}
     backward = that_depend_on_tangents(graph)
     for calls in _equal_calls(graph, casts):
+        if len(calls[0].args[0]) > 1 and calls[0].target is not ours.nvfp4_weight.default:
+            continue  # casts of several matrices stay where PyTorch puts them, as when speed and memory were measured
         if backward.isdisjoint(calls) and any(_is_read_by(call, backward) for call in calls):
             for node in {n for call in calls for n in (call, *_swiglu_before(call))}:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
@@ -72,7 +74,7 @@ def _is_view(node: Node) -> bool:
 
 def _swiglu_before(cast: Node) -> set[Node]:
     """Return the operations that compute SwiGLU of two tensors in memory for ``cast``; none for another input."""
-    if len(cast.args[0]) > 1:
+    if len(cast.args[0]) > 1:  # weights of a group
         return set()
     chain = Chain(*cast.args[0])
     if len(chain.inputs) != 2:

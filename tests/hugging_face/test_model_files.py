@@ -97,6 +97,10 @@ BROKEN = {
     "truncated": (lambda f: os.truncate(f / FIRST, 500), f"{FIRST} is missing, truncated or damaged: "),
     "no index": (lambda f: (f / INDEX_FILE).write_text("{"), f"{INDEX_FILE} is not valid JSON: "),
     "no map": (lambda f: (f / INDEX_FILE).write_text("{}"), f"{INDEX_FILE} is damaged: weight_map names no files"),
+    "outside": (
+        lambda f: make_index(f, {"a": "../b.safetensors"}),
+        f"{INDEX_FILE} is damaged: weight_map names no files",
+    ),
     "no names": (lambda f: make_index(f, {"a": 1}), f"{INDEX_FILE} is damaged: weight_map names no files"),
     "a pickle in the index": (
         lambda f: (torch.save({}, f / "a.bin"), make_index(f, {"a": "a.bin"})),

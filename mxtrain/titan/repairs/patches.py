@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from unittest.mock import patch
 
-from torchtitan.components.checkpoint import CheckpointManager
-
 from mxtrain.titan.repairs.pipeline import Stage
 from mxtrain.titan.repairs.replicas import Layout
 
 
 @contextmanager
-def own_parts(checkpointer: type[CheckpointManager]) -> Iterator[None]:
+def own_parts(checkpointer: type) -> Iterator[None]:
     """While active, TorchTitan's trainer builds mxtrain's checkpointer, layout and pipeline stages."""
     parts = {
         "torchtitan.train.CheckpointManager": checkpointer,

@@ -350,7 +350,14 @@ BAD = {
         "model.layers.0.mlp.down_proj.weight has shape [256, 768], and [256, 800] by config.json",
     ),
     "NaN": (edit_weight("model.layers.0.mlp.up_proj.weight", float("nan")), "model.layers.0.mlp.up_proj.weight has va"),
-    "blocks": (edit_sizes(72), "model_args.dim = 72 does not fit: a linear would have 72 features, no multiple of 32"),
+    "absurd features": (
+        edit_config(intermediate_size=10**15),
+        "intermediate_size = 1000000000000000 in config.json is",
+    ),
+    "absurd base": (
+        edit_config(rope_parameters={"rope_type": "default", "rope_theta": 10**400}),
+        "rope_theta = 10000000000000000000 in config.json is too large",
+    ),
     "heads": (
         edit_config(num_key_value_heads=3),
         "config.json does not fit: n_heads = 16 is no multiple of n_kv_heads = 3",
