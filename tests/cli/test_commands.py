@@ -43,10 +43,10 @@ def test_a_command_whose_stdout_is_closed_does_its_work():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("words", [["plot"], ["report"], ["export", "out"], ["train", "--resume"]])
+@pytest.mark.parametrize("words", [["plot"], ["report"], ["train", "--resume"]])
 def test_a_name_that_is_too_long_is_one_line(words, capsys):
     name = "x" * 300
-    assert cli.main([words[0], name, *words[1:]] if words[-1] != "--resume" else [*words, name]) == 2
+    assert cli.main([*words, name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.fullmatch(f"mxtrain: error: '{name}[a-z/.]*': File name too long", line)
 

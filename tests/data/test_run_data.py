@@ -342,11 +342,3 @@ def test_a_stream_resumes_with_as_many_ranks_and_workers_only(corpus, stream, tm
 def test_a_run_folder_that_cannot_be_written_is_one_line(corpus, tmp_path):
     (tmp_path / "run").write_text("a file")
     refuse("^job.dump_folder = '.*run' cannot be written: ", job(corpus))
-
-
-@pytest.mark.parametrize("value, problem", [("many", "not a whole"), (True, "not a whole"), (-1, "negative")])
-def test_a_wrong_vocabulary_size_in_a_file_is_one_line(corpus, value, problem):
-    config = job(corpus)
-    config.data.vocab_size = value
-    with pytest.raises(ConfigError, match=f"^data.vocab_size = {value!r} is {problem}"):
-        build_tokenizer(config)

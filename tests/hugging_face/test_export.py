@@ -28,6 +28,10 @@ D = 32
 LAYER = "model.layers.0."
 
 
+def fprop_operand(parts, recipe) -> torch.Tensor:
+    return quantize.cast(parts, recipe, "reference", (1,), is_weight=True)[1].data
+
+
 class Run:
     """A block of Llama between an embedding and a head, with recipes by the ends of names; "" is all others.
 
@@ -77,7 +81,7 @@ class Run:
     def operand(self, own: str) -> torch.Tensor:
         """The weight [N, D] that fprop multiplies."""
         recipe = self.recipes[f"layers.0.{own}"].fprop
-        return quantize.weights([self.weights[f"layers.0.{own}.weight"]], recipe, "reference", 1, None).data
+        return fprop_operand([self.weights[f"layers.0.{own}.weight"]], recipe)
 
 
 @pytest.mark.parametrize("order", [None, torch.arange(2 * D - 1, -1, -1)])
@@ -198,10 +202,10 @@ def test_gains_are_folded_as_training_folded_them():
         assert torch.equal(written, (torch.ones(D) if folded else gain).bfloat16()), fqn
     for own, factor in {"attention.wk": gain, "feed_forward.w1": 1.0, "attention.wo": 1.0}.items():
         weight = run.weights[f"layers.0.{own}.weight"] * factor
-        operand = quantize.weights([weight], recipe, "reference", 1, None).data
+        operand = fprop_operand([weight], recipe)
         assert torch.equal(VALUES["mxfp8"](tensors, LAYER + NAMES[own]), operand), own
     assert "lm_head" in config["ignore"]
-    head = quantize.weights([run.weights["output.weight"] * gain], recipe, "reference", 1, None).data
+    head = fprop_operand([run.weights["output.weight"] * gain], recipe)
     assert torch.equal(tensors["lm_head.weight"].float(), head)
     tied, _ = Run({"": "mxfp8"}, is_tied=True, merged=[last]).write("mxfp8")
     assert torch.equal(tied["model.norm.weight"], gain.bfloat16())
@@ -224,7 +228,7 @@ def test_folding_rounds_as_training_and_multiplies_in_fp32():
     exporter = Exporter(run.trained, "mxfp8")
     weight, gain = run.weights["layers.0.attention.wq.weight"], run.weights["layers.0.attention_norm.weight"]
     rounded = weight.bfloat16().float() * gain.bfloat16().float()
-    operand = quantize.weights([rounded], get_recipe("mxfp8").fprop, "reference", 1, None).data
+    operand = fprop_operand([rounded], get_recipe("mxfp8").fprop)
     assert torch.equal(exporter.values("layers.0.attention.wq.weight"), operand)
 
 

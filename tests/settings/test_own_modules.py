@@ -41,10 +41,9 @@ def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_tex
     facts = json.loads((project / "run" / "run.json").read_text())
     assert (facts["model"], facts["flavor"]) == ("my_llama", "narrow")
     assert facts["converters"] == ["mxnorm", "frozen_embedding"]
-    data = json.loads((project / "run" / "data.json").read_text())
-    assert data["settings"]["training.dataset"] == "stories"
     assert "mxnorm" in (project / "run" / "conversion.txt").read_text()
-    assert tomli.loads((project / "run" / "config.toml").read_text())["experimental"] == {"custom_import": "my_project"}
+    config = tomli.loads((project / "run" / "config.toml").read_text())
+    assert config["experimental"] == {"custom_import": "my_project"} and config["training"]["dataset"] == "stories"
 
 
 def test_a_flavor_of_a_users_own_in_a_model_of_mxtrain(project):

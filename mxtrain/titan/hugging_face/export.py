@@ -1,6 +1,7 @@
 """``mxtrain export``: opens a run, and writes its weights as a model of Hugging Face's transformers."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -151,7 +152,7 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         ConfigError: the folder is no run, its settings are wrong now, or it has no such checkpoint, or a damaged one.
     """
     config = folder / CONFIG_FILE
-    if not config.is_file():
+    if not os.path.isfile(config):  # False for a name that is too long, too
         raise ConfigError(
             f"RUN = {str(folder)!r} is no run: {CONFIG_FILE} is missing; give a run's folder, such as outputs/NAME"
         )
