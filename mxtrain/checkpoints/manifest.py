@@ -4,13 +4,16 @@ A checkpoint is written to a temporary folder, the manifest last, and then the f
 manifest was complete, and the manifest shows whether it still is.
 """
 
+import importlib.metadata
 import json
 import os
+import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 
+import mxtrain
 from mxtrain.errors import ConfigError
 from mxtrain.files import FileRecord, hash_file, reason
 from mxtrain.json_toml import read_json
@@ -102,3 +105,14 @@ def _look(checkpoint: Path, name: str, look: Callable):
 
 def _own_hash(content: dict) -> str:
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return name -> version of mxtrain, Python and what computes; None for a package that is not installed."""
+    versions = {"mxtrain": mxtrain.__version__, "python": platform.python_version()}
+    for package in ("torch", "torchtitan", "torchao", "triton"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions

@@ -41,9 +41,10 @@ def report(arguments: list[str]) -> str:
 
 
 def _sections(words: list[str]) -> Iterator[str]:
+    from mxtrain.settings.known import settings_of
     from mxtrain.titan.check_job import check_model_layout
     from mxtrain.titan.converters import build_on_meta, convert_on_meta
-    from mxtrain.titan.job_config import parse_job_config, settings_of
+    from mxtrain.titan.job_config import parse_job_config
     from mxtrain.titan.parallelize import try_plan
 
     job_config = parse_job_config(words)

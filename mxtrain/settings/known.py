@@ -4,10 +4,12 @@ TorchTitan declares types, and checks few values: a wrong one ends in a tracebac
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from mxtrain.settings.fields import Field, fields_of, rules_in
+from pydantic_core import to_jsonable_python
+
+from mxtrain.settings.fields import Field, Settings, fields_of, rules_in
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.types import (
     Amount,
@@ -142,6 +144,31 @@ def known_fields(custom: type | None = None) -> dict[str, Field]:
     others = fields_of(custom) if custom is not None else {}
     rules = {name: {"resume": known[name].resume, "label": known[name].label} for name in others if name in known}
     return known | {name: replace(field, **rules.get(name, {})) for name, field in others.items()}
+
+
+def settings_of(job_config) -> Settings:
+    """The values of a job config by the full names of its settings."""
+    kind = type(job_config)
+    known = {name: field for name, field in known_fields(kind).items() if name in fields_of(kind)}
+    return Settings(known, {name: reduce(getattr, name.split("."), job_config) for name in known})
+
+
+def resolved_settings(job_config) -> dict:
+    """Return every setting that differs from its default, flags included, as nested tables for a TOML file.
+
+    Without the names of the config file and of the run's folder: a run of these settings must not write into it. With
+    ``mxnorm.diagnostics.every = 0`` beside other settings of diagnostics, which are refused without it.
+    """
+    settings = settings_of(job_config)
+    left_out = ("job.config_file", "job.dump_folder")
+    values = {
+        name: to_jsonable_python(settings[name])  # paths, tuples and sets of a user's own section
+        for name in settings.known
+        if settings.changed(name) and settings[name] is not None and name not in left_out
+    }
+    if any(name.startswith("mxnorm.diagnostics.") for name in values):
+        values.setdefault("mxnorm.diagnostics.every", 0)
+    return Settings(settings.known, values).tables()
 
 
 def rules_of(name: str) -> tuple[Resume | None, Label | None]:

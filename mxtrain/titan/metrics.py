@@ -5,10 +5,8 @@
 """
 
 import copy
-import importlib.metadata
 import json
 import os
-import platform
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +16,7 @@ from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-import mxtrain
+from mxtrain.checkpoints.manifest import package_versions
 from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.diagnostics.recording import Numerics
 from mxtrain.errors import ConfigError
@@ -170,17 +168,6 @@ def run_facts(job_config) -> dict:
         "device": _device(),
         "world_size": _world_size(),
     }
-
-
-def package_versions() -> dict[str, str | None]:
-    """Return name -> version of mxtrain, Python and what computes; None for a package that is not installed."""
-    versions = {"mxtrain": mxtrain.__version__, "python": platform.python_version()}
-    for package in ("torch", "torchtitan", "torchao", "triton"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
 
 
 def describe_model(job_config, model: torch.nn.Module) -> str:

@@ -27,10 +27,10 @@ from mxtrain.parallel.activation_checkpoint import knows_own_operations, multipl
 from mxtrain.parallel.initial_weights import draw_by_name
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers, style_for
 from mxtrain.reports.terminal import note_model
+from mxtrain.settings.known import settings_of
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.check_job import check_model_layout
-from mxtrain.titan.job_config import settings_of
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.repairs.context_parallel import prepare_context_parallelism
 from mxtrain.titan.repairs.expert_gradients import boundary, inner_style, is_boundary

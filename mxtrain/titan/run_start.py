@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from mxtrain.checkpoints.manifest import package_versions
 from mxtrain.checkpoints.start import Start, require_folder
 from mxtrain.checkpoints.verified_start import verified_start
 from mxtrain.config import dump_config, load_config
@@ -13,10 +14,9 @@ from mxtrain.ranks import from_first_rank, run_on_all_ranks
 from mxtrain.reports import terminal
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.fields import Settings
+from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.layout import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
-from mxtrain.titan.job_config import resolved_settings
-from mxtrain.titan.metrics import package_versions
 
 
 def require_same_settings(settings: Settings, resolved: dict) -> None:

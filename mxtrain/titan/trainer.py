@@ -22,7 +22,7 @@ from mxtrain.checkpoints.ending import (
     over_ranks,
 )
 from mxtrain.checkpoints.folder import set_aside
-from mxtrain.checkpoints.manifest import Manifest
+from mxtrain.checkpoints.manifest import Manifest, package_versions
 from mxtrain.checkpoints.optimizer import EarlySteps, apply_settings
 from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
@@ -36,10 +36,10 @@ from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
+from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
-from mxtrain.titan.job_config import resolved_settings
-from mxtrain.titan.metrics import log_event, log_loss, numerics_of, package_versions
+from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.repairs.patches import own_parts
 from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, share_loss

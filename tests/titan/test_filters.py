@@ -11,8 +11,9 @@ from mxtrain import (
     MXNorm,
     MXNormLinear,
 )
+from mxtrain.settings.known import resolved_settings
 from mxtrain.titan.converters import titan_converter
-from mxtrain.titan.job_config import parse_job_config, resolved_settings
+from mxtrain.titan.job_config import parse_job_config
 from tests.support.converter_checks import config, count, model_and_args
 
 

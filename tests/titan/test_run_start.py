@@ -11,8 +11,9 @@ import torch
 from mxtrain.checkpoints.manifest import Manifest, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.ranks import CommonError
+from mxtrain.settings.known import resolved_settings, settings_of
 from mxtrain.titan import run_start
-from mxtrain.titan.job_config import parse_job_config, resolved_settings, settings_of
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.run_start import other_versions, require_same_settings, write_resolved_config
 
 

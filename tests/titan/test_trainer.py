@@ -13,7 +13,8 @@ from torchtitan import train as titan
 from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
-from mxtrain.titan.job_config import parse_job_config, settings_of
+from mxtrain.settings.known import settings_of
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.train import _train
 from mxtrain.titan.trainer import Trainer
 

@@ -11,7 +11,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-from mxtrain.checkpoints.manifest import MANIFEST_FILE
+from mxtrain.checkpoints.manifest import MANIFEST_FILE, package_versions
 from mxtrain.config import dump_config
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.conversion.schedule import set_step
@@ -26,12 +26,12 @@ from mxtrain.hugging_face.model_files import new_target
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import active_settings, convert_on_meta
 from mxtrain.titan.hugging_face.models import meta_model, parameters, require_exportable, shape_of
-from mxtrain.titan.job_config import parse_job_config, resolved_settings
-from mxtrain.titan.metrics import package_versions
+from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.models.llama3 import is_tied
 from mxtrain.titan.models.model_args import given_in
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from mxtrain.checkpoints.manifest import package_versions
 from mxtrain.config import dump_config
 from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
@@ -22,7 +23,6 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.model_settings import SECTION
 from mxtrain.titan.hugging_face.models import find_model, parameters, require_same_logits
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.metrics import package_versions
 
 
 def import_model(source: Path, target: Path, config: Path | None = None) -> str:
