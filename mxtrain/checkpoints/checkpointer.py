@@ -75,6 +75,8 @@ class Checkpointer:
     is_stopping: Callable[[], bool]
     after_load: Callable[[], None]
     saved_step: int | None = None
+    make_stager = DefaultStager
+    """What copies a GPU's state for asynchronous saves, a class that takes PyTorch's ``StagingOptions``"""
 
     def __init__(
         self, dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, base_folder=""
@@ -93,7 +95,7 @@ class Checkpointer:
             if torch.cuda.is_available():  # on a CPU, DCP copies the state by itself
                 # Pinned memory, as much as the state has bytes, is kept from one save to the next.
                 shared = checkpoint_config.async_mode == ASYNC_WITH_PINNED_MEMORY
-                self._stager = DefaultStager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
+                self._stager = self.make_stager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
 
     def load(self, step: int = -1) -> bool:
         """Load the checkpoint from which the run starts, and return whether there is one.

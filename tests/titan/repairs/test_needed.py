@@ -4,6 +4,7 @@ A fault that takes a whole training to see is looked up in TorchTitan's source.
 """
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torchtitan.models.llama3.infra.parallelize as llama3
@@ -63,3 +64,9 @@ def test_cpu_attention(kind):
     """PyTorch's ring attention has kernels of GPUs only."""
     assert hasattr(_attention, f"_scaled_dot_product_ring_{kind}_attention")
     assert "for_cpu" not in source(_attention)
+
+
+def test_pinned_memory():
+    """PyTorch 2.11, the oldest release that is supported."""
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert '"torch>=2.11,' in project
