@@ -7,6 +7,8 @@ import torch
 
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import ThreeGEMMs
+from mxtrain.ops import mxfp8
+from mxtrain.ops import nvfp4 as nvfp4_ops
 from mxtrain.ops.quantize import cast, from_codes, normalize
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
@@ -138,6 +140,15 @@ def assert_same_operand(found, expected) -> None:
             as_bytes = [t.reshape(-1).contiguous().view(torch.uint8) for t in (got, want)]
             assert got.shape == want.shape and got.dtype == want.dtype and torch.equal(*as_bytes)
     assert found.data.stride() == expected.data.stride(), "or a product may add up in another order"
+
+
+@pytest.mark.parametrize(("recipe", "sizes"), [(MXFP8, (37, 64, 160)), (NVFP4, (21, D, N))], ids=str)
+def test_native_operands_without_triton_are_those_of_the_kernels(recipe, sizes, monkeypatch):
+    expected = all_operands(recipe, "native", *sizes)
+    for module in (mxfp8, nvfp4_ops):
+        monkeypatch.setattr(module, "runs_kernels", lambda *unused: False)
+    for name, operand in all_operands(recipe, "native", *sizes).items():
+        assert_same_operand(operand, expected[name])
 
 
 # Kernels of NVFP4 take seconds in Triton's interpreter.
