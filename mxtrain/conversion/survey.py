@@ -1,7 +1,9 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
 
 import torch
 import torch.nn as nn
@@ -11,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_leaves
 
 from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
 from mxtrain.conversion.layers import LinearFacts, find_blocks, find_heads, find_linears
@@ -166,11 +167,11 @@ def refuse_unfit_model(model: nn.Module) -> None:
 
 def _unswappable(modules: Mapping[str, nn.Module], fqns: Collection[str]) -> dict[str, str]:
     """Of the modules ``fqns``, those with something that a new module would not have -> what, and the way out."""
-    holders = {}
+    own, holders = {id(module) for module in modules.values()}, {}
     for fqn, module in modules.items():
         for name, value in vars(module).items():
-            for held in tree_leaves(value) if name != "_modules" else ():  # in lists, tuples and dicts
-                if isinstance(held, nn.Module) and held is not module:
+            for held in _modules_in(value, own) if name != "_modules" else ():
+                if held is not module:
                     holders[held] = f"{fqn}.{name}".removeprefix(".")
     reasons = {}
     for fqn in fqns:
@@ -179,6 +180,29 @@ def _unswappable(modules: Mapping[str, nn.Module], fqns: Collection[str]) -> dic
         elif holder := holders.get(modules[fqn]):
             reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
     return reasons
+
+
+def _modules_in(value, own: Collection[int], depth: int = 4) -> Iterator[nn.Module]:
+    """Yield the modules with an id in ``own`` in containers, methods, functions and objects, a few levels deep."""
+    if id(value) in own:
+        yield value
+        return
+    if depth == 0 or isinstance(value, torch.Tensor | type):
+        return
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, list | tuple | set):
+        parts = value
+    elif isinstance(value, MethodType):
+        parts = (value.__self__,)
+    elif isinstance(value, partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        parts = [cell.cell_contents for cell in value.__closure__ or ()]
+    else:
+        parts = getattr(value, "__dict__", {}).values()
+    for part in parts:
+        yield from _modules_in(part, own, depth - 1)
 
 
 def _why_it_must_stay(module: nn.Module) -> str | None:

@@ -1,5 +1,7 @@
 """Surveying a model: facts as values, and a model that stays as it was."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -70,8 +72,23 @@ class Listed(nn.Module):
         self.held = held(self)
 
     def forward(self, x):
-        call = next(iter(self.held.values() if "a" in self.held else self.held))
+        call = self.held if callable(self.held) else next(iter(self.held.values() if "a" in self.held else self.held))
         return self.b(call(self.norm(x)))
+
+
+class Caller:
+    """A plain object, whose attributes are no children of a module."""
+
+    def __init__(self, linear):
+        self.linear = linear
+
+    def __call__(self, x):
+        call = self.linear[0] if isinstance(self.linear, list) else self.linear
+        return call(x)
+
+
+def calling(linear):
+    return lambda x: linear(x)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +97,13 @@ class Listed(nn.Module):
         lambda m: [m.a],
         lambda m: (m.a,),
         lambda m: {"a": m.a},
+        lambda m: {m.a},
+        lambda m: m.a.forward,
+        lambda m: functools.partial(m.a.forward),
+        lambda m: Caller(m.a),
+        lambda m: calling(m.a),
+        lambda m: Caller(Caller([m.a])),
+        lambda m: [nn.Sequential(m.a)],
     ],
 )
 def test_a_linear_that_a_list_holds_as_well_stays(held):
@@ -91,3 +115,11 @@ def test_a_linear_that_a_list_holds_as_well_stays(held):
     )
     with pytest.raises(ValueError, match="0.norm: (feeds 0.a, is also held by 0.held|its output is used by .*linear)"):
         convert(nn.Sequential(Listed(held)), filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
+
+
+def test_a_linear_that_only_it_itself_holds_is_swapped():
+    model = Listed(lambda m: [m.b])
+    model.a.state = Caller(model.a)
+    model.circle = circle = Caller(None)
+    circle.linear = circle
+    assert convert(model, "mx_linear", mode="reference").linears == ["a"]
