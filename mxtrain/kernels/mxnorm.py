@@ -423,5 +423,6 @@ def _call(x, residual, estimate: RMSEstimate, form: str, scale_rounding, tensor_
     check_row_length(x)
     settings = estimate.p, estimate.estimator, estimate.eps, estimate.constant, form, scale_rounding, tensor_scale
     data, *others = _mxnorm_cast(*contiguous(x, residual), *settings)
-    scales = None if form == "image" else others.pop(0)
-    return MXNormCast(data, scales, others[0], None if residual is None else others[1])
+    if form == "image":
+        others = [None, *others]
+    return MXNormCast(data, others[0], others[1], None if residual is None else others[2])
