@@ -194,24 +194,63 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
 
 
-class QuantizedLinear(RecipeModule, nn.Linear):
-    """A linear layer with a recipe and an execution mode. Subclasses define ``forward``.
+class QuantizedLayer(RecipeModule):
+    """A layer of quantized products, with one recipe and one execution mode for all of them.
 
-    Both feature counts must be multiples of the recipe's block sizes: fprop reduces over the input features and
-    dgrad over the output features. Under tensor parallelism, ``split`` says which matrices are split over processes,
-    and the weight is a DTensor, of which every process multiplies its part.
+    Under tensor parallelism, ``split`` says which matrices are split over processes, and the weights are DTensors, of
+    which every process multiplies its part.
     """
 
     split: SplitMatrices = WHOLE
+    runs_wgrad = True
+
+    def _set_recipe(self, recipe, mode: str) -> None:
+        self.recipe = get_recipe(recipe)
+        check_mode(mode)
+        self.mode = mode
+
+    def __getstate__(self) -> dict:
+        # Nothing would renew the operands of a copy.
+        return {**self.__dict__, "ready": None}
+
+    def gemms(self, device: torch.device) -> ThreeGEMMs:
+        """Return the GEMMs in the mode that "auto" stands for on ``device``, or in the mode of this layer.
+
+        Raises:
+            ConfigError: for a mode that the device lacks.
+        """
+        return ThreeGEMMs(self.recipe.key, mode_in_forward(self.mode, device.type), self.split, self.runs_wgrad)
+
+    @property
+    def layer_state(self) -> LayerState:
+        """What this layer computes with now."""
+        return LayerState(self.recipe)
+
+    @property
+    def recipes(self) -> tuple[LinearRecipe, ...]:
+        """Every recipe that this layer has in the run."""
+        if self.timeline is None:
+            return (self.recipe,)
+        return tuple(state.recipe for state in self.timeline.all_states if not state.is_plain)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe}, mode={self.mode}".removeprefix(", ")
+
+
+class QuantizedLinear(QuantizedLayer, nn.Linear):
+    """A linear layer with a recipe and an execution mode. Subclasses define ``forward``.
+
+    Both feature counts must be multiples of the recipe's block sizes: fprop reduces over the input features and
+    dgrad over the output features.
+    """
+
     fed_by: tuple[nn.Module, ...] | None = ()
     """The MXNorm that feeds this layer, if there is one; None if it is not known (``mxtrain.nn.ready_weights``)"""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
     ):
-        self.recipe = get_recipe(recipe)
-        check_mode(mode)
-        self.mode = mode
+        self._set_recipe(recipe, mode)
         check_features(in_features, out_features, self.recipe)
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         # Set from the start, because torch.compile would compile again when the attribute appears.
@@ -233,18 +272,6 @@ class QuantizedLinear(RecipeModule, nn.Linear):
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 
-    def __getstate__(self) -> dict:
-        # Nothing would renew the operands of a copy.
-        return {**self.__dict__, "ready": None}
-
-    def gemms(self, device: torch.device) -> ThreeGEMMs:
-        """Return the GEMMs in the mode that "auto" stands for on ``device``, or in the mode of this layer.
-
-        Raises:
-            ConfigError: for a mode that the device lacks.
-        """
-        return ThreeGEMMs(self.recipe.key, mode_in_forward(self.mode, device.type), self.split, self.runs_wgrad)
-
     def ready_with(self, gain: torch.Tensor | None) -> ReadyOperands | None:
         """Return the weight that ``mxtrain.nn.ready_weights`` has cast, if it has this gain and is still the layer's.
 
@@ -254,26 +281,11 @@ class QuantizedLinear(RecipeModule, nn.Linear):
             return None
         return self.ready
 
-    @property
-    def layer_state(self) -> LayerState:
-        """What this layer computes with now."""
-        return LayerState(self.recipe)
-
-    @property
-    def recipes(self) -> tuple[LinearRecipe, ...]:
-        """Every recipe that this layer has in the run."""
-        if self.timeline is None:
-            return (self.recipe,)
-        return tuple(state.recipe for state in self.timeline.all_states if not state.is_plain)
-
     def parts(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias; if the matrices are split, this process's parts."""
         if self.split == WHOLE:
             return self.weight, self.bias
         return self.weight.to_local(), None if self.bias is None else self.bias.to_local()
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe}, mode={self.mode}"
 
 
 def check_features(in_features: int, out_features: int, recipe: LinearRecipe) -> None:

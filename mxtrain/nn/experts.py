@@ -1,0 +1,167 @@
+"""The experts of a mixture, their weights stacked, with quantized GEMMs: fprop, dgrad and wgrad of every expert.
+
+Each expert is a feed-forward network with a gate, W2 (silu(W1 x) * W3 x). Its results and gradients have the bits of
+three ``MXLinear`` on its tokens alone.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import silu
+
+from mxtrain.custom_op import untraced
+from mxtrain.errors import ConfigError
+from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.nn.three_gemms import (
+    QuantizedLayer,
+    ReadyOperands,
+    ThreeGEMMs,
+    check_dtype,
+    check_features,
+    check_input,
+    compute_dtype,
+)
+from mxtrain.ops.arguments import check_tensor
+from mxtrain.ops.grouped import (
+    Groups,
+    block_of_rows,
+    collect,
+    make_groups,
+    matmul_rows,
+    matmul_tokens,
+    spread,
+)
+from mxtrain.recipes.recipe import LinearRecipe
+
+WEIGHTS = ("w1", "w2", "w3")
+
+
+@untraced
+class _Spread(torch.autograd.Function):
+    """Rows of tokens [T, D] -> padded rows [P, D]."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, groups: Groups):
+        ctx.groups = groups
+        return spread(x, groups)
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor):
+        return collect(dy, ctx.groups), None
+
+
+@untraced
+class _Collect(torch.autograd.Function):
+    """Padded rows [P, D] -> rows of tokens [T, D]."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, groups: Groups):
+        ctx.groups = groups
+        return collect(x, groups)
+
+    @staticmethod
+    def backward(ctx, dy: torch.Tensor):
+        return spread(dy, ctx.groups), None
+
+
+@untraced
+class _GroupedLinears(torch.autograd.Function):
+    """X [P, D], W_i [E, N, D] -> Y_i [P, N]: each expert's rows times its matrices. X is cast once for all W_i."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        ends: torch.Tensor,
+        gemms: ThreeGEMMs,
+        ready: Sequence[ReadyOperands | None],
+        *ws: torch.Tensor,
+    ):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, ends, *ws)
+        ctx.gemms, ctx.ready = gemms, ready
+        xq = gemms.quantize_activation(x)
+        operands = [_cast(gemms, w, 1) if r is None else r.fprop[0] for w, r in zip(ws, ready, strict=True)]
+        return tuple(matmul_rows(xq, w, ends, x.dtype) for w in operands)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, saved, *dys: torch.Tensor | None):
+        x, ends, *ws = saved
+        gemms, (needs_x, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
+        dx, along_tokens, dws = None, None, [None] * len(ws)
+        for i, (dy, w, ready) in enumerate(zip(dys, ws, ctx.ready, strict=True)):
+            if dy is None:
+                continue
+            needs_w = need_ws[i] and gemms.runs_wgrad
+            for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_w, None, [None])
+            if for_dx is not None:
+                part = matmul_rows(for_dx, _cast(gemms, w, 0) if ready is None else ready.dgrad, ends, x.dtype)
+                dx = part if dx is None else dx + part
+            if for_dw is not None:
+                along_tokens = along_tokens or gemms.quantize_along_tokens(x)
+                dws[i] = matmul_tokens(for_dw, along_tokens, ends, x.dtype).to(w.dtype)
+        return dx, None, None, None, *dws
+
+
+def _cast(gemms: ThreeGEMMs, w: torch.Tensor, dim: int):
+    """W [E, N, D] as the operand of fprop (1) or dgrad (0). N is whole blocks, so that none holds two experts."""
+    return gemms.quantize_weights([w.flatten(0, 1)], None, (dim,))[dim]
+
+
+class QuantizedExperts(QuantizedLayer, nn.Module):
+    """Stacked experts with parameters w1, w3 [E, H, D] and w2 [E, D, H], and a recipe for all their GEMMs."""
+
+    @classmethod
+    def from_experts(cls, experts: nn.Module, *, recipe="mxfp8", mode="auto") -> "QuantizedExperts":
+        """Return the same experts, sharing the parameters, of a class that is also that of ``experts``.
+
+        Raises:
+            ConfigError: for an unknown recipe or mode, an NVFP4 recipe, or features that are not whole blocks.
+        """
+        new = object.__new__(_quantized(type(experts)))
+        new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in experts.__dict__.items()})
+        new._set_recipe(recipe, mode)
+        check_experts(new, new.recipe)
+        new.ready: tuple[ReadyOperands | None, ...] = (None,) * len(WEIGHTS)
+        new.set_seed(0, "")
+        return new
+
+    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """Rows of tokens in the order of their experts -> the experts' results.
+
+        Args:
+            x: [T, D], bf16 or fp32.
+            num_tokens_per_expert: integers [E], of which the sum is at most T. Rows beyond it give zeros.
+
+        Raises:
+            ValueError: for another dtype, shape or device.
+        """
+        check_tensor("x", x)
+        gemms = self.gemms(x.device)
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+        check_input(x, w1.shape[2], w1, self.recipe, gemms.mode)
+        dtype = compute_dtype(x)
+        check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
+        groups = make_groups(num_tokens_per_expert, len(x), block_of_rows(gemms.mode))
+        rows = _Spread.apply(x.to(dtype), groups)
+        gate, up = _GroupedLinears.apply(rows, groups.ends, gemms, (None, None), w1, w3)
+        (y,) = _GroupedLinears.apply(silu(gate) * up, groups.ends, gemms, (None,), w2)
+        return _Collect.apply(y, groups).to(x.dtype)
+
+
+@functools.cache
+def _quantized(kind: type[nn.Module]) -> type[QuantizedExperts]:
+    """``QuantizedExperts`` that is a ``kind`` otherwise, such as in the initialization of its weights."""
+    return type(f"MX{kind.__name__}", (QuantizedExperts, kind), {"__module__": __name__})
+
+
+def check_experts(experts: nn.Module, recipe: LinearRecipe) -> None:
+    """Raise ConfigError unless this recipe computes the GEMMs of these experts."""
+    if any(gemm.is_nvfp4 for gemm in recipe.gemms):
+        raise ConfigError(f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts")
+    _, hidden, features = experts.w1.shape
+    check_features(features, hidden, recipe)

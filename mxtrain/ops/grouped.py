@@ -1,0 +1,135 @@
+"""Products of stacked experts: one GEMM per expert, on rows that lie one expert below the other.
+
+No quantization block may hold rows of two experts, so that every expert has the bits that it would have alone. Rows of
+an expert are therefore padded with zeros to whole blocks. Nothing waits for the device: the number of padded rows is a
+bound that holds for all counts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import ScalingType, SwizzleType, grouped_mm, scaled_grouped_mm
+
+from mxtrain.custom_op import untraced
+from mxtrain.ops.gemm import Operand, matmul
+
+
+class Groups(NamedTuple):
+    """Where the rows of T tokens in the order of their experts lie in a matrix with padding.
+
+    Attributes:
+        places: int64 [T]: the padded row of every token.
+        ends: int32 [E]: the end of every expert's padded rows. Rows beyond the last end belong to no expert.
+        rows: the number of padded rows, at least ends[-1].
+    """
+
+    places: torch.Tensor
+    ends: torch.Tensor
+    rows: int
+
+
+def block_of_rows(mode: str) -> int:
+    """The number of rows to whose multiples groups are padded.
+
+    It is a multiple of all block sizes. The tensor cores read scales in tiles of 128 rows by 4 blocks: with groups of
+    whole tiles, neither along the rows nor along the tokens (4 x 32 = 128) does a tile belong to two experts.
+    """
+    return 128 if mode == "native" else 32
+
+
+def make_groups(counts: torch.Tensor, tokens: int, block: int) -> Groups:
+    """Place ``tokens`` rows, of which expert e owns the next counts[e], into groups of whole blocks.
+
+    Args:
+        counts: integers [E]. Their sum is at most ``tokens``; the rows that are left belong to no expert.
+    """
+    counts = counts.to(torch.int64)
+    ends = counts.cumsum(0)
+    padded_ends = ((counts + block - 1) // block * block).cumsum(0)
+    token = torch.arange(tokens, device=counts.device)
+    padding_before = torch.nn.functional.pad(padded_ends - ends, (1, 0))
+    places = token + padding_before[torch.searchsorted(ends, token, right=True)]
+    bound = tokens + len(counts) * (block - 1)
+    return Groups(places, padded_ends.to(torch.int32), -(-bound // block) * block)
+
+
+def spread(x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """x [T, D] -> the same rows in their places [P, D], zero elsewhere."""
+    return x.new_zeros(groups.rows, x.shape[1]).index_copy_(0, groups.places, x)
+
+
+def collect(x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """x [P, D] -> the rows of the tokens [T, D]; zero for tokens that belong to no expert, whatever x has there."""
+    return torch.where((groups.places < groups.ends[-1])[:, None], x[groups.places], 0)
+
+
+def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Multiply every expert's rows of a [P, K] by the transpose of its b -> [P, R]. Rows beyond the last end: anything.
+
+    Args:
+        b: the experts [E, R, K], cast along K as one matrix: data [E R, K], or [R, E K] as ``cast`` along dimension 0
+            makes it.
+        ends: as in ``Groups``.
+    """
+    experts = len(ends)
+    is_stacked = b.data.shape[1] == a.data.shape[1]
+    data = b.data.unflatten(0, (experts, -1)) if is_stacked else b.data.unflatten(1, (experts, -1)).transpose(0, 1)
+    if a.scales is not None:
+        # Scales of stacked experts lie one expert after the other, those of experts side by side in every row of tiles.
+        tiles = b.scales.view(1 if is_stacked else data.shape[1] // _TILE_ROWS, experts, -1)
+        scales = tiles.transpose(0, 1).reshape(experts, -1)
+        return _product_of_codes(a.data, a.scales, data.contiguous().transpose(1, 2), scales, ends, out_dtype)
+    if _is_one_kernel(a, out_dtype):
+        return grouped_mm(a.data, data.transpose(1, 2), offs=ends)
+    results = [matmul(Operand(a.data[own]), Operand(w), out_dtype) for own, w in zip(_rows(ends), data, strict=True)]
+    return torch.cat([*results, a.data.new_zeros(len(a.data) - int(ends[-1]), data.shape[1], dtype=out_dtype)])
+
+
+def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Multiply every expert's tokens, columns of a [N, P], by the same of b [D, P] -> [E, N, D]; zero without tokens."""
+    if a.scales is not None:
+        scales = [_by_expert(x, ends) for x in (a, b)]
+        return _product_of_codes(a.data, scales[0], b.data.t(), scales[1], ends, out_dtype)
+    if _is_one_kernel(a, out_dtype):
+        return grouped_mm(a.data, b.data.t(), offs=ends)
+    return torch.stack([matmul(Operand(a.data[:, own]), Operand(b.data[:, own]), out_dtype) for own in _rows(ends)])
+
+
+def _is_one_kernel(a: Operand, out_dtype: torch.dtype) -> bool:
+    # PyTorch's grouped products of bf16 have fp32 sums and a bf16 result. Others are rare: one product per expert.
+    return a.data.dtype == out_dtype == torch.bfloat16
+
+
+def _rows(ends: torch.Tensor) -> list[slice]:
+    stops = ends.tolist()
+    return [slice(start, stop) for start, stop in zip([0, *stops], stops)]
+
+
+# The scales of 128 rows by 4 blocks of 32 (128 columns) lie in one piece of memory.
+_TILE_ROWS, _TILE = 128, 512
+
+
+def _by_expert(x: Operand, ends: torch.Tensor) -> torch.Tensor:
+    """The scales of x [N, P] in tiles of every expert's columns, one expert after the other."""
+    scales, high, wide = x.scales, x.data.shape[0] // _TILE_ROWS, x.data.shape[1] // _TILE_ROWS
+    tiles = scales.view(high, wide, _TILE)
+    bounds = torch.nn.functional.pad(ends.to(torch.int64) // _TILE_ROWS, (1, 1))
+    bounds[-1] = wide  # columns beyond the last end form a group of their own
+    column = torch.arange(wide, device=scales.device)
+    group = torch.searchsorted(bounds[1:], column, right=True)
+    start, width = bounds[group], bounds[group + 1] - bounds[group]
+    row = torch.arange(high, device=scales.device)[:, None]
+    places = start * high + row * width + column - start
+    # A byte a scale, because few operations take E8M0.
+    result = torch.empty(high * wide, _TILE, dtype=torch.uint8, device=scales.device)
+    result[places.flatten()] = tiles.view(torch.uint8).flatten(0, 1)
+    return result.view(scales.dtype).view(x.data.shape[0], -1)
+
+
+# Dynamo of PyTorch 2.11 cannot look into it, as into scaled_mm.
+@untraced
+def _product_of_codes(a, a_scales, b, b_scales, ends, out_dtype: torch.dtype) -> torch.Tensor:
+    blocks, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    a_scales = a_scales.view(a.shape[0], -1)
+    # The only result that PyTorch allows is bf16.
+    return scaled_grouped_mm(a, b, a_scales, blocks, b_scales, blocks, swizzle, swizzle, offs=ends).to(out_dtype)
