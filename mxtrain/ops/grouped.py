@@ -86,7 +86,7 @@ def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dty
 
 
 def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiply every expert's tokens, columns of a [N, P], by the same of b [D, P] -> [E, N, D]; zero without tokens."""
+    """Multiply every expert's tokens, columns of a [N, P] and b [D, P] -> [E, N, D]; zero without tokens."""
     if a.scales is not None:
         scales = [_by_expert(x, ends) for x in (a, b)]
         return _product_of_codes(a.data, scales[0], b.data.t(), scales[1], ends, out_dtype)
