@@ -15,6 +15,7 @@ those within mixtures of experts.
 """
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch.nn as nn
@@ -33,6 +34,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.recipes.recipe import LinearRecipe
 
 DEGREE = "parallelism.tensor_parallel_degree"
 _SEQUENCES = (Shard(1),)
@@ -167,12 +169,17 @@ def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processe
             f"{DEGREE} = {processes} splits {fqn} by input features, and every process would add its bias: allowed is "
             "1, or mxnorm.filter_fqns that match it"
         )
-    features = {"out_features": linear.out_features, "in_features": linear.in_features}
     name = "out_features" if isinstance(style, Columnwise) else "in_features"
-    for recipe in linear.recipes:
+    features = getattr(linear, name)
+    check_blocks(f"{name} = {features} of {fqn}", features, processes, linear.recipes)
+
+
+def check_blocks(what: str, features: int, processes: int, recipes: Iterable[LinearRecipe]) -> None:
+    """Raise ConfigError unless ``features``, called ``what``, are whole blocks of the recipes on every process."""
+    for recipe in recipes:
         block = max((gemm.block_size for gemm in recipe.gemms if gemm.format is not None), default=1)
-        if features[name] % (processes * block):
+        if features % (processes * block):
             raise ConfigError(
-                f"{DEGREE} = {processes} splits {name} = {features[name]} of {fqn} into parts that are not whole "
-                f"blocks of {block} (recipe {recipe.name!r}): allowed is a divisor of {features[name] // block}"
+                f"{DEGREE} = {processes} splits {what} into parts that are not whole blocks of {block} "
+                f"(recipe {recipe.name!r}): allowed is a divisor of {features // block}"
             )

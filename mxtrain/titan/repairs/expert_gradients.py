@@ -34,9 +34,10 @@ from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorP
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, restyled
+from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, check_blocks, restyled
 
 
 class Boundary(PrepareModuleInput):
@@ -137,6 +138,8 @@ def _check_features(experts: nn.Module, processes: int) -> None:
             f"multiples of {WHOLE_FEATURES}, as grouped products need: allowed is a divisor of "
             f"{features // WHOLE_FEATURES}"
         )
+    if isinstance(experts, QuantizedExperts):
+        check_blocks(f"the {features} hidden features of every expert", features, processes, experts.recipes)
 
 
 def is_boundary(style: ParallelStyle) -> bool:

@@ -8,6 +8,7 @@ from torchtitan.distributed.expert_parallel import ExpertTensorParallel, TensorP
 from torchtitan.models.moe.moe import GroupedExperts
 
 from mxtrain import ConfigError
+from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.titan.repairs import expert_gradients
 from mxtrain.titan.repairs.expert_gradients import inner_style
 from tests.parallel.test_tensor_parallel import COMPILED
@@ -107,6 +108,15 @@ def test_features_that_no_grouped_product_takes_are_refused(style, mesh):
     message = "tensor_parallel_degree = 4 splits the 48 hidden features of every expert .* a divisor of 6$"
     with pytest.raises(ConfigError, match=message):
         inner_style(style())._apply(GroupedExperts(64, 48, 2, use_grouped_mm=False), mesh)
+
+
+def test_parts_of_quantized_experts_are_whole_blocks():
+    experts = QuantizedExperts.from_experts(GroupedExperts(64, 96, 2, use_grouped_mm=False))
+    message = (
+        "tensor_parallel_degree = 2 splits the 96 hidden features .* blocks of 32 .* a divisor of 3$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        inner_style(TensorParallel())._apply(experts, Mesh(tp=2))
 
 
 class OwnLinear(nn.Linear):
