@@ -31,13 +31,14 @@ def fuse_rounding(graph: Graph) -> None:
     if not HAS_TRITON:
         return
     for cast in list(graph.find_nodes(op="call_function", target=ours.cast.default)):
-        parts, axis, row_factor, column_factor, _, *others = cast.args
+        parts, axis, row_factor, column_factor, order, _, *others = cast.args
         source = _before_rounding(parts[0], cast) if len(parts) == 1 else None
         if source is None:
             continue
         with graph.inserting_before(cast):
             matrix = as_matrix(graph, source)
-            new = graph.call_function(ours.cast.default, ([matrix], axis, row_factor, column_factor, True, *others))
+            settings = (axis, row_factor, column_factor, order, True, *others)
+            new = graph.call_function(ours.cast.default, ([matrix], *settings))
         describe_call(new, cast, cast.meta["val"])
         cast.replace_all_uses_with(new)
         graph.erase_node(cast)

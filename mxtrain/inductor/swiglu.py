@@ -129,7 +129,7 @@ def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
 
 def _parts(node: Node) -> tuple[Node, ...]:
     """Return the tensors, usually one, that a cast without factors reads side by side; none for other nodes."""
-    if node.target is not ours.cast.default or node.args[2:5] != (None, None, False):
+    if node.target is not ours.cast.default or node.args[2:6] != (None, None, None, False):
         return ()
     parts, axis = node.args[:2]
     if len(parts) > 1:

@@ -25,6 +25,7 @@ def cast(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
     as_codes: bool = False,
+    source: torch.Tensor | None = None,
     **_,
 ) -> dict[int, Operand | Codes]:
     """Quantize a matrix X [R, C] along each dimension in ``dims``; return the operands by dimension.
@@ -40,11 +41,12 @@ def cast(
         row_factor: [R], multiplied in before the cast, in fp32 (fp64 for fp64), without rounding in between.
         column_factor: [C], likewise.
         as_codes: return ``Codes``. For one dimension, and one matrix of whole blocks.
+        source: int64 [R]; row i of X is row source[i] of the one matrix in ``parts``, zero where source[i] is negative.
         _: what only NVFP4 needs.
     """
     if recipe.format is not None and runs_kernels(mode, parts[0].device.type):
         form = "codes" if as_codes else KERNEL_FORM[mode]
-        results = cast_kernel.cast(parts, recipe, dims, form, row_factor, column_factor, axis)
+        results = cast_kernel.cast(parts, recipe, dims, form, row_factor, column_factor, axis, source)
         if as_codes:
             return {dim: Codes(*result) for dim, result in results.items()}
         # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
@@ -54,6 +56,8 @@ def cast(
         }
     # Every block lies in one part, so its scale does not depend on other parts.
     x = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), axis)
+    if source is not None:
+        x = torch.where((source < 0)[:, None], 0, x[source.clamp(min=0)])
     if row_factor is not None:
         x = scale_rows(x, row_factor)
     if column_factor is not None:

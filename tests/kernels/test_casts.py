@@ -130,6 +130,19 @@ def test_mxfp8_with_factors_of_ugly_rows(form):
     check_cast(ugly(43, 160), form=form, dims=(0,), **factors(FACTORS[:1], 43, 160))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_in_another_order(form):
+    """Rows that come twice, never, and rows of zeros between them, with what they would hold in memory not a number."""
+    x, source = ugly(43, 160), torch.tensor([5, -1, 42, 5, 0, *[-1] * 31, *range(10, 17), -1])
+    moved = torch.where((source < 0)[:, None], 0, x[source.clamp(min=0)])
+    for dims, column_factor in itertools.product(DIMS, [None, draw(160, seed=2)]):
+        with poisoned_memory():
+            found = cast(x, RECIPES["rceil"], dims, form, column_factor=column_factor, source=source)
+        want = cast(moved, RECIPES["rceil"], dims, form, column_factor=column_factor)
+        for dim in dims:
+            assert_same_results(found[dim], want[dim])
+
+
 @pytest.mark.parametrize(("fmt", "which"), [*((MXFP8, which) for which in CHOICES[1:]), (NVFP4, FACTORS)], ids=str)
 def test_the_product_is_not_rounded_before_the_cast(fmt, which):
     """Hundreds of elements lie next to a rounding boundary, so a product in bf16 would show."""
@@ -148,7 +161,7 @@ def test_products_of_bf16_numbers_have_the_scales_of_fp32_numbers():
 def test_an_fp32_matrix_can_be_rounded_to_bf16_first(form):
     for x, which in ((ugly(43, 160), []), (draw(96, 160), FACTORS)):
         of_factors = factors(which, *x.shape).values() or (None, None)
-        run = lambda x, to_bf16: torch.ops.mxtrain.cast([x], 0, *of_factors, to_bf16, True, True, "rceil", form)  # noqa: B023, E731
+        run = lambda x, to_bf16: torch.ops.mxtrain.cast([x], 0, *of_factors, None, to_bf16, True, True, "rceil", form)  # noqa: B023, E731
         rounded = x.bfloat16()
         assert_same_results(run(x, True), run(rounded, False))
         assert_same_results(run(rounded, True), run(rounded, False))
@@ -309,7 +322,7 @@ def test_ops_match_their_schemas_and_fakes(form):
     row_factor, column_factor = (draw(33), draw(96)) if plain else (None, None)
     sign, scales = (None, ([], [one])) if plain else (signs(), ([one], [one]))
     for op, arguments in {
-        ours.cast: ([x], 0, row_factor, column_factor, False, form != "blocked", True, "rceil", form),
+        ours.cast: ([x], 0, row_factor, column_factor, None, False, form != "blocked", True, "rceil", form),
         ours.nvfp4_cast: ([x], 0, row_factor, column_factor, *scales, sign, [] if plain else [draws()], form),
         ours.nvfp4_amax: (x, None, None, sign),
     }.items():

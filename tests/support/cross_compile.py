@@ -88,8 +88,9 @@ def cases(everything: bool) -> dict:
     add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(1, 0), form="image")
     add_cast("bf16 row factor", matrix(bf16), dims=(0,), form="image", row_factor=vector(ROWS))
     add_cast("bf16 column factor", matrix(bf16), dims=(1, 0), form="blocked", column_factor=vector(4096, bf16))
+    add_cast("bf16 source", matrix(bf16), dims=(1, 0), form="image", source=vector(ROWS, torch.int64))
     found["cast fp32 to bf16 image"] = lambda: torch.ops.mxtrain.cast(
-        [matrix(torch.float32)], 0, None, None, True, True, True, "rceil", "image"
+        [matrix(torch.float32)], 0, None, None, None, True, True, True, "rceil", "image"
     )
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)

@@ -8,6 +8,8 @@ Several matrices can be cast into one operand: each is read and written once, an
 their input lie one below the other, and their output gradients side by side. The operand has the bits of a cast of the
 joined matrix, because every part is whole blocks: their scales need no other part.
 
+The rows of a matrix can be read in another order, with rows of zeros in between, as the tokens of experts are.
+
 Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts.
 """
 
@@ -96,19 +98,24 @@ def cast_along_columns(
 
 @triton.jit
 def _cast_kernel(
-    x_ptr, row_factor_ptr, column_factor_ptr,
+    x_ptr, row_factor_ptr, column_factor_ptr, source_ptr,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
     rows_before, columns_before, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
     across = column + tl.arange(0, COLUMNS)
     offsets = (row * columns)[:, None] + across[None, :]
     mask = (row < rows)[:, None] & (across < columns)[None, :]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    if HAS_SOURCE:
+        source = tl.load(source_ptr + row, mask=row < rows, other=-1).to(tl.int64)
+        x_offsets, x_mask = (source * columns)[:, None] + across[None, :], mask & (source >= 0)[:, None]
+    else:
+        x_offsets, x_mask = offsets, mask
+    x = tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0)
     if TO_BF16:
         x = rounded(x, tl.bfloat16)
     DTYPE: tl.constexpr = tl.float32 if ROW_FACTOR or COLUMN_FACTOR else x.dtype
@@ -161,6 +168,7 @@ def _launches(
     axis: int,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
+    source: torch.Tensor | None,
     to_bf16: bool,
     along_rows: bool,
     along_columns: bool,
@@ -169,38 +177,41 @@ def _launches(
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part.
 
-    ``to_bf16`` rounds fp32 parts to bf16 first.
+    ``to_bf16`` rounds fp32 parts to bf16 first. With ``source``, there is one part.
     """
     whole = list(parts[0].shape)
     whole[axis] = sum(part.shape[axis] for part in parts)
+    if source is not None:
+        whole[0] = source.shape[0]
     by_row, by_column = results_for(*whole, along_rows, along_columns, form, parts[0].device)
     rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
     launches, before = [], [0, 0]
     for x in parts:
-        rows, columns = x.shape
+        rows, columns = x.shape if source is None else whole
         launch = Launch(
             _cast_kernel,
             (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
             (
-                x, row_factor, column_factor, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
+                x, row_factor, column_factor, source, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
                 *before, *whole,
             ),
             dict(
                 ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
-                COLUMN_FACTOR=column_factor is not None, TO_BF16=to_bf16 and x.dtype == torch.float32,
-                IS_PART=len(parts) > 1, FORM=form, RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
-                ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
+                COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
+                TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, FORM=form,
+                RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x), ROWS=rows_at_once,
+                COLUMNS=columns_at_once, num_warps=warps,
             ),
         )  # fmt: skip
-        if x.numel():
+        if rows * columns:
             launches.append(launch)
         before[axis] += x.shape[axis]
     return flat(*by_row, *by_column), launches
 
 
 _cast = register_op(
-    "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, bool to_bf16, bool along_rows,"
-    " bool along_columns, str scale_rounding, str form) -> Tensor[]",
+    "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source, bool to_bf16,"
+    " bool along_rows, bool along_columns, str scale_rounding, str form) -> Tensor[]",
     _launches,
 )
 
@@ -213,6 +224,7 @@ def cast(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
     axis: int = 0,
+    source: torch.Tensor | None = None,
 ) -> dict[int, Cast]:
     """Return the MXFP8 casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
 
@@ -228,11 +240,13 @@ def cast(
         row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32. For a single matrix only.
         column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
         axis: 0 for matrices one below the other, 1 for matrices side by side.
+        source: int64 [S]. The matrix that is cast is then [S, C], and its row i is row source[i] of x; a row of zeros
+            where source[i] is negative. For a single matrix without row_factor.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
     """
     parts = contiguous(*([x] if isinstance(x, torch.Tensor) else x))
     factors = contiguous(row_factor, column_factor)
-    results = _cast(parts, axis, *factors, False, 1 in dims, 0 in dims, recipe.scale_rounding, form)
+    results = _cast(parts, axis, *factors, source, False, 1 in dims, 0 in dims, recipe.scale_rounding, form)
     return by_dim(results, dims, form)

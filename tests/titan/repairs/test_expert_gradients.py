@@ -112,9 +112,7 @@ def test_features_that_no_grouped_product_takes_are_refused(style, mesh):
 
 def test_parts_of_quantized_experts_are_whole_blocks():
     experts = QuantizedExperts.from_experts(GroupedExperts(64, 96, 2, use_grouped_mm=False))
-    message = (
-        "tensor_parallel_degree = 2 splits the 96 hidden features .* blocks of 32 .* a divisor of 3$"
-    )
+    message = "tensor_parallel_degree = 2 splits the 96 hidden features .* blocks of 32 .* a divisor of 3$"
     with pytest.raises(ConfigError, match=message):
         inner_style(TensorParallel())._apply(experts, Mesh(tp=2))
 
