@@ -90,19 +90,29 @@ class ThreeGEMMs:
             found |= cast(parts, recipe, self.mode, dims, **settings)
         return found
 
-    def quantize_activation(self, x: torch.Tensor) -> Operand:
-        """X as fprop's operand [T, D], where no MXNorm has made it."""
-        return self._cast([x], {1: self.recipe.fprop}, group=self.split.x)[1]
+    def quantize_activation(self, x: torch.Tensor, source: torch.Tensor | None = None) -> Operand:
+        """X as fprop's operand [T, D], where no MXNorm has made it.
+
+        Args:
+            source: int64 [T]: X's row i is row source[i] of ``x``, zero if that is negative. None: X is ``x``.
+        """
+        return self._cast([x], {1: self.recipe.fprop}, group=self.split.x, source=source)[1]
 
     def quantize_along_tokens(
-        self, x: torch.Tensor, rho: torch.Tensor | None = None, signs: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        rho: torch.Tensor | None = None,
+        signs: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
     ) -> Operand:
         """X as wgrad's operand [D, T]; with ``rho`` [T], X diag(rho) row by row.
 
         Args:
             signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
+            source: as for ``quantize_activation``.
         """
-        return self._cast([x], {0: self.recipe.wgrad}, row_factor=rho, signs=signs, group=self.split.x)[0]
+        settings = dict(row_factor=rho, signs=signs, group=self.split.x, source=source)
+        return self._cast([x], {0: self.recipe.wgrad}, **settings)[0]
 
     def quantize_weights(
         self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, dims: tuple[int, ...] = (1, 0)
@@ -119,6 +129,7 @@ class ThreeGEMMs:
         for_wgrad: bool,
         signs: torch.Tensor | None,
         draws: Sequence[torch.Tensor | None],
+        source: torch.Tensor | None = None,
     ) -> tuple[Operand | None, Operand | None]:
         """dY as the operands of dgrad [T, N] and wgrad [N, T]; None for an operand that is not wanted.
 
@@ -126,11 +137,13 @@ class ThreeGEMMs:
             signs: as for ``quantize_along_tokens``.
             draws: for each part what stochastic rounding derives its random bits from
                 (``mxtrain.rng.rounding.Draws``); None if the recipe rounds to nearest.
+            source: as for ``quantize_activation``.
         """
         recipes = {1: self.recipe.dgrad} if for_dgrad else {}
         if for_wgrad:
             recipes[0] = self.recipe.wgrad
-        found = self._cast(dys, recipes, axis=1, signs=signs, draws=draws, group=self.split.dy)
+        settings = dict(axis=1, signs=signs, draws=draws, group=self.split.dy, source=source)
+        found = self._cast(dys, recipes, **settings)
         return found.get(1), found.get(0)
 
     def quantize_ahead(

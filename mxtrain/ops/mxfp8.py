@@ -57,7 +57,7 @@ def cast(
     # Every block lies in one part, so its scale does not depend on other parts.
     x = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), axis)
     if source is not None:
-        x = torch.where((source < 0)[:, None], 0, x[source.clamp(min=0)])
+        x = casts.rows_in_order(x, source)
     if row_factor is not None:
         x = scale_rows(x, row_factor)
     if column_factor is not None:

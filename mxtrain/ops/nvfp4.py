@@ -20,7 +20,7 @@ from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.recipes.formats import NVFP4
 from mxtrain.recipes.recipe import Recipe, RMSEstimate
 from mxtrain.reference import nvfp4 as reference
-from mxtrain.reference.casts import at_least_fp32, to_blocked
+from mxtrain.reference.casts import at_least_fp32, rows_in_order, to_blocked
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
 from mxtrain.reference.philox import rounding_bits, rounding_words
@@ -51,6 +51,7 @@ def cast(
     tensor_scale: torch.Tensor | None = None,
     group: str | None = None,
     as_codes: bool = False,
+    source: torch.Tensor | None = None,
 ) -> dict[int, Operand | Codes]:
     """Quantize a matrix X [R, C] along each dimension in ``dims``; return the operands by dimension.
 
@@ -66,6 +67,8 @@ def cast(
         tensor_scale: fp32 [], a power of two; None takes it from the largest magnitude.
         group: name of the process group that holds X together; None for a whole X.
     """
+    if source is not None:
+        parts = [rows_in_order(parts[0], source)]
     signs = signs if recipe.hadamard and 0 in dims and not is_weight else None
     draws = [bits for bits in draws or () if bits is not None] if recipe.stochastic_rounding else []
     if draws and any(x.numel() > MAX_ELEMENTS for x in parts):

@@ -42,11 +42,17 @@ __all__ = [
     "from_blocked",
     "image",
     "rounded_amax",
+    "rows_in_order",
     "split_blocks",
     "to_blocked",
 ]
 
 _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
+
+
+def rows_in_order(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """x [R, C], source int64 [S] -> [S, C]: row source[i] of x at place i, zeros where source[i] is negative."""
+    return torch.where((source < 0)[:, None], 0, x[source.clamp(min=0)])
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
