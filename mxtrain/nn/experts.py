@@ -41,18 +41,25 @@ from mxtrain.recipes.recipe import LinearRecipe
 WEIGHTS = ("w1", "w2", "w3")
 
 
+def _keep(ctx, groups: Groups) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(groups.places, groups.ends)
+    ctx.rows = groups.rows
+
+
 @untraced
 class _Spread(torch.autograd.Function):
     """Rows of tokens [T, D] -> padded rows [P, D]."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, groups: Groups):
-        ctx.groups = groups
+        _keep(ctx, groups)
         return spread(x, groups)
 
     @staticmethod
-    def backward(ctx, dy: torch.Tensor):
-        return collect(dy, ctx.groups), None
+    @once_differentiable
+    def backward(ctx, saved, dy: torch.Tensor):
+        return collect(dy, Groups(*saved, ctx.rows)), None
 
 
 @untraced
@@ -61,12 +68,13 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, groups: Groups):
-        ctx.groups = groups
+        _keep(ctx, groups)
         return collect(x, groups)
 
     @staticmethod
-    def backward(ctx, dy: torch.Tensor):
-        return spread(dy, ctx.groups), None
+    @once_differentiable
+    def backward(ctx, saved, dy: torch.Tensor):
+        return spread(dy, Groups(*saved, ctx.rows)), None
 
 
 @untraced

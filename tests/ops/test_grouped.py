@@ -29,6 +29,7 @@ COUNTS = {
     "one expert": (33,),
     "64": tuple(e * e % 97 for e in range(64)),
 }
+PRODUCTS = [(matmul_rows, "fprop"), (matmul_rows, "dgrad"), (matmul_tokens, "wgrad")]
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -79,8 +80,8 @@ def operands(counts, mode, rows, dim, dtype=torch.float32):
 
 def products(groups, by_gemm, out_dtype):
     """The results of the three GEMMs, without the rows that belong to no expert."""
-    rows = [matmul_rows(*by_gemm[name], groups.ends, out_dtype)[: groups.ends[-1]] for name in ("fprop", "dgrad")]
-    return [*rows, matmul_tokens(*by_gemm["wgrad"], groups.ends, out_dtype)]
+    y, dx, dw = (multiply(*by_gemm[name], groups.ends, out_dtype) for multiply, name in PRODUCTS)
+    return [y[: groups.ends[-1]], dx[: groups.ends[-1]], dw]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +117,18 @@ def test_native_operands_decode_to_the_products_of_every_expert(counts, device, 
 
     monkeypatch.setattr(grouped, "scaled_grouped_mm", spy)
     monkeypatch.setattr(mxfp8, "runs_kernels", lambda *_: False)  # interpreted, they take long
-    rows, dim, experts = 256, 128, len(counts)
+    rows, dim, experts = 256, 384, len(counts)
     groups, native = operands(counts, "native", rows, dim)
     _, reference = operands(counts, "reference", rows, dim)
     got, want = products(groups, native, torch.bfloat16), products(groups, reference, torch.bfloat16)
     assert all(torch.equal(a, b) and b.any() == (sum(counts) > 0) for a, b in zip(got, want, strict=True))
     with FakeTensorMode(allow_non_fake_inputs=True):  # as torch.compile does
-        fake = products(groups, native, torch.bfloat16)[2]
-    assert fake.shape == got[2].shape and fake.dtype == got[2].dtype
+        fakes = [multiply(*native[name], groups.ends, torch.bfloat16) for multiply, name in PRODUCTS]
+    assert [(fake.shape, fake.dtype) for fake in fakes] == [
+        ((groups.rows, rows), torch.bfloat16),
+        ((groups.rows, dim), torch.bfloat16),
+        ((experts, rows, dim), torch.bfloat16),
+    ]
 
     ends, last = groups.ends, int(groups.ends[-1])
     for (a_scales, b_scales), name in zip(found[:2], ("fprop", "dgrad"), strict=True):

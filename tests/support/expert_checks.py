@@ -26,6 +26,19 @@ def quantized_experts(dim, hidden, experts, recipe="mxfp8", mode="reference", dt
     return QuantizedExperts.from_experts(fill(Experts(dim, hidden, experts, dtype)), recipe=recipe, mode=mode)
 
 
+class OfEqualCounts(nn.Module):
+    """Two experts with one input, [..., D], of which each gets one half; the last row belongs to none."""
+
+    def __init__(self, dim: int, hidden: int, recipe="mxfp8", mode="reference"):
+        super().__init__()
+        self.experts = quantized_experts(dim, hidden, 2, recipe, mode)
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        counts = torch.full((2,), (len(rows) - 1) // 2, device=x.device)
+        return self.experts(rows, counts).view(x.shape)
+
+
 def heavy_tailed(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Rows of very different magnitudes. Gaussian rows hide casts in which two experts share a block's scale."""
     rows = draw(shape[0], *(1 for _ in shape[1:]), seed=seed + 100)
@@ -40,11 +53,13 @@ def decoded_grouped_mm(
     What no group owns, and the result of a group without rows, is NaN, because GPUs leave it unwritten.
     """
     assert a_kind == b_kind == ScalingType.BlockWise1x32 and a_swizzle == b_swizzle == SwizzleType.SWIZZLE_32_4_4
-    # PyTorch's own checks. A group of no columns cannot be seen there.
+    # What PyTorch checks before it knows a device,
     result = torch._scaled_grouped_mm(*(t.to("meta") for t in (a, b, a_scales, b_scales, offs)), out_dtype=output_dtype)
-    # And those of its CUDA code.
+    # what its code for CUDA checks as well,
     assert a.shape[-1] % 16 == 0 and b.shape[-2] % 16 == 0 and b.shape[-1] % 16 == 0
     assert len(a_scales) >= len(a) and (b.ndim == 3 or len(b_scales) >= b.shape[1])
+    # and what the kernels take for granted: one expert after the other.
+    assert b.ndim == 2 or b.transpose(1, 2).is_contiguous()
     result = torch.full(result.shape, float("nan"), dtype=output_dtype)
     start = scales_before = columns_before = 0
     for e, end in enumerate(offs.tolist()):
