@@ -4,6 +4,7 @@ Each expert is a feed-forward network with a gate, W2 (silu(W1 x) * W3 x). Its r
 three ``MXLinear`` on its tokens alone.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -123,7 +124,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
             ConfigError: for an unknown recipe or mode, an NVFP4 recipe, or features that are not whole blocks.
         """
         new = object.__new__(_quantized(type(experts)))
-        new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in experts.__dict__.items()})
+        tables = vars(nn.Module())
+        new.__dict__.update({k: copy.copy(v) if k in tables else v for k, v in experts.__dict__.items()})
         new._set_recipe(recipe, mode)
         check_experts(new, new.recipe)
         new.ready: tuple[ReadyOperands | None, ...] = (None,) * len(WEIGHTS)
@@ -162,6 +164,8 @@ def _quantized(kind: type[nn.Module]) -> type[QuantizedExperts]:
 def check_experts(experts: nn.Module, recipe: LinearRecipe) -> None:
     """Raise ConfigError unless this recipe computes the GEMMs of these experts."""
     if any(gemm.is_nvfp4 for gemm in recipe.gemms):
-        raise ConfigError(f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts")
+        raise ConfigError(
+            f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts; keep them with filter_fqns"
+        )
     _, hidden, features = experts.w1.shape
     check_features(features, hidden, recipe)
