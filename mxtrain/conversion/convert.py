@@ -21,7 +21,7 @@ def convert(
     prefix: str = "",
     **settings,
 ) -> Plan:
-    """Swap norms, linears or gates of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
+    """Swap modules of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
     Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations, or a forward or
     tensors of its own stays, with the reason; attributes that were set on a module move to the new one. PyTorch's fast
@@ -30,10 +30,12 @@ def convert(
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
       other linears into MXLinear.
     - ``"mx_linear"`` turns every linear into MXLinear and keeps the norms.
+
     - ``"fused_norm"`` turns every RMSNorm into a FusedRMSNorm and every LayerNorm into a FusedLayerNorm.
     - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
     - ``"decompose_k_router"`` turns every linear that is the gate of a router of experts into a DecomposeKRouter.
 
+    The first two also turn TorchTitan's ``GroupedExperts`` into ``QuantizedExperts``, unless their recipe has NVFP4.
     The last three may run before or after the first two, with the same result.
 
     Args:
@@ -56,10 +58,10 @@ def convert(
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear, or only an output head that stays by default, features that no block divides, parameters
-            in float16 or float64, ``example_inputs`` that are neither a tuple nor a mapping, a prefix that is no FQN, a
-            forward pass that fails without data, a model that is wrapped, sharded, compiled or was converted
-            before, or one with nothing to convert. The model is then unchanged.
+            matches no linear and no experts, or only an output head that stays by default, features that no block
+            divides, parameters in float16 or float64, ``example_inputs`` that are neither a tuple nor a mapping, a
+            prefix that is no FQN, a forward pass that fails without data, a model that is wrapped, sharded, compiled or
+            was converted before, or one with nothing to convert. The model is then unchanged.
     """
     # Another spelling of a name, such as "layers.0.", would give other bits.
     if not isinstance(prefix, str) or (prefix and not all(prefix.split("."))):

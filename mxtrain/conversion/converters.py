@@ -12,7 +12,16 @@ import torch
 import torch.nn as nn
 
 from mxtrain.conversion.norms import NormKind
-from mxtrain.conversion.plan import Plan, Swap, ToDecomposeKRouter, ToFusedNorm, ToMXNorm, ToQuantizedLinear
+from mxtrain.conversion.plan import (
+    Plan,
+    Swap,
+    ToDecomposeKRouter,
+    ToFusedNorm,
+    ToMXNorm,
+    ToQuantizedExperts,
+    ToQuantizedLayer,
+    ToQuantizedLinear,
+)
 from mxtrain.conversion.selection import selected
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import weight_uses
@@ -87,15 +96,18 @@ class Converter(ABC):
 
 @dataclass(kw_only=True)
 class MXLinearConverter(Converter):
-    """Every linear becomes an MXLinear. Norms, the gates of routers and linears that share their weight stay.
+    """Every linear becomes an MXLinear, and TorchTitan's stacked experts become QuantizedExperts.
+
+    Norms, the gates of routers and layers that share their weights stay, and so do experts with a recipe that has NVFP4
+    in any GEMM.
 
     Attributes:
         filter_fqns: patterns of modules to keep. None keeps the model's output head.
-        recipe: what the operands of linears are cast to: a name for all three GEMMs, or one for each as in
-            "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Linears whose three GEMMs are "bf16" stay.
-        recipes: pattern of linears, or of modules that hold some -> their recipe in the place of ``recipe``. The last
-            pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first. A pattern of the output
-            head alone is refused while ``filter_fqns`` is None.
+        recipe: what the operands of linears and experts are cast to: a name for all three GEMMs, or one for each as in
+            "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" stay.
+        recipes: pattern of linears or experts, or of modules that hold some -> their recipe in the place of ``recipe``.
+            The last pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first. A pattern of
+            the output head alone is refused while ``filter_fqns`` is None.
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
             ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.layers``) the last share * n,
             rounded to nearest, stay.
@@ -138,15 +150,15 @@ class MXLinearConverter(Converter):
             )
         recipe_of, kept = self._recipes(survey)
         swaps, skipped = self._plan_norms(survey, recipe_of, kept)
-        others, left = self._plan_linears(survey, recipe_of, kept, swaps)
+        others, left = self._plan_layers(survey, recipe_of, kept, swaps)
         if not (swaps if self.watches_norms else others):
             raise self._nothing_to_convert(survey, skipped | left)
         swaps, skipped = swaps | others, skipped | left
-        recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLinear)}
+        recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLayer)}
         for fqn, recipe in recipes.items():
-            linear = survey.linears[fqn]
+            layer = survey.layers[fqn]
             with self._advice(survey, fqn):
-                check_features(linear.in_features, linear.out_features, recipe)
+                check_features(layer.in_features, layer.out_features, recipe)
         self._check_dtypes(survey, swaps)
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
@@ -159,16 +171,17 @@ class MXLinearConverter(Converter):
         return {}, {}
 
     def _recipes(self, survey: Survey) -> tuple[dict[str, LinearRecipe], dict[str, str]]:
-        """The recipe of every linear, and every module that stays in high precision -> the reason."""
+        """The recipe of all linears and experts, and every module that stays in high precision -> the reason."""
         heads = () if self.filter_fqns is not None else survey.heads
-        recipe_of = dict.fromkeys(survey.linears, self.default_recipe)
-        setting_of = dict.fromkeys(survey.linears, f"recipe = {self.default_recipe.name!r}")
+        layers = survey.layers
+        recipe_of = dict.fromkeys(layers, self.default_recipe)
+        setting_of = dict.fromkeys(layers, f"recipe = {self.default_recipe.name!r}")
         for pattern, recipe in self.recipe_by_pattern.items():
-            hits = [fqn for fqn in selected(survey.names, pattern, "recipes") if fqn in survey.linears]
+            hits = [fqn for fqn in selected(survey.names, pattern, "recipes") if fqn in layers]
             if not hits:
                 raise ConfigError(
-                    f"recipes: {pattern!r} names no linear layer; a norm has the recipe of the linears that it feeds, "
-                    "and modules named in filter_fqns keep their precision"
+                    f"recipes: {pattern!r} names no linear layer and no experts; a norm has the recipe of the linears "
+                    "that it feeds, and modules named in filter_fqns keep their precision"
                 )
             if recipe.name != HIGH_PRECISION and set(hits) <= set(heads):
                 raise ConfigError(
@@ -198,18 +211,23 @@ class MXLinearConverter(Converter):
         last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
         return {fqn: reason for fqn in survey.names.values() if f"{fqn}.".startswith(last)}
 
-    def _plan_linears(
+    def _plan_layers(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str]
     ) -> tuple[dict[str, Swap], dict[str, str]]:
-        """Swaps, and reasons to stay, of all linears but those that MXNorms feed, ``fed``."""
+        """Swaps, and reasons to stay, of experts and of all linears but those that MXNorms feed, ``fed``."""
         swaps, skipped = {}, {}
-        for fqn, linear in survey.linears.items():
+        for fqn, layer in survey.layers.items():
             if fqn in fed:
                 continue
-            if reason := kept.get(fqn) or linear.why_it_stays:
+            recipe, is_linear = recipe_of[fqn], fqn in survey.linears
+            if reason := kept.get(fqn) or layer.why_it_stays:
                 skipped[fqn] = reason
+            elif is_linear:
+                swaps[fqn] = ToQuantizedLinear(MXLinear, recipe, self.mode, self.seed)
+            elif any(gemm.is_nvfp4 for gemm in recipe.gemms):
+                skipped[fqn] = f"has recipe {recipe.name!r}, and NVFP4 has no grouped products of experts"
             else:
-                swaps[fqn] = ToQuantizedLinear(MXLinear, recipe_of[fqn], self.mode, self.seed)
+                swaps[fqn] = ToQuantizedExperts(recipe, self.mode, self.seed)
         return swaps, skipped
 
     def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
@@ -228,7 +246,7 @@ class MXLinearConverter(Converter):
 
     @contextmanager
     def _advice(self, survey: Survey, fqn: str):
-        """Put the name of the linear before a ConfigError, and the way out behind it."""
+        """Put the name of the layer before a ConfigError, and the way out behind it."""
         try:
             yield
         except ConfigError as error:
@@ -255,10 +273,10 @@ class MXLinearConverter(Converter):
 class MXNormConverter(MXLinearConverter):
     """Every RMSNorm that feeds only linears becomes an MXNorm, and those linears MXNormLinear.
 
-    The other linears become MXLinear, as ``MXLinearConverter`` says. Which linears a norm feeds is not guessed from
-    names but seen in a forward pass. A norm and its linears are swapped only if each use of the norm's output is an
-    ``nn.Linear`` that is called once, so that a quantized operand can take the place of the tensor. A norm has the
-    recipe of the linears that it feeds; it stays if their recipes for fprop differ.
+    The other linears and the experts are converted as ``MXLinearConverter`` says. Which linears a norm feeds is not
+    guessed from names but seen in a forward pass. A norm and its linears are swapped only if each use of the norm's
+    output is an ``nn.Linear`` that is called once, so that a quantized operand can take the place of the tensor. A norm
+    has the recipe of the linears that it feeds; it stays if their recipes for fprop differ.
 
     Attributes:
         p, estimator: see ``mxtrain.mxnorm_cast``.

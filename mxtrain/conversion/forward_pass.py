@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import LOOKS
-from mxtrain.nn.three_gemms import QuantizedLinear, version
+from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, version
 
 # Functions that a model may call on an MXNorm's result besides multiplying it. The watcher gets a method as it is, and
 # the getter of an attribute.
@@ -97,6 +97,8 @@ def watch(
         # Layers of an earlier conversion do not run without data; the plain ones that they replaced do.
         if isinstance(module, MXNorm | QuantizedLinear):
             module.__class__ = nn.RMSNorm if isinstance(module, MXNorm) else nn.Linear
+        elif isinstance(module, QuantizedLayer):  # experts
+            module.__class__ = type(module).__bases__[1]
         if fqn:
             hooks = [hook for hook in hooks_of(original) if "forward" in hook or "backward" in hook]
             # Norms and linears with hooks stay for their own reasons.

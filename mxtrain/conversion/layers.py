@@ -1,4 +1,4 @@
-"""The linears of a model, the gates of routers, the blocks and the output heads: found in its modules; nothing runs.
+"""The linears of a model, its experts, the gates of routers, the blocks and the output heads: found in its modules.
 
 ``modules`` stands for every module of a model by FQN, the model itself as "".
 """
@@ -8,18 +8,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.nn as nn
+from torch.nn.utils.parametrize import is_parametrized
 
+# The stacked experts that are swapped, by name: this folder knows TorchTitan's models without its code.
+EXPERTS = "torchtitan.models.moe.moe.GroupedExperts"
 # Names of the output head in TorchTitan's models and in Hugging Face's.
 HEAD_NAMES = ("output", "lm_head")
 
 
 @dataclass(frozen=True)
 class LinearFacts:
-    """An ``nn.Linear`` or a subclass of it.
+    """An ``nn.Linear`` or a subclass of it, or stacked experts.
 
     Attributes:
-        kind: name of its class; with its module if the class is called "Linear", as PyTorch's own.
-        is_plain: whether its class is ``nn.Linear`` itself.
+        in_features, out_features: of experts, the last two dimensions of their first weight.
+        kind: name of its class; with its module if the class has the name of a class that is swapped.
+        is_plain: whether its class is ``nn.Linear`` or ``EXPERTS`` itself.
         is_gate: whether it is the gate of a router.
         shares_weight: whether another module owns its weight, too.
         is_in_gate: whether it lies in a module that is called as a gate is.
@@ -46,22 +50,61 @@ class LinearFacts:
 
 def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     """Every linear; the model itself is left out."""
-    owners = Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
-    linears = {}
+    owners, linears = _owners(modules), {}
     for fqn, module in modules.items():
         if fqn and isinstance(module, nn.Linear):
             kind, weight = type(module), module._parameters.get("weight")  # .weight would compute a parametrized one
-            is_namesake = kind is not nn.Linear and kind.__name__ == "Linear"
             linears[fqn] = LinearFacts(
                 in_features=module.in_features,
                 out_features=module.out_features,
-                kind=f"{kind.__module__}.{kind.__qualname__}" if is_namesake else kind.__name__,
+                kind=_kind(module, kind is nn.Linear, "Linear"),
                 is_plain=kind is nn.Linear,
                 is_gate=_is_gate(modules, fqn),
                 shares_weight=owners[id(weight)] > 1,
                 is_in_gate=bool(_outer_gates(modules, fqn)),
             )
     return linears
+
+
+def find_experts(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
+    """Every module with stacked weights of its own that is called "experts", or has a class called so."""
+    owners, experts = _owners(modules), {}
+    for fqn, module in modules.items():
+        is_called_so = fqn.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+        parameters = list(module.parameters(recurse=False))
+        if is_parametrized(module):
+            parameters += module.parametrizations.parameters()
+        stacked = [parameter for parameter in parameters if parameter.ndim == 3]
+        if fqn and is_called_so and stacked:
+            _, out_features, in_features = stacked[0].shape
+            experts[fqn] = LinearFacts(
+                in_features=in_features,
+                out_features=out_features,
+                kind=_kind(module, are_plain_experts(module), EXPERTS.rpartition(".")[2]),
+                is_plain=are_plain_experts(module),
+                is_gate=False,
+                shares_weight=any(owners[id(parameter)] > 1 for parameter in parameters),
+            )
+    return experts
+
+
+def are_plain_experts(module: nn.Module) -> bool:
+    """Whether the class of a module is ``EXPERTS`` itself."""
+    return _full_name(type(module)) == EXPERTS
+
+
+def _owners(modules: Mapping[str, nn.Module]) -> Counter[int]:
+    """The number of modules that hold a parameter, by its id."""
+    return Counter(id(p) for module in modules.values() for p in module.parameters(recurse=False))
+
+
+def _kind(module: nn.Module, is_plain: bool, plain_name: str) -> str:
+    kind = type(module)
+    return _full_name(kind) if kind.__name__ == plain_name and not is_plain else kind.__name__
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def find_gates(model: nn.Module) -> dict[str, nn.Module]:

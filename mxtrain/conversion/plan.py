@@ -9,6 +9,7 @@ import torch.nn as nn
 from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.weights import WeightUse
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
@@ -63,6 +64,21 @@ class ToQuantizedLinear:
 
 
 @dataclass(frozen=True)
+class ToQuantizedExperts:
+    """Stacked experts become QuantizedExperts."""
+
+    recipe: LinearRecipe
+    mode: str
+    seed: int
+
+    def build(self, fqn: str, old: nn.Module) -> QuantizedExperts:
+        """The experts that take the place of ``old``, called ``fqn``; they share the parameters."""
+        new = QuantizedExperts.from_experts(old, recipe=self.recipe, mode=self.mode)
+        new.set_seed(self.seed, fqn)
+        return new
+
+
+@dataclass(frozen=True)
 class ToFusedNorm:
     """An RMSNorm becomes a FusedRMSNorm, or a LayerNorm a FusedLayerNorm."""
 
@@ -86,7 +102,8 @@ class ToDecomposeKRouter:
         return DecomposeKRouter.from_linear(old)
 
 
-Swap = ToMXNorm | ToQuantizedLinear | ToFusedNorm | ToDecomposeKRouter
+ToQuantizedLayer = ToQuantizedLinear | ToQuantizedExperts
+Swap = ToMXNorm | ToQuantizedLayer | ToFusedNorm | ToDecomposeKRouter
 
 
 def _percent(share: float) -> str:
@@ -106,8 +123,8 @@ class Plan:
 
     Attributes:
         swaps: FQN of a module -> what it becomes.
-        skipped: FQN of every norm, linear or gate that the converter looked at and keeps -> the reason.
-        recipe: the recipe of all linears but those in ``recipes``; None for converters without recipes.
+        skipped: FQN of all norms, linears, experts and gates that the converter looked at and keeps -> the reason.
+        recipe: the recipe of all linears and experts but those in ``recipes``; None for converters without recipes.
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
         execution: the execution mode in words; None for converters without modes.
@@ -140,6 +157,11 @@ class Plan:
         return [fqn for fqn, swap in self._swaps_to(ToQuantizedLinear).items() if swap.kind is MXLinear]
 
     @property
+    def experts(self) -> list[str]:
+        """FQNs of the stacked experts that become QuantizedExperts."""
+        return list(self._swaps_to(ToQuantizedExperts))
+
+    @property
     def fused_norms(self) -> list[str]:
         """FQNs of the norms that become FusedRMSNorm or FusedLayerNorm."""
         return list(self._swaps_to(ToFusedNorm))
@@ -151,8 +173,8 @@ class Plan:
 
     @property
     def recipes(self) -> dict[str, str]:
-        """FQN of every linear whose recipe is not ``recipe`` -> the name of its recipe."""
-        quantized = self._swaps_to(ToQuantizedLinear)
+        """FQN of all linears and experts whose recipe is not ``recipe`` -> the name of their recipe."""
+        quantized = self._swaps_to(ToQuantizedLayer)
         return {fqn: swap.recipe.name for fqn, swap in quantized.items() if swap.recipe != self.recipe}
 
     @property
@@ -174,12 +196,14 @@ class Plan:
     def headline(self) -> str:
         """The numbers of modules that are swapped and kept, and the share of multiplications quantized, in one line."""
         counts = [
-            (len(self.norms), "norm"),
-            (sum(map(len, self.norms.values())) + len(self.linears), "linear"),
-            (len(self.fused_norms), "norm"),
-            (len(self.gates), "gate"),
+            (len(self.norms), "norm", "norms"),
+            (sum(map(len, self.norms.values())) + len(self.linears), "linear", "linears"),
+            (len(self.experts), "stack of experts", "stacks of experts"),
+            (len(self.fused_norms), "norm", "norms"),
+            (len(self.gates), "gate", "gates"),
         ]
-        swapped = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count)
+        words = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
+        swapped = " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
         line = f"{swapped or 'nothing'} swapped, {len(self.skipped)} kept"
         if not self.weights:
             return line
@@ -194,7 +218,7 @@ class Plan:
         norms = kinds and f"norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
         lines = [f"  {line}" for line in (self.execution, self.note, norms) if line]
         lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
-        lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.fused_norms, *self.gates)]
+        lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.experts, *self.fused_norms, *self.gates)]
         lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         for name, use in self.weights.items():
             if not use.quantized:

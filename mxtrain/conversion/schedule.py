@@ -10,9 +10,10 @@ import torch.nn as nn
 
 from mxtrain.conversion.selection import names_of, selected
 from mxtrain.errors import ConfigError
+from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.recipe_module import RecipeModule
-from mxtrain.nn.three_gemms import QuantizedLinear, check_features
-from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, Recipe, RMSEstimate, recipe_of_norm
+from mxtrain.nn.three_gemms import QuantizedLayer, check_features
+from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, RMSEstimate, recipe_of_norm
 from mxtrain.recipes.schedule import (
     NORM_KEYS,
     RMSNORM,
@@ -43,8 +44,8 @@ def attach_schedule(
 ) -> None:
     """Give every swapped layer its timeline: the states that entries and the guard's change lead to.
 
-    A pattern selects linears by their names, and norms by their own names or those of the linears that they feed. So a
-    norm and its linears, which share the recipe of fprop, are selected together.
+    A pattern selects linears and experts by their names, and norms by their own names or those of the linears that they
+    feed. So a norm and its linears, which share the recipe of fprop, are selected together.
 
     Args:
         model: a model whose modules are swapped, before it is split or wrapped.
@@ -198,11 +199,11 @@ class _Layers:
 
     def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]]):
         self._names, self._feeds = names_of(model), feeds
-        self._linears = {fqn: module for fqn, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+        self._layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, QuantizedLayer)}
         self._estimates = {norm: model.get_submodule(norm).estimate for norm in feeds}
         self._norm_of = {linear: norm for norm, linears in feeds.items() for linear in linears}
         self.own: Values = {
-            **{(gemm, fqn): getattr(linear.recipe, gemm) for fqn, linear in self._linears.items() for gemm in GEMMS},
+            **{(gemm, fqn): getattr(layer.recipe, gemm) for fqn, layer in self._layers.items() for gemm in GEMMS},
             **{(key, norm): getattr(e, key, None) for norm, e in self._estimates.items() for key in NORM_KEYS},
         }
 
@@ -211,7 +212,7 @@ class _Layers:
         change, values = entry.change, {}
         keys = {key: value for key in NORM_KEYS if (value := getattr(change, key)) is not None}
         for where, hits in self._selections(entry):
-            of_hits = {(gemm, fqn): new for gemm, new in change.gemms.items() for fqn in self._linears if fqn in hits}
+            of_hits = {(gemm, fqn): new for gemm, new in change.gemms.items() for fqn in self._layers if fqn in hits}
             for norm, fed in self._feeds.items():
                 if norm in hits or hits.intersection(fed):
                     if change.norm is not None:  # which leaves nothing else to change
@@ -229,7 +230,7 @@ class _Layers:
 
     def _selections(self, entry: ScheduleEntry) -> Iterator[tuple[str, set[str]]]:
         """Yield what each pattern selects, with the setting and the pattern in words."""
-        swapped = {*self._linears, *self._feeds}
+        swapped = {*self._layers, *self._feeds}
         if entry.modules is None:
             yield entry.name, swapped
         for pattern in entry.modules or ():
@@ -247,14 +248,14 @@ class _Layers:
         for _, values in active:
             changed |= values
         recipes, states = {}, {}
-        for fqn, linear in self._linears.items():
+        for fqn, layer in self._layers.items():
             gemms = {gemm: changed[gemm, fqn] for gemm in GEMMS if (gemm, fqn) in changed}
-            recipes[fqn] = RecipeChange(gemms).of_recipe(linear.recipe) if gemms else linear.recipe
+            recipes[fqn] = RecipeChange(gemms).of_recipe(layer.recipe) if gemms else layer.recipe
             if changed.get(("norm", self._norm_of.get(fqn))):
                 states[fqn] = LayerState(_PLAIN, is_plain=True)
                 continue
             with _named(names, fqn):
-                check_features(linear.in_features, linear.out_features, recipes[fqn])
+                _check_recipe(layer, recipes[fqn])
             states[fqn] = LayerState(recipes[fqn])
         for norm, fed in self._feeds.items():
             own = self._estimates[norm]
@@ -271,6 +272,13 @@ class _Layers:
             with _named(names, norm):
                 states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, p, estimator, own.eps))
         return states
+
+
+def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
+    if isinstance(layer, QuantizedExperts):
+        check_experts(layer, recipe)
+    else:
+        check_features(layer.in_features, layer.out_features, recipe)
 
 
 def _nothing_to_change(where: str, kind: str, change: RecipeChange) -> ConfigError:

@@ -15,14 +15,22 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
-from mxtrain.conversion.layers import LinearFacts, find_blocks, find_heads, find_linears
+from mxtrain.conversion.layers import (
+    LinearFacts,
+    are_plain_experts,
+    find_blocks,
+    find_experts,
+    find_heads,
+    find_linears,
+)
 from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.selection import names_of
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
+from mxtrain.nn.experts import WEIGHTS
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
-from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.nn.three_gemms import QuantizedLayer
 
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 # Instances of the classes that are swapped, as PyTorch or mxtrain makes them.
@@ -46,11 +54,12 @@ class Survey:
         norms: every module that is an RMSNorm or LayerNorm, or computes one.
         lookalikes: by kind of norm, modules that are called so but are not known to compute one -> why they stay.
         linears: every linear.
+        experts: every module that holds stacked experts.
         heads: the linears that are output heads.
         unswappable: every module with something that a new module would not have -> what, and the way out.
         weights: every parameter with two or more dimensions.
         dtypes: every parameter, under all its names -> its dtype.
-        converted: every MXNorm, MXNormLinear and MXLinear of an earlier conversion -> name of its class.
+        converted: every MXNorm and every quantized layer of an earlier conversion -> name of its class.
         uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
         failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
     """
@@ -62,6 +71,7 @@ class Survey:
     norms: Mapping[str, NormFacts]
     lookalikes: Mapping[NormKind, Mapping[str, str]]
     linears: Mapping[str, LinearFacts]
+    experts: Mapping[str, LinearFacts]
     heads: tuple[str, ...]
     unswappable: Mapping[str, str]
     weights: Mapping[str, WeightFacts]
@@ -69,6 +79,11 @@ class Survey:
     converted: Mapping[str, str]
     uses: Uses | None
     failed_pass: str = ""
+
+    @property
+    def layers(self) -> dict[str, LinearFacts]:
+        """Everything that may have a recipe: linears and experts."""
+        return {**self.linears, **self.experts}
 
     def norms_of(self, *kinds: NormKind) -> dict[str, NormFacts]:
         """The norms of these kinds."""
@@ -82,7 +97,8 @@ class Survey:
         keyword = "is called with the keyword {!r}: pass the value without it"
         return {
             **{fqn: outside.format(user) for fqn, user in self.uses.outside.items()},
-            **{fqn: keyword.format(name) for fqn, name in self.uses.keywords.items()},
+            # Swapped experts have the arguments of the old ones.
+            **{fqn: keyword.format(name) for fqn, name in self.uses.keywords.items() if fqn not in self.experts},
             **self.unswappable,
         }
 
@@ -111,8 +127,9 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
     modules = dict(model.named_modules())
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
-    linears, blocks = find_linears(modules), find_blocks(modules)
-    unswappable = _unswappable(modules, {*norms, *linears, *(fqn for fqns in lookalikes.values() for fqn in fqns)})
+    linears, experts, blocks = find_linears(modules), find_experts(modules), find_blocks(modules)
+    unlike = {fqn for fqns in lookalikes.values() for fqn in fqns}
+    unswappable = _unswappable(modules, {*norms, *linears, *experts, *unlike})
     facts = Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
@@ -121,11 +138,12 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         norms=norms,
         lookalikes={kind: {f: unswappable.get(f, why) for f, why in of.items()} for kind, of in lookalikes.items()},
         linears=linears,
+        experts=experts,
         heads=find_heads(modules, linears, blocks),
         unswappable=unswappable,
         weights=find_weights(modules),
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
-        converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, MXNorm | QuantizedLinear)},
+        converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, MXNorm | QuantizedLayer)},
         uses=None,
     )
     watched = facts.norms_of(nn.RMSNorm) if watch_norms else {}
@@ -206,7 +224,7 @@ def _modules_in(value, own: Collection[int], depth: int = 4) -> Iterator[nn.Modu
 
 
 def _why_it_must_stay(module: nn.Module) -> str | None:
-    """What a norm or linear has that a new module in its place would lose, and the way out; None for nothing."""
+    """What a module has that a new one in its place would lose, and the way out; None for nothing."""
     if is_parametrized(module):
         names = ", ".join(module.parametrizations)
         return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
@@ -229,8 +247,8 @@ def _why_it_must_stay(module: nn.Module) -> str | None:
             return f"has a weight of shape {tuple(weight.shape)}, not (out_features, in_features)"
     if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
         return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
-    if type(module) in STANDARD:
-        usual = STANDARD[type(module)]._parameters
+    if type(module) in STANDARD or are_plain_experts(module):
+        usual = STANDARD[type(module)]._parameters if type(module) in STANDARD else WEIGHTS
         if absent := [name for name in usual if name not in module._parameters]:
             return f"has no parameter called {absent[0]}"
         if added := [name for name in (*module._parameters, *module._buffers, *module._modules) if name not in usual]:

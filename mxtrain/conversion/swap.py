@@ -6,8 +6,9 @@ import torch.nn as nn
 from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.conversion.survey import STANDARD
 from mxtrain.errors import ConfigError
+from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.nn.three_gemms import QuantizedLayer
 
 
 def swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
@@ -49,7 +50,7 @@ def _switch_off_fast_path(model: nn.Module) -> None:
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    return any(isinstance(part, QuantizedLinear) for part in module.modules())
+    return any(isinstance(part, QuantizedLayer) for part in module.modules())
 
 
 def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:
@@ -72,7 +73,7 @@ def _move_attributes(fqn: str, old: nn.Module, new: nn.Module) -> None:
             continue
         if not hasattr(new, name):
             setattr(new, name, value)
-        elif type(old) in STANDARD:
+        elif type(old) in STANDARD or (isinstance(new, QuantizedExperts) and vars(new)[name] is not value):
             raise ConfigError(
                 f"{fqn} has an attribute {name!r}, a name that {type(new).__name__} uses itself: rename the attribute, "
                 "or name the module in filter_fqns"

@@ -4,6 +4,7 @@ Each expert is a feed-forward network with a gate, W2 (silu(W1 x) * W3 x). Its r
 three ``MXLinear`` on its tokens alone.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -33,7 +34,6 @@ from mxtrain.ops.grouped import (
     make_groups,
     matmul_rows,
     matmul_tokens,
-    spread,
 )
 from mxtrain.ops.hardware import resolve_mode
 from mxtrain.recipes.recipe import LinearRecipe
@@ -41,80 +41,53 @@ from mxtrain.recipes.recipe import LinearRecipe
 WEIGHTS = ("w1", "w2", "w3")
 
 
-def _keep(ctx, groups: Groups) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(groups.places, groups.ends)
-    ctx.rows = groups.rows
-
-
-@untraced
-class _Spread(torch.autograd.Function):
-    """Rows of tokens [T, D] -> padded rows [P, D]."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, groups: Groups):
-        _keep(ctx, groups)
-        return spread(x, groups)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, saved, dy: torch.Tensor):
-        return collect(dy, Groups(*saved, ctx.rows)), None
-
-
-@untraced
-class _Collect(torch.autograd.Function):
-    """Padded rows [P, D] -> rows of tokens [T, D]."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, groups: Groups):
-        _keep(ctx, groups)
-        return collect(x, groups)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, saved, dy: torch.Tensor):
-        return spread(dy, Groups(*saved, ctx.rows)), None
-
-
 @untraced
 class _GroupedLinears(torch.autograd.Function):
-    """X [P, D], W_i [E, N, D] -> Y_i [P, N]: each expert's rows times its matrices. X is cast once for all W_i."""
+    """X, W_i [E, N, D] -> Y_i: each expert's rows times its matrices. X is cast once for all W_i.
+
+    With ``from_tokens``, X is the rows of the tokens [T, D] and Y_i [P, N] has padding; else X [P, D] has padding and Y_i
+    is the rows of the tokens [T, N].
+    """
 
     @staticmethod
     def forward(
         ctx,
         x: torch.Tensor,
-        ends: torch.Tensor,
+        groups: Groups,
+        from_tokens: bool,
         gemms: ThreeGEMMs,
         ready: Sequence[ReadyOperands | None],
         *ws: torch.Tensor,
     ):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, ends, *ws)
-        ctx.gemms, ctx.ready = gemms, ready
-        xq = gemms.quantize_activation(x)
+        ctx.save_for_backward(x, *groups, *ws)
+        ctx.from_tokens, ctx.gemms, ctx.ready = from_tokens, gemms, ready
+        xq = gemms.quantize_activation(x, groups.source if from_tokens else None)
         operands = [_cast(gemms, w, 1) if r is None else r.fprop[0] for w, r in zip(ws, ready, strict=True)]
-        return tuple(matmul_rows(xq, w, ends, x.dtype) for w in operands)
+        ys = tuple(matmul_rows(xq, w, groups.ends, x.dtype) for w in operands)
+        return ys if from_tokens else tuple(collect(y, groups) for y in ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, *dys: torch.Tensor | None):
-        x, ends, *ws = saved
-        gemms, (needs_x, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
+        x, places, ends, source, *ws = saved
+        gemms, (needs_x, _, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
+        source_of_x, source_of_dy = (source, None) if ctx.from_tokens else (None, source)
         dx, along_tokens, dws = None, None, [None] * len(ws)
         for i, (dy, w, ready) in enumerate(zip(dys, ws, ctx.ready, strict=True)):
             if dy is None:
                 continue
             needs_w = need_ws[i] and gemms.runs_wgrad
-            for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_w, None, [None])
+            for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_w, None, [None], source_of_dy)
             if for_dx is not None:
                 part = matmul_rows(for_dx, _cast(gemms, w, 0) if ready is None else ready.dgrad, ends, x.dtype)
                 dx = part if dx is None else dx + part
             if for_dw is not None:
-                along_tokens = along_tokens or gemms.quantize_along_tokens(x)
+                along_tokens = along_tokens or gemms.quantize_along_tokens(x, source=source_of_x)
                 dws[i] = matmul_tokens(for_dw, along_tokens, ends, x.dtype).to(w.dtype)
-        return dx, None, None, None, *dws
+        if dx is not None and ctx.from_tokens:
+            dx = collect(dx, Groups(places, ends, source))
+        return dx, None, None, None, None, *dws
 
 
 def _cast(gemms: ThreeGEMMs, w: torch.Tensor, dim: int):
@@ -134,7 +107,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
                 native products not multiples of 128.
         """
         new = _empty(type(experts))
-        new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in experts.__dict__.items()})
+        tables = vars(nn.Module())
+        new.__dict__.update({k: copy.copy(v) if k in tables else v for k, v in experts.__dict__.items()})
         new._set_recipe(recipe, mode)
         check_experts(new, new.recipe, new.mode)
         # Set from the start, because torch.compile would compile again when the attribute appears.
@@ -186,10 +160,9 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
         ready1, ready2, ready3 = self._ready()
         groups = make_groups(num_tokens_per_expert, len(x), block_of_rows(gemms.mode))
-        rows = _Spread.apply(x.to(dtype), groups)
-        gate, up = _GroupedLinears.apply(rows, groups.ends, gemms, (ready1, ready3), w1, w3)
-        (y,) = _GroupedLinears.apply(silu(gate) * up, groups.ends, gemms, (ready2,), w2)
-        return _Collect.apply(y, groups).to(x.dtype)
+        gate, up = _GroupedLinears.apply(x.to(dtype), groups, True, gemms, (ready1, ready3), w1, w3)
+        (y,) = _GroupedLinears.apply(silu(gate) * up, groups, False, gemms, (ready2,), w2)
+        return y.to(x.dtype)
 
 
 @functools.cache
@@ -205,7 +178,9 @@ def _empty(kind: type[nn.Module]) -> QuantizedExperts:
 def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") -> None:
     """Raise ConfigError unless this recipe computes the GEMMs of these experts in this mode."""
     if any(gemm.is_nvfp4 for gemm in recipe.gemms):
-        raise ConfigError(f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts")
+        raise ConfigError(
+            f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts; keep them with filter_fqns"
+        )
     _, hidden, features = experts.w1.shape
     check_features(features, hidden, recipe)
     check_tiles(experts.w1, recipe, resolve_mode(mode))

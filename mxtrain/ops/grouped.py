@@ -25,12 +25,12 @@ class Groups(NamedTuple):
         places: int64 [T]: the padded row of every token.
         ends: int32 [E]: the end of every expert's padded rows, at least one block each. Rows beyond the last end belong
             to no expert.
-        rows: the number of padded rows, at least ends[-1].
+        source: int64 [P], P at least ends[-1]: the token of every padded row, -1 for a row of padding.
     """
 
     places: torch.Tensor
     ends: torch.Tensor
-    rows: int
+    source: torch.Tensor
 
 
 def block_of_rows(mode: str) -> int:
@@ -55,12 +55,8 @@ def make_groups(counts: torch.Tensor, tokens: int, block: int) -> Groups:
     padding_before = torch.nn.functional.pad(padded_ends - ends, (1, 0))
     places = token + padding_before[torch.searchsorted(ends, token, right=True)]
     blocks = (tokens + block - 1) // block + len(counts)
-    return Groups(places, padded_ends.to(torch.int32), blocks * block)
-
-
-def spread(x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """x [T, D] -> the same rows in their places [P, D], zero elsewhere."""
-    return x.new_zeros(groups.rows, x.shape[1]).index_copy_(0, groups.places, x)
+    source = token.new_full((blocks * block,), -1).index_copy_(0, places, token)
+    return Groups(places, padded_ends.to(torch.int32), source)
 
 
 def collect(x: torch.Tensor, groups: Groups) -> torch.Tensor:

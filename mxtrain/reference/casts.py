@@ -52,7 +52,8 @@ _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationM
 
 def rows_in_order(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """x [R, C], source int64 [S] -> [S, C]: row source[i] of x at place i, zeros where source[i] is negative."""
-    return torch.where((source < 0)[:, None], 0, x[source.clamp(min=0)])
+    with_zeros = torch.cat((x, x.new_zeros(1, x.shape[1])))
+    return with_zeros[torch.where(source < 0, x.shape[0], source)]
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:

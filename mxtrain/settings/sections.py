@@ -91,16 +91,17 @@ class MXNorm:
     """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
     recipe: str = "mxfp8"
     """
-    Format of the operands of every swapped linear: "mxfp8", "nvfp4", "nvfp4_dynamic" (every scale is computed from its
-    values), or "unquantized" (isolates the norm). Or one of these or "bf16" per matrix product, for example
-    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers with "bf16" for all three are not swapped
+    Format of the operands of all swapped linears and experts: "mxfp8", "nvfp4", "nvfp4_dynamic" (every scale is
+    computed from its values), or "unquantized" (isolates the norm). Or one of these or "bf16" per matrix product, for
+    example "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers with "bf16" for all three are not swapped, nor are experts
+    with NVFP4 for any of them
     """
 
     recipes: Table = field(default_factory=dict)
     """
-    Recipes for the linears in the named modules, instead of mxnorm.recipe. Names are written as in mxnorm.filter_fqns.
-    mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. If several names match a linear, the last one
-    wins. A norm has the recipe of the linears it feeds. In the TOML: the table [mxnorm.recipes] with lines such as
+    Recipes for the linears and experts in the named modules, instead of mxnorm.recipe. Names are written as in
+    mxnorm.filter_fqns. mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. If several names match a
+    layer, the last one wins. A norm has the recipe of the linears it feeds. In the TOML: the table [mxnorm.recipes] with lines such as
     "layers.0" = "bf16"
     """
 

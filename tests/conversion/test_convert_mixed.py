@@ -113,7 +113,7 @@ def test_switches_reach_the_layers_that_have_them():
         ({"recipes": {"lm_head": "bf16"}}, "recipes: 'lm_head' matches no module; the top-level modules are: tok_emb"),
         (
             {"recipes": {"attention_norm": "nvfp4"}},
-            "recipes: 'attention_norm' names no linear layer; a norm has the rec",
+            "recipes: 'attention_norm' names no linear layer and no experts; a norm has the rec",
         ),
         ({"recipes": {"layers": "bf16"}}, "nothing to convert in this Llama\n(.*\n)*  layers.0.attention_norm: feeds"),
         ({"recipe": "bf16", "converter": "mx_linear"}, "nothing to convert in this Llama\n.* by recipe = 'bf16'"),

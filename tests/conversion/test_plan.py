@@ -41,6 +41,7 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         norms={"norm": NORM},
         lookalikes=NO_LOOKALIKES,
         linears=dict.fromkeys((*linears, "output"), LINEAR),
+        experts={},
         heads=("output",),
         unswappable={},
         weights={f"{fqn}.weight": WeightFacts((64, 64), (fqn,), 1.0, "") for fqn in (*linears, "output")},

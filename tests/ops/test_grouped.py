@@ -13,7 +13,7 @@ from torchao.prototype.moe_training.kernels.mxfp8.quant import (
 
 from mxtrain.ops import grouped, mxfp8
 from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.ops.grouped import block_of_rows, collect, make_groups, matmul_rows, matmul_tokens, spread
+from mxtrain.ops.grouped import block_of_rows, collect, make_groups, matmul_rows, matmul_tokens
 from mxtrain.ops.quantize import cast
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
@@ -46,8 +46,8 @@ def test_rows_lie_in_whole_blocks_of_their_expert_and_come_back(counts, beyond, 
     x = torch.arange(1.0, 1 + total + beyond)[:, None] * torch.ones(1, 3)
     x[total:] = float("nan")
     groups = make_groups(torch.tensor(counts), len(x), block)
-    rows = spread(x, groups)
-    assert len(rows) == groups.rows and groups.rows % block == 0 and groups.ends.dtype == torch.int32
+    rows = casts.rows_in_order(x, groups.source)
+    assert len(rows) % block == 0 and groups.ends.dtype == torch.int32
     first = 0
     for count, (start, end) in zip(counts, bounds(groups.ends), strict=True):
         assert end - start == max(1, -(-count // block)) * block
@@ -63,13 +63,15 @@ def test_groups_are_made_without_a_look_at_the_counts():
     """On the meta device there is nothing to look at: nothing waits for a GPU."""
     groups = make_groups(torch.empty(4, device="meta"), 100, 32)
     x = torch.empty(100, 8, device="meta")
-    assert collect(spread(x, groups), groups).shape == x.shape
+    assert collect(casts.rows_in_order(x, groups.source), groups).shape == x.shape
 
 
 def operands(counts, mode, rows, dim, dtype=torch.float32):
     """One GEMM each way: groups, and by GEMM its two operands. Weights are [E, rows, dim], tokens [P, ...]."""
     groups = make_groups(torch.tensor(counts), sum(counts) + 5, block_of_rows("native"))
-    x, dy = (spread(heavy_tailed(sum(counts) + 5, n, seed=n, dtype=dtype), groups) for n in (dim, rows))
+    x, dy = (
+        casts.rows_in_order(heavy_tailed(sum(counts) + 5, n, seed=n, dtype=dtype), groups.source) for n in (dim, rows)
+    )
     w = heavy_tailed(len(counts) * rows, dim, seed=1, dtype=dtype)
     return groups, {
         "fprop": [cast([t], RECIPE, mode, (1,))[1] for t in (x, w)],
@@ -125,8 +127,8 @@ def test_native_operands_decode_to_the_products_of_every_expert(counts, device, 
     with FakeTensorMode(allow_non_fake_inputs=True):  # as torch.compile does
         fakes = [multiply(*native[name], groups.ends, torch.bfloat16) for multiply, name in PRODUCTS]
     assert [(fake.shape, fake.dtype) for fake in fakes] == [
-        ((groups.rows, rows), torch.bfloat16),
-        ((groups.rows, dim), torch.bfloat16),
+        ((len(groups.source), rows), torch.bfloat16),
+        ((len(groups.source), dim), torch.bfloat16),
         ((experts, rows, dim), torch.bfloat16),
     ]
 

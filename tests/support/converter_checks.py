@@ -9,10 +9,12 @@ from torchtitan.config import JobConfig
 from mxtrain.titan.job_config import parse_job_config
 
 
-def model_and_args(name, flavor):
+def model_and_args(name, flavor, **changes):
     spec = import_module(f"torchtitan.models.{name}").get_train_spec()
     args = copy.deepcopy(spec.model_args[flavor])
     args.update_from_config(JobConfig())
+    for field, value in changes.items():
+        setattr(args, field, value)
     with torch.device("meta"):
         return spec.model_cls(args), args
 

@@ -18,6 +18,8 @@ from mxtrain import (
     convert,
     set_rounding_step,
 )
+from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.titan.converters import active_settings, build_on_meta, convert_on_meta, titan_converter
 from mxtrain.titan.job_config import parse_job_config
 from tests.support.converter_checks import config, count, model_and_args
@@ -44,7 +46,9 @@ def test_every_matrix_in_high_precision_is_reported_with_its_multiplications(nam
     model, args = model_and_args(name, MIXTURES.get(name, "debugmodel"))
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim >= 2}
     plan = convert(model, mode="reference", example_inputs=(torch.zeros(1, 32, dtype=torch.long),))
-    quantized = {f"{fqn}.weight" for fqn, module in model.named_modules() if type(module) in (MXLinear, MXNormLinear)}
+    layers = [fqn for fqn, module in model.named_modules() if isinstance(module, QuantizedLayer)]
+    quantized = {name for name in matrices if name.rpartition(".")[0] in layers}
+    assert any(".experts." in name for name in quantized) == (name in MIXTURES)
     expected = dict(matrices)
     for name, elements in matrices.items():
         if name == "tok_embeddings.weight":
@@ -55,7 +59,7 @@ def test_every_matrix_in_high_precision_is_reported_with_its_multiplications(nam
             assert plan.weights[name].note == f"top {model.layers['1'].moe.router.top_k} of {experts} experts"
     assert {name: use.multiplications for name, use in plan.weights.items()} == expected
     share = sum(expected[name] for name in quantized) / sum(expected.values())
-    assert plan.quantized_share == pytest.approx(share) and 0.2 < share < 0.95
+    assert plan.quantized_share == pytest.approx(share) and 0.6 < share < 0.999
     assert plan.headline.endswith(f"; {100 * share:.1f} % of the weights' multiplications are quantized")
     lines = [line for line in plan.details.splitlines() if line.startswith("  in high precision: ")]
     assert [line.split(": ")[1] for line in lines] == [name for name in matrices if name not in quantized]
@@ -199,7 +203,11 @@ def test_random_bits_that_no_resumed_run_repeats_are_warned_of(flags, step, warn
 
 @pytest.mark.parametrize(
     ("converters", "name", "flavor"),
-    [("mxnorm", "llama3", "debugmodel"), ("fused_rmsnorm,decompose_k_router", "qwen3", "debugmodel_moe_16")],
+    [
+        ("mxnorm", "llama3", "debugmodel"),
+        ("mx_linear", "qwen3", "debugmodel_moe_16"),
+        ("fused_rmsnorm,decompose_k_router", "qwen3", "debugmodel_moe_16"),
+    ],
 )
 def test_weights_initialise_as_before_the_swap(converters, name, flavor):
     states = []
@@ -231,8 +239,10 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
     build_model_converters(job_config, None).convert(model)
     routes = "decompose_k_router" in job_config.model.converters
     assert bool(count(model, DecomposeKRouter)) == routes
+    stacks = sum(isinstance(module, QuantizedExperts) for module in model.modules())
+    assert stacks == (args.n_layers if routes and "mxnorm" in job_config.model.converters else 0)
     mxnorm = {MXNorm: 2, MXNormLinear: 5, MXLinear: 2}
-    if routes:  # of the experts' linears nothing is swapped, and their norms stay
+    if routes:  # the norms of experts stay
         mxnorm = {MXNorm: 1, MXNormLinear: 3, MXLinear: 1}
     expected = {
         "mxnorm": mxnorm,

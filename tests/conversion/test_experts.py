@@ -1,0 +1,303 @@
+"""Stacked experts: TorchTitan's become QuantizedExperts, others stay, and settings reach them as they reach linears."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from torchtitan.models.moe.moe import GroupedExperts, MoE, MoEArgs
+
+from mxtrain import ConfigError, MXLinear, convert
+from mxtrain.conversion.layers import find_experts
+from mxtrain.conversion.schedule import attach_schedule, set_step
+from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.recipes.schedule import parse_entries
+from tests.support.conversion_models import DIM, TOKENS, loss
+from tests.support.converter_checks import model_and_args
+
+EXPERTS = "layers.0.moe.experts"
+
+
+# The kind of mixture that Qwen3 has, with fewer experts.
+QWEN3 = MoEArgs(4, 0, "softmax", route_norm=True, score_before_experts=False, top_k=2, use_grouped_mm=False)
+
+
+class Layer(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm = nn.RMSNorm(DIM)
+        self.moe = MoE(MoEArgs(num_experts=4, top_k=2, use_grouped_mm=False), DIM, hidden)
+
+
+class Mixtures(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.tok_embeddings, self.output = nn.Embedding(96, DIM), nn.Linear(DIM, 96, bias=False)
+        self.layers = nn.ModuleList(Layer(hidden) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = x + layer.moe(layer.norm(x))
+        return self.output(x)
+
+
+def mixtures(hidden=96):
+    torch.manual_seed(0)
+    model = Mixtures(hidden)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.moe.init_weights(0.5, torch.device("cpu"))
+    return model
+
+
+def experts_of(model):
+    return {fqn: module for fqn, module in model.named_modules() if fqn.endswith(".experts")}
+
+
+def results(model, tokens=TOKENS):
+    logits = model(tokens)
+    return [logits, *torch.autograd.grad(logits.float().square().mean(), list(model.parameters()))]
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def one_order_of_sums():
+    """The gradient of rows that are taken by index sums over threads in any order."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor"), [("deepseek_v3", "debugmodel"), ("llama4", "debugmodel"), ("qwen3", "debugmodel_moe")]
+)
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_experts_of_torchtitans_models_have_the_bits_of_experts_swapped_by_hand(name, flavor, converter):
+    changes = {"moe_args": QWEN3} if name == "qwen3" else {}
+    model, _ = model_and_args(name, flavor, n_layers=2, vocab_size=96, **changes)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    by_hand, before = copy.deepcopy(model), list(model.named_parameters())
+    plan = convert(model, converter, mode="reference")
+    without = convert(by_hand, converter, mode="reference", filter_fqns=["experts", "output"])
+    assert plan.experts == list(experts_of(model)) != [] and plan.linears == without.linears
+    assert plan.quantized_share > without.quantized_share
+    for fqn, experts in experts_of(by_hand).items():
+        assert without.skipped[fqn] == "named in filter_fqns"
+        by_hand.set_submodule(fqn, QuantizedExperts.from_experts(experts, mode="reference"))
+    tokens = torch.arange(64).reshape(1, 64)
+    assert same(results(model, tokens), results(by_hand, tokens))
+    after = list(model.named_parameters())
+    assert [name for name, _ in after] == [name for name, _ in before], "optimizers number their states by the order"
+    assert all(a is b for (_, a), (_, b) in zip(after, before, strict=True))
+
+
+def test_the_report_counts_stacks_of_experts():
+    plan = convert(mixtures(), "mx_linear", mode="reference", recipes={EXPERTS: "unquantized"})
+    assert plan.experts == [EXPERTS, "layers.1.moe.experts"] and plan.recipes == {EXPERTS: "unquantized"}
+    assert plan.headline.startswith("6 linears and 2 stacks of experts swapped, 3 kept;")
+    lines = plan.details.splitlines()
+    assert f"  {EXPERTS} (unquantized)" in lines and "  layers.1.moe.experts" in lines
+    assert plan.weights[f"{EXPERTS}.w1"].quantized == 0 and plan.weights["layers.1.moe.experts.w2"].quantized == 1
+    assert plan.weights[f"{EXPERTS}.w1"].multiplications == 96 * DIM * 2
+
+
+def test_experts_of_other_classes_stay():
+    model, args = model_and_args("gpt_oss", "debugmodel")
+    plan = convert(model, "mx_linear", mode="reference")
+    stay = {fqn: plan.skipped.get(fqn) for fqn, module in model.named_modules() if hasattr(module, "mlp1_weight")}
+    assert plan.experts == [] and stay and set(stay.values()) == {"is a GptOssGroupedExperts"}
+    assert len(stay) == args.n_layers
+
+
+class Subclass(GroupedExperts):
+    pass
+
+
+def becomes(kind):
+    def act(experts):
+        experts.__class__ = kind
+
+    return act
+
+
+def hooked(experts):
+    experts.register_forward_hook(lambda *args: None)
+
+
+def parametrized(experts):
+    nn.utils.parametrize.register_parametrization(experts, "w2", nn.Identity())
+
+
+def with_its_own_forward(experts):
+    experts.forward = lambda x, counts: x
+
+
+def with_another_parameter(experts):
+    experts.scale = nn.Parameter(torch.ones(4))
+
+
+def without_w2(experts):
+    del experts.w2
+
+
+def of_integers(experts):
+    experts.w3 = nn.Parameter(experts.w3.to(torch.int8), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (hooked, "has a forward hook"),
+        (parametrized, "has a parametrization of w2"),
+        (with_its_own_forward, "has its own forward"),
+        (with_another_parameter, "holds scale"),
+        (without_w2, "has no parameter called w2"),
+        (of_integers, "has a w3 of torch.int8"),
+        (becomes(Subclass), "is a Subclass"),
+        (becomes(type("GroupedExperts", (GroupedExperts,), {})), f"is a {__name__}.GroupedExperts"),
+    ],
+)
+def test_experts_with_something_of_their_own_stay(act, reason):
+    model = mixtures()
+    experts = model.layers[0].moe.experts
+    act(experts)
+    plan = convert(model, "mx_linear", mode="reference")
+    assert plan.experts == ["layers.1.moe.experts"] and plan.skipped[EXPERTS].startswith(reason)
+    assert model.layers[0].moe.experts is experts
+
+
+def test_experts_that_share_a_weight_or_are_held_elsewhere_stay():
+    model = mixtures()
+    model.layers[0].moe.experts.w1 = model.layers[1].moe.experts.w1
+    model.layers[1].all = [model.layers[1].moe.experts]
+    plan = convert(model, "mx_linear", mode="reference")
+    assert plan.experts == [] and plan.skipped[EXPERTS] == "shares its weight with another module"
+    assert plan.skipped["layers.1.moe.experts"].startswith("is also held by layers.1.all")
+
+
+def test_attributes_move_with_the_experts_unless_a_name_is_taken():
+    model = mixtures()
+    model.layers[0].moe.experts.tags = tags = {"init": "mine"}
+    convert(model, "mx_linear", mode="reference")
+    assert model.layers[0].moe.experts.tags is tags
+    other = mixtures()
+    other.layers[0].moe.experts.mode = "mine"
+    with pytest.raises(ConfigError, match=f"{EXPERTS} has an attribute 'mode'"):
+        convert(other, "mx_linear", mode="reference")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reasons"),
+    [
+        ({"recipe": "nvfp4", "high_precision_share": 0.0}, ["has recipe 'nvfp4', and NVFP4"] * 2),
+        ({"recipe": "wgrad=nvfp4, fprop=mxfp8, dgrad=mxfp8", "high_precision_share": 0.0}, ["has recipe 'fprop="] * 2),
+        ({"recipes": {"layers.*.moe.experts": "nvfp4"}}, ["has recipe 'nvfp4', and NVFP4"] * 2),
+        ({"recipes": {"experts": "bf16"}}, ["left in high precision by recipes.'experts'"] * 2),
+        ({"recipes": {"layers.1": "bf16"}}, [None, "left in high precision by recipes.'layers.1'"]),
+        ({"high_precision_share": 0.5}, [None, "in the last 1 of 2 blocks"]),
+        ({"filter_fqns": ["layers.0"]}, ["named in filter_fqns", None]),
+    ],
+)
+def test_settings_keep_experts(settings, reasons):
+    model = mixtures()
+    plan = convert(model, "mx_linear", mode="reference", **settings)
+    for (fqn, experts), reason in zip(experts_of(model).items(), reasons, strict=True):
+        assert isinstance(experts, QuantizedExperts) == (fqn in plan.experts) == (reason is None)
+        assert reason is None or plan.skipped[fqn].startswith(reason)
+    loss(model).backward()
+
+
+@pytest.mark.parametrize("pattern", ["experts", "layers.*.moe.experts", "layers.0.moe"])
+def test_patterns_of_experts_give_them_a_recipe(pattern):
+    model = mixtures()
+    convert(model, "mx_linear", recipe="bf16", recipes={pattern: "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"})
+    gemms = model.layers[0].moe.experts.recipe
+    assert gemms.fprop.format is None and gemms.dgrad.format is not None
+
+
+def test_features_without_whole_blocks_and_dtypes_are_refused():
+    before = (model := mixtures(hidden=48)).layers[0].moe.experts
+    model.layers[0].moe.shared_experts = None
+    with pytest.raises(ConfigError, match=f"^{EXPERTS}: out_features = 48 .* 32 .*: name it in filter_fqns|name it in"):
+        convert(model, "mx_linear")
+    assert model.layers[0].moe.experts is before
+    half = mixtures()
+    half.layers[0].moe.experts.half()
+    with pytest.raises(ConfigError, match=f"{EXPERTS}.w1 is float16; allowed are bfloat16"):
+        convert(half, "mx_linear")
+
+
+def test_a_second_conversion_is_refused_and_other_converters_go_on():
+    model = mixtures()
+    convert(model, "mx_linear", mode="reference", filter_fqns=["shared_experts", "output"])
+    expected = results(model)
+    with pytest.raises(ConfigError, match=f"was converted before \\({EXPERTS} is an MXGroupedExperts"):
+        convert(model, "mx_linear")
+    assert len(convert(model, "decompose_k_router", example_inputs=(TOKENS,)).gates) == 2
+    assert all(torch.allclose(a, b) for a, b in zip(results(model), expected, strict=True))
+
+
+def test_a_keyword_is_no_reason_to_stay():
+    class ByKeyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts, self.linear = GroupedExperts(DIM, DIM, 2, use_grouped_mm=False), nn.Linear(DIM, DIM)
+
+        def forward(self, x):
+            return self.linear(self.experts(x, num_tokens_per_expert=torch.tensor([2, 1])))
+
+    plan = convert(ByKeyword(), "mx_linear", filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
+    assert plan.experts == ["experts"] and plan.linears == ["linear"]
+
+
+def scheduled(*tables, **settings):
+    model = mixtures()
+    plan = convert(model, "mx_linear", mode="reference", **settings)
+    attach_schedule(model, plan.norms, parse_entries(tables, 10, {}, "mxnorm.schedule"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "settings"),
+    [
+        ({"recipe": "bf16"}, {"recipe": "unquantized"}),
+        ({"recipe": "unquantized", "modules": ["experts"]}, {"recipes": {"experts": "unquantized"}}),
+        (
+            {"recipe": "dgrad=bf16", "modules": [EXPERTS]},
+            {"recipes": {EXPERTS: "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"}},
+        ),
+    ],
+)
+def test_a_schedule_reaches_experts(change, settings):
+    model, expected, unchanged = scheduled({"from_step": 5, **change}), mixtures(), mixtures()
+    convert(expected, "mx_linear", mode="reference", **settings)
+    convert(unchanged, "mx_linear", mode="reference")
+    set_step(model, 4)
+    assert same(results(model), results(unchanged))
+    set_step(model, 5)
+    assert same(results(model), results(expected)) and not same(results(expected), results(unchanged))
+
+
+def test_nvfp4_in_a_schedule_is_refused_for_experts_before_training():
+    change = {"from_step": 5, "recipe": "wgrad=nvfp4"}
+    with pytest.raises(ConfigError, match=rf"^mxnorm.schedule\[0\]: {EXPERTS}: .*NVFP4 has no grouped[^\n]*$"):
+        scheduled(change)
+    model = scheduled(change, filter_fqns=["experts", "output"])
+    set_step(model, 5)
+    assert model.layers[0].moe.shared_experts.w1.recipe.wgrad.is_nvfp4
+    assert type(model.layers[0].moe.shared_experts.w1) is MXLinear
+
+
+def test_only_modules_with_stacked_weights_are_experts():
+    listed = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(8, 8)]), "conv": nn.Conv1d(8, 8, 3)})
+    assert find_experts(dict(listed.named_modules())) == {}
+    found = find_experts(dict(mixtures().named_modules()))
+    assert list(found) == [EXPERTS, "layers.1.moe.experts"]
+    assert (found[EXPERTS].in_features, found[EXPERTS].out_features) == (DIM, 96)
