@@ -45,8 +45,8 @@ WEIGHTS = ("w1", "w2", "w3")
 class _GroupedLinears(torch.autograd.Function):
     """X, W_i [E, N, D] -> Y_i: each expert's rows times its matrices. X is cast once for all W_i.
 
-    With ``from_tokens``, X is the rows of the tokens [T, D] and Y_i [P, N] has padding; else X [P, D] has padding and Y_i
-    is the rows of the tokens [T, N].
+    With ``from_tokens``, X [T, D] are the rows of the tokens and Y_i [P, N] have padding. Otherwise X [P, D] has padding
+    and Y_i [T, N] are the rows of the tokens.
     """
 
     @staticmethod
@@ -95,8 +95,31 @@ def _cast(gemms: ThreeGEMMs, w: torch.Tensor, dim: int):
     return gemms.quantize_weights([w.flatten(0, 1)], None, (dim,))[dim]
 
 
+def _feed_forward(
+    x: torch.Tensor,
+    counts: torch.Tensor,
+    gemms: ThreeGEMMs,
+    ready: Sequence[ReadyOperands | None],
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+) -> torch.Tensor:
+    """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert."""
+    ready1, ready2, ready3 = ready
+    groups = make_groups(counts, x.shape[0], block_of_rows(gemms.mode))
+    gate, up = _GroupedLinears.apply(x, groups, True, gemms, (ready1, ready3), w1, w3)
+    return _GroupedLinears.apply(silu(gate) * up, groups, False, gemms, (ready2,), w2)[0]
+
+
+@functools.cache
+def _compiled(backend: str):
+    return torch.compile(_feed_forward, backend=backend, fullgraph=True)
+
+
 class QuantizedExperts(QuantizedLayer, nn.Module):
     """Stacked experts with parameters w1, w3 [E, H, D] and w2 [E, D, H], and a recipe for all their GEMMs."""
+
+    _multiply = staticmethod(_feed_forward)
 
     @classmethod
     def from_experts(cls, experts: nn.Module, *, recipe="mxfp8", mode="auto") -> "QuantizedExperts":
@@ -118,7 +141,9 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def __reduce__(self):
         # Copies and pickles of a class that is made at run time.
-        return _empty, (type(self).__bases__[1],), self.__getstate__()
+        state = self.__getstate__()
+        state.pop("_multiply", None)  # a compiled function cannot be copied
+        return _empty, (type(self).__bases__[1],), state
 
     @property
     def weights(self) -> tuple[torch.Tensor, ...]:
@@ -158,11 +183,14 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         check_tiles(w1, self.recipe, gemms.mode)
         dtype = compute_dtype(x)
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
-        ready1, ready2, ready3 = self._ready()
-        groups = make_groups(num_tokens_per_expert, len(x), block_of_rows(gemms.mode))
-        gate, up = _GroupedLinears.apply(x.to(dtype), groups, True, gemms, (ready1, ready3), w1, w3)
-        (y,) = _GroupedLinears.apply(silu(gate) * up, groups, False, gemms, (ready2,), w2)
-        return y.to(x.dtype)
+        return self._multiply(x.to(dtype), num_tokens_per_expert, gemms, self._ready(), w1, w2, w3).to(x.dtype)
+
+    def compile_products(self, backend: str = "inductor") -> None:
+        """Compile what the forward computes, without this module's hooks, which may wait for the device.
+
+        All experts share a compiled function, which compiles once more when the number of tokens changes first.
+        """
+        self._multiply = _compiled(backend)
 
 
 @functools.cache

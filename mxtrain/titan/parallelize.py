@@ -22,6 +22,7 @@ from torchtitan.tools import utils
 
 from mxtrain.conversion.layers import find_gates
 from mxtrain.errors import ConfigError
+from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.parallel.initial_weights import draw_by_name
@@ -62,6 +63,11 @@ def checked_parallelize(parallelize_fn):
         checkpointing = job_config.activation_checkpoint
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             multiply_one_by_one(model)
+        if job_config.compile.enable and "model" in job_config.compile.components:
+            # TorchTitan compiles its own function for experts, and leaves the module alone because of its hooks.
+            for module in model.modules():
+                if isinstance(module, QuantizedExperts):
+                    module.compile_products(job_config.compile.backend)
         if torch.distributed.get_backend() == "gloo":
             for module in model.modules():
                 if isinstance(module, FSDPModule):
