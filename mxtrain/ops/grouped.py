@@ -1,8 +1,9 @@
 """Products of stacked experts: one GEMM per expert, on rows that lie one expert below the other.
 
 No quantization block may hold rows of two experts, so that every expert has the bits that it would have alone. Rows of
-an expert are therefore padded with zeros to whole blocks. Nothing waits for the device: the number of padded rows is a
-bound that holds for all counts.
+an expert are therefore padded with zeros to whole blocks, and an expert without rows gets one block of zeros: on some
+GPUs PyTorch's products leave an empty group's result unwritten. Nothing waits for the device: the number of padded rows
+is a bound that holds for all counts.
 """
 
 from typing import NamedTuple
@@ -10,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, grouped_mm, scaled_grouped_mm
 
-from mxtrain.custom_op import untraced
+from mxtrain.custom_op import define_op
 from mxtrain.ops.gemm import Operand, matmul
+
+# The tensor cores read the scales of 128 rows by 4 blocks of 32 (128 columns) from one piece of memory.
+TILE_ROWS, _TILE = 128, 512
 
 
 class Groups(NamedTuple):
@@ -19,7 +23,8 @@ class Groups(NamedTuple):
 
     Attributes:
         places: int64 [T]: the padded row of every token.
-        ends: int32 [E]: the end of every expert's padded rows. Rows beyond the last end belong to no expert.
+        ends: int32 [E]: the end of every expert's padded rows, at least one block each. Rows beyond the last end belong
+            to no expert.
         rows: the number of padded rows, at least ends[-1].
     """
 
@@ -31,10 +36,10 @@ class Groups(NamedTuple):
 def block_of_rows(mode: str) -> int:
     """The number of rows to whose multiples groups are padded.
 
-    It is a multiple of all block sizes. The tensor cores read scales in tiles of 128 rows by 4 blocks: with groups of
-    whole tiles, neither along the rows nor along the tokens (4 x 32 = 128) does a tile belong to two experts.
+    It is a multiple of all block sizes. With groups of whole tiles of scales, neither along the rows nor along the
+    tokens does a tile belong to two experts.
     """
-    return 128 if mode == "native" else 32
+    return TILE_ROWS if mode == "native" else 32
 
 
 def make_groups(counts: torch.Tensor, tokens: int, block: int) -> Groups:
@@ -45,12 +50,12 @@ def make_groups(counts: torch.Tensor, tokens: int, block: int) -> Groups:
     """
     counts = counts.to(torch.int64)
     ends = counts.cumsum(0)
-    padded_ends = ((counts + block - 1) // block * block).cumsum(0)
+    padded_ends = ((counts.clamp(min=1) + block - 1) // block * block).cumsum(0)
     token = torch.arange(tokens, device=counts.device)
     padding_before = torch.nn.functional.pad(padded_ends - ends, (1, 0))
     places = token + padding_before[torch.searchsorted(ends, token, right=True)]
-    bound = tokens + len(counts) * (block - 1)
-    return Groups(places, padded_ends.to(torch.int32), -(-bound // block) * block)
+    blocks = (tokens + block - 1) // block + len(counts)
+    return Groups(places, padded_ends.to(torch.int32), blocks * block)
 
 
 def spread(x: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -76,23 +81,21 @@ def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dty
     data = b.data.unflatten(0, (experts, -1)) if is_stacked else b.data.unflatten(1, (experts, -1)).transpose(0, 1)
     if a.scales is not None:
         # Scales of stacked experts lie one expert after the other, those of experts side by side in every row of tiles.
-        tiles = b.scales.view(1 if is_stacked else data.shape[1] // _TILE_ROWS, experts, -1)
+        tiles = b.scales.view(1 if is_stacked else data.shape[1] // TILE_ROWS, experts, -1)
         scales = tiles.transpose(0, 1).reshape(experts, -1)
-        return _product_of_codes(a.data, a.scales, data.contiguous().transpose(1, 2), scales, ends, out_dtype)
+        return _grouped_codes(a.data, a.scales.view(a.data.shape[0], -1), data.contiguous(), scales, ends, out_dtype)
     if _is_one_kernel(a, out_dtype):
         return grouped_mm(a.data, data.transpose(1, 2), offs=ends)
-    results = [matmul(Operand(a.data[own]), Operand(w), out_dtype) for own, w in zip(_rows(ends), data, strict=True)]
-    return torch.cat([*results, a.data.new_zeros(len(a.data) - int(ends[-1]), data.shape[1], dtype=out_dtype)])
+    return _grouped_values(a.data, data, ends, out_dtype)
 
 
 def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiply every expert's tokens, columns of a [N, P] and b [D, P] -> [E, N, D]; zero without tokens."""
+    """Multiply every expert's tokens, columns of a [N, P] and b [D, P] -> [E, N, D]."""
     if a.scales is not None:
-        scales = [_by_expert(x, ends) for x in (a, b)]
-        return _product_of_codes(a.data, scales[0], b.data.t(), scales[1], ends, out_dtype)
+        return _grouped_codes(a.data, _by_expert(a, ends), b.data, _by_expert(b, ends), ends, out_dtype)
     if _is_one_kernel(a, out_dtype):
         return grouped_mm(a.data, b.data.t(), offs=ends)
-    return torch.stack([matmul(Operand(a.data[:, own]), Operand(b.data[:, own]), out_dtype) for own in _rows(ends)])
+    return _grouped_values(a.data, b.data, ends, out_dtype)
 
 
 def _is_one_kernel(a: Operand, out_dtype: torch.dtype) -> bool:
@@ -100,20 +103,22 @@ def _is_one_kernel(a: Operand, out_dtype: torch.dtype) -> bool:
     return a.data.dtype == out_dtype == torch.bfloat16
 
 
-def _rows(ends: torch.Tensor) -> list[slice]:
+def _one_by_one(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     stops = ends.tolist()
-    return [slice(start, stop) for start, stop in zip([0, *stops], stops)]
-
-
-# The scales of 128 rows by 4 blocks of 32 (128 columns) lie in one piece of memory.
-_TILE_ROWS, _TILE = 128, 512
+    own = [slice(start, stop) for start, stop in zip([0, *stops], stops)]
+    if b.ndim == 2:
+        return torch.stack([matmul(Operand(a[:, part]), Operand(b[:, part]), out_dtype) for part in own])
+    result = a.new_zeros(len(a), b.shape[1], dtype=out_dtype)
+    for part, w in zip(own, b, strict=True):
+        result[part] = matmul(Operand(a[part]), Operand(w), out_dtype)
+    return result
 
 
 def _by_expert(x: Operand, ends: torch.Tensor) -> torch.Tensor:
     """The scales of x [N, P] in tiles of every expert's columns, one expert after the other."""
-    scales, high, wide = x.scales, x.data.shape[0] // _TILE_ROWS, x.data.shape[1] // _TILE_ROWS
+    scales, high, wide = x.scales, x.data.shape[0] // TILE_ROWS, x.data.shape[1] // TILE_ROWS
     tiles = scales.view(high, wide, _TILE)
-    bounds = torch.nn.functional.pad(ends.to(torch.int64) // _TILE_ROWS, (1, 1))
+    bounds = torch.nn.functional.pad(ends.to(torch.int64) // TILE_ROWS, (1, 1))
     bounds[-1] = wide  # columns beyond the last end form a group of their own
     column = torch.arange(wide, device=scales.device)
     group = torch.searchsorted(bounds[1:], column, right=True)
@@ -126,10 +131,25 @@ def _by_expert(x: Operand, ends: torch.Tensor) -> torch.Tensor:
     return result.view(scales.dtype).view(x.data.shape[0], -1)
 
 
-# Dynamo of PyTorch 2.11 cannot look into it, as into scaled_mm.
-@untraced
-def _product_of_codes(a, a_scales, b, b_scales, ends, out_dtype: torch.dtype) -> torch.Tensor:
-    blocks, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
-    a_scales = a_scales.view(a.shape[0], -1)
+def _codes(a, a_scales, b, b_scales, ends, out_dtype: torch.dtype) -> torch.Tensor:
+    blocks, swizzle, b = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4, b.transpose(-2, -1)
     # The only result that PyTorch allows is bf16.
     return scaled_grouped_mm(a, b, a_scales, blocks, b_scales, blocks, swizzle, swizzle, offs=ends).to(out_dtype)
+
+
+def _fake(a, b, ends, out_dtype):
+    rows = a.shape[0]  # not len(), which would make it a constant of a compiled graph
+    shape = (len(ends), rows, b.shape[0]) if b.ndim == 2 else (rows, b.shape[1])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+# Ops of our own: only the device knows the sizes of the parts of the first, and PyTorch has no fake of
+# ``scaled_grouped_mm``. a [P, K] and b [E, R, K] -> [P, R], or a [N, P] and b [D, P] -> [E, N, D].
+_grouped_values = define_op(
+    "grouped_values(Tensor a, Tensor b, Tensor ends, ScalarType out_dtype) -> Tensor", _one_by_one, _fake
+)
+_grouped_codes = define_op(
+    "grouped_codes(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor ends, ScalarType out_dtype) -> Tensor",
+    _codes,
+    lambda a, a_scales, b, b_scales, ends, out_dtype: _fake(a, b, ends, out_dtype),
+)
