@@ -26,6 +26,7 @@ from mxtrain.nn.three_gemms import (
 )
 from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.grouped import (
+    TILE_ROWS,
     Groups,
     block_of_rows,
     collect,
@@ -34,9 +35,16 @@ from mxtrain.ops.grouped import (
     matmul_tokens,
     spread,
 )
+from mxtrain.ops.hardware import resolve_mode
 from mxtrain.recipes.recipe import LinearRecipe
 
 WEIGHTS = ("w1", "w2", "w3")
+
+
+def _keep(ctx, groups: Groups) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(groups.places, groups.ends)
+    ctx.rows = groups.rows
 
 
 @untraced
@@ -45,12 +53,13 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, groups: Groups):
-        ctx.groups = groups
+        _keep(ctx, groups)
         return spread(x, groups)
 
     @staticmethod
-    def backward(ctx, dy: torch.Tensor):
-        return collect(dy, ctx.groups), None
+    @once_differentiable
+    def backward(ctx, saved, dy: torch.Tensor):
+        return collect(dy, Groups(*saved, ctx.rows)), None
 
 
 @untraced
@@ -59,12 +68,13 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, groups: Groups):
-        ctx.groups = groups
+        _keep(ctx, groups)
         return collect(x, groups)
 
     @staticmethod
-    def backward(ctx, dy: torch.Tensor):
-        return spread(dy, ctx.groups), None
+    @once_differentiable
+    def backward(ctx, saved, dy: torch.Tensor):
+        return spread(dy, Groups(*saved, ctx.rows)), None
 
 
 @untraced
@@ -120,15 +130,36 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         """Return the same experts, sharing the parameters, of a class that is also that of ``experts``.
 
         Raises:
-            ConfigError: for an unknown recipe or mode, an NVFP4 recipe, or features that are not whole blocks.
+            ConfigError: for an unknown recipe or mode, an NVFP4 recipe, or features that are not whole blocks, or for
+                native products not multiples of 128.
         """
-        new = object.__new__(_quantized(type(experts)))
+        new = _empty(type(experts))
         new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in experts.__dict__.items()})
         new._set_recipe(recipe, mode)
-        check_experts(new, new.recipe)
-        new.ready: tuple[ReadyOperands | None, ...] = (None,) * len(WEIGHTS)
+        check_experts(new, new.recipe, new.mode)
+        # Set from the start, because torch.compile would compile again when the attribute appears.
+        new.ready: tuple[ReadyOperands, ...] | None = None
         new.set_seed(0, "")
         return new
+
+    def __reduce__(self):
+        # Copies and pickles of a class that is made at run time.
+        return _empty, (type(self).__bases__[1],), self.__getstate__()
+
+    @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """w1, w2 and w3."""
+        return tuple(getattr(self, name) for name in WEIGHTS)
+
+    def quantize_ahead(self, gemms: ThreeGEMMs) -> tuple[ReadyOperands, ...]:
+        """Cast the weights, which are not DTensors, for several forwards (``mxtrain.nn.ready_weights``)."""
+        return tuple(gemms.quantize_ahead([w.flatten(0, 1)], None)._replace(made_from=(w,)) for w in self.weights)
+
+    def _ready(self) -> tuple[ReadyOperands | None, ...]:
+        """The weights that were cast ahead, if they are still those of this module."""
+        if self.ready is None or not all(r.are_of((w,)) for r, w in zip(self.ready, self.weights, strict=True)):
+            return (None,) * len(WEIGHTS)
+        return self.ready
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Rows of tokens in the order of their experts -> the experts' results.
@@ -138,18 +169,26 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
             num_tokens_per_expert: integers [E], of which the sum is at most T. Rows beyond it give zeros.
 
         Raises:
+            ConfigError: for features that native grouped products do not take (``check_experts``).
             ValueError: for another dtype, shape or device.
         """
         check_tensor("x", x)
         gemms = self.gemms(x.device)
-        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in self.weights)
         check_input(x, w1.shape[2], w1, self.recipe, gemms.mode)
+        if x.ndim != 2 or num_tokens_per_expert.shape != w1.shape[:1]:
+            raise ValueError(
+                f"x {tuple(x.shape)} and num_tokens_per_expert {tuple(num_tokens_per_expert.shape)}: expected "
+                f"[T, {w1.shape[2]}] and [{w1.shape[0]}]"
+            )
+        check_tiles(w1, self.recipe, gemms.mode)
         dtype = compute_dtype(x)
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
-        groups = make_groups(num_tokens_per_expert, len(x), block_of_rows(gemms.mode))
+        ready1, ready2, ready3 = self._ready()
+        groups = make_groups(num_tokens_per_expert, x.shape[0], block_of_rows(gemms.mode))
         rows = _Spread.apply(x.to(dtype), groups)
-        gate, up = _GroupedLinears.apply(rows, groups.ends, gemms, (None, None), w1, w3)
-        (y,) = _GroupedLinears.apply(silu(gate) * up, groups.ends, gemms, (None,), w2)
+        gate, up = _GroupedLinears.apply(rows, groups.ends, gemms, (ready1, ready3), w1, w3)
+        (y,) = _GroupedLinears.apply(silu(gate) * up, groups.ends, gemms, (ready2,), w2)
         return _Collect.apply(y, groups).to(x.dtype)
 
 
@@ -159,9 +198,26 @@ def _quantized(kind: type[nn.Module]) -> type[QuantizedExperts]:
     return type(f"MX{kind.__name__}", (QuantizedExperts, kind), {"__module__": __name__})
 
 
-def check_experts(experts: nn.Module, recipe: LinearRecipe) -> None:
-    """Raise ConfigError unless this recipe computes the GEMMs of these experts."""
+def _empty(kind: type[nn.Module]) -> QuantizedExperts:
+    return object.__new__(_quantized(kind))
+
+
+def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") -> None:
+    """Raise ConfigError unless this recipe computes the GEMMs of these experts in this mode."""
     if any(gemm.is_nvfp4 for gemm in recipe.gemms):
         raise ConfigError(f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts")
     _, hidden, features = experts.w1.shape
     check_features(features, hidden, recipe)
+    check_tiles(experts.w1, recipe, resolve_mode(mode) if mode == "auto" else mode)
+
+
+def check_tiles(w1: torch.Tensor, recipe: LinearRecipe, mode: str) -> None:
+    """Raise ConfigError if w1 [E, H, D] needs native products and its features are not whole tiles of scales."""
+    if mode != "native" or all(gemm.format is None for gemm in recipe.gemms):
+        return
+    for name, value in (("hidden features", w1.shape[1]), ("features", w1.shape[2])):
+        if value % TILE_ROWS:
+            raise ConfigError(
+                f"experts with {value} {name}: native grouped products need a multiple of {TILE_ROWS}; use mode "
+                "'emulated', or leave the experts in high precision"
+            )

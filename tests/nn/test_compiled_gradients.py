@@ -16,6 +16,7 @@ import mxtrain.nn
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import SplitSequences
+from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
 
 D, N = 64, 32
@@ -47,6 +48,10 @@ def linear(mode: str, group: str) -> nn.Module:
     return mx_linear(D, N, "mxfp8", mode)
 
 
+def experts(mode: str, group: str) -> nn.Module:
+    return OfEqualCounts(D, N, mode=mode)
+
+
 def block(mode: str, group: str, joins: bool = False, gather: str | None = None, plain: bool = False) -> nn.Module:
     block = NormBlock(D, N, "mxfp8", "mxfp8", mode=mode)
     if joins:
@@ -66,6 +71,7 @@ CASES = {
     ],
     "_DecomposeKFunction": [partial(router, dtype) for dtype in (torch.float32, torch.float64)],
     "_MXLinearFunction": [partial(linear, mode) for mode in (KERNELS, REFERENCE)],
+    "_Spread _GroupedLinears _Collect": [partial(experts, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction": [partial(block, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction joined": [partial(block, m, joins=True) for m in (KERNELS, REFERENCE)],
     "GatherThenNorm": [partial(block, mode, gather="high_precision") for mode in (KERNELS, REFERENCE)],

@@ -10,6 +10,7 @@ import torch.nn as nn
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.once_differentiable import MESSAGE, NO_TRANSFORMS
+from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import CHECKPOINTING, NormBlock, draw, fill, mx_linear
 
 D, N, T = 64, 32, 5
@@ -31,6 +32,7 @@ LAYERS = {
     "MXNorm and linears, nvfp4": lambda: block("nvfp4"),
     "a group, mxfp8": lambda: block("mxfp8", grouped=True),
     "a group, nvfp4": lambda: block("nvfp4", grouped=True),
+    "experts, mxfp8": lambda: OfEqualCounts(D, N),
     "FusedRMSNorm": lambda: fill(FusedRMSNorm(D)),
     "FusedLayerNorm": lambda: fill(FusedLayerNorm(D)),
     "DecomposeKRouter": lambda: fill(DecomposeKRouter(D, 8)),
