@@ -2,7 +2,8 @@
 
 A forward casts W for fprop, and a backward casts W for dgrad. With gradient accumulation, W is the same in all
 microbatches of a step. ``ReadyWeights`` casts W before the first microbatch and gives the operands to the layers, which
-then do not cast. Linears that are one GEMM (``mxtrain.nn.group``) share joined operands instead of having their own.
+then do not cast. Linears that are one GEMM (``mxtrain.nn.group``) share joined operands instead of having their own,
+and experts have operands of each of their stacked weights.
 ``torch.compile`` takes operands as inputs of a block's graph, because they are attributes of a module or a group.
 
 Results have the same bits as with a cast in every microbatch. Memory, until ``drop``: two operands per weight, together
@@ -10,13 +11,15 @@ Results have the same bits as with a cast in every microbatch. Memory, until ``d
 mode "emulated" takes 2, because one image serves both (4 in a group whose linears multiply one by one forward).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, version
@@ -35,7 +38,7 @@ def note_norms(model: nn.Module, feeds: Mapping[str, Sequence[str]]) -> None:
 
 
 class ReadyWeights:
-    """Casts the weights of all swapped linears ahead of the forward.
+    """Casts the weights of all swapped linears and experts ahead of the forward.
 
     Weights that are DTensors are left out: FSDP2 gathers them anew in every forward and again in every backward, so a
     cast could not be used twice. Tensor parallelism makes DTensors, too. Parametrized weights and gains are left out,
@@ -45,8 +48,9 @@ class ReadyWeights:
     def __init__(self, parts: Iterable[nn.Module]):
         modules = [module for part in parts for module in part.modules()]
         self._linears = [module for module in modules if isinstance(module, QuantizedLinear)]
+        self._experts = [module for module in modules if isinstance(module, QuantizedExperts)]
         self._norms = [module for module in modules if isinstance(module, MXNorm) and module.group is not None]
-        self._made_from: dict[QuantizedLinear | LinearGroup, tuple] = {}
+        self._made_from: dict[QuantizedLinear | LinearGroup | QuantizedExperts, tuple] = {}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -60,10 +64,12 @@ class ReadyWeights:
         for linear in self._linears:
             if linear not in joined:
                 self._refresh_single(linear)
+        for experts in self._experts:
+            self._refresh_experts(experts)
 
     def drop(self) -> None:
         """Free all operands. Every forward casts again, until the next ``refresh``."""
-        for holder in (*self._linears, *(norm.group for norm in self._norms)):
+        for holder in (*self._linears, *self._experts, *(norm.group for norm in self._norms)):
             holder.ready = None
 
     def _refresh_group(self, norm: MXNorm) -> bool:
@@ -76,7 +82,9 @@ class ReadyWeights:
             return False
         for linear in linears:
             linear.ready = None
-        self._cast(group, [linear.weight for linear in linears], norm.weight, gemms, group.joins_fprop)
+        weights = [linear.weight for linear in linears]
+        make = partial(gemms.quantize_ahead, weights, norm.weight, group.joins_fprop)
+        self._cast(group, (*weights, norm.weight), gemms, make, group.joins_fprop)
         return True
 
     def _refresh_single(self, linear: QuantizedLinear) -> None:
@@ -84,25 +92,32 @@ class ReadyWeights:
         if norms is None or any(map(is_parametrized, (linear, *norms))) or linear.layer_state.is_plain:
             linear.ready = None
         else:
-            gain = norms[0].weight if norms else None
-            self._cast(linear, [linear.weight], gain, linear.gemms(linear.weight.device), True)
+            gain, gemms = norms[0].weight if norms else None, linear.gemms(linear.weight.device)
+            self._cast(linear, (linear.weight, gain), gemms, partial(gemms.quantize_ahead, [linear.weight], gain))
+
+    def _refresh_experts(self, experts: QuantizedExperts) -> None:
+        if is_parametrized(experts) or experts.layer_state.is_plain:
+            experts.ready = None
+        else:
+            gemms = experts.gemms(experts.w1.device)
+            self._cast(experts, experts.weights, gemms, partial(experts.quantize_ahead, gemms))
 
     def _cast(
         self,
-        holder: QuantizedLinear | LinearGroup,
-        weights: Sequence[torch.Tensor],
-        gain: torch.Tensor | None,
+        holder: QuantizedLinear | LinearGroup | QuantizedExperts,
+        parameters: Sequence[torch.Tensor | None],
         gemms: ThreeGEMMs,
-        joined: bool,
+        make: Callable,
+        joined: bool = True,
     ) -> None:
-        """Give the holder the operands of its weights, unless it has them already."""
-        if any(isinstance(parameter, DTensor) for parameter in (*weights, gain)):
+        """Give the holder the operands that ``make`` casts from the parameters, unless it has them already."""
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
             holder.ready = None
             return
-        made_from = (gemms.recipe, gemms.mode, joined, *map(_identity, (*weights, gain)))
+        made_from = (gemms.recipe, gemms.mode, joined, *map(_identity, parameters))
         if holder.ready is None or self._made_from.get(holder) != made_from:
             holder.ready = None  # frees the old operands before the new ones are allocated
-            holder.ready = gemms.quantize_ahead(weights, gain, joined)
+            holder.ready = make()
             self._made_from[holder] = made_from
 
 
