@@ -6,9 +6,9 @@ the step's own text and weights. Compiled blocks (``force_eager``), FSDP2, tenso
 checkpointing and pipelines need nothing special, because this pass is theirs. Without a pipeline it takes as many
 sequences as hold ``tokens``; a pipeline takes its whole microbatch, of which the first chunk is measured.
 
-The pass leaves no trace: quantized linears make no gradients of their weights, and other gradients are removed; random
-number generators and buffers get their values back; the trainer sets the position of stochastic rounding before every
-microbatch. Training gives the same bits with diagnostics and without.
+The pass leaves no trace: quantized linears and experts make no gradients of their weights, and other gradients are
+removed; random number generators and buffers get their values back; the trainer sets the position of stochastic
+rounding before every microbatch. Training gives the same bits with diagnostics and without.
 
 A linear makes its casts and products when its output gradient arrives: FSDP2 has its weight gathered then. Linears that
 get the same tensor share its sample until the last of them has done so. Casts of several linears are measured together.
@@ -40,7 +40,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
-from mxtrain.nn.three_gemms import QuantizedLinear, compute_dtype
+from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, compute_dtype
 from mxtrain.parallel.initial_weights import plain_name
 
 FQNS = "mxnorm.diagnostics.fqns"
@@ -138,7 +138,7 @@ class Numerics:
             if isinstance(module, FSDPModule):
                 # After a validation some weights are still whole, and then are not the parameters with the gradients.
                 module.reshard()
-            if isinstance(module, QuantizedLinear):
+            if isinstance(module, QuantizedLayer):
                 yield module, "runs_wgrad", False  # the pass would only throw the weights' gradients away
         for parameter in [parameter for part in self._parts for parameter in part.parameters()]:
             yield parameter, "grad", None

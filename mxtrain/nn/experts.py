@@ -45,7 +45,7 @@ WEIGHTS = ("w1", "w2", "w3")
 class _GroupedLinears(torch.autograd.Function):
     """X, W_i [E, N, D] -> Y_i: each expert's rows times its matrices. X is cast once for all W_i.
 
-    With ``from_tokens``, X [T, D] are the rows of the tokens and Y_i [P, N] have padding. Otherwise X [P, D] has padding
+    With ``from_tokens``, X [T, D] are the rows of the tokens and Y_i [P, N] have padding. Else X [P, D] has padding
     and Y_i [T, N] are the rows of the tokens.
     """
 
@@ -211,7 +211,7 @@ def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") 
         )
     _, hidden, features = experts.w1.shape
     check_features(features, hidden, recipe)
-    check_tiles(experts.w1, recipe, resolve_mode(mode))
+    check_tiles(experts.w1, recipe, resolve_mode(mode) if mode == "auto" else mode)
 
 
 def check_tiles(w1: torch.Tensor, recipe: LinearRecipe, mode: str) -> None:

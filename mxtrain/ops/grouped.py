@@ -79,7 +79,7 @@ def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dty
         # Scales of stacked experts lie one expert after the other, those of experts side by side in every row of tiles.
         tiles = b.scales.view(1 if is_stacked else data.shape[1] // TILE_ROWS, experts, -1)
         scales = tiles.transpose(0, 1).reshape(experts, -1)
-        return _grouped_codes(a.data, a.scales.view(len(a.data), -1), data.contiguous(), scales, ends, out_dtype)
+        return _grouped_codes(a.data, a.scales.view(a.data.shape[0], -1), data.contiguous(), scales, ends, out_dtype)
     if _is_one_kernel(a, out_dtype):
         return grouped_mm(a.data, data.transpose(1, 2), offs=ends)
     return _grouped_values(a.data, data, ends, out_dtype)
@@ -134,7 +134,8 @@ def _codes(a, a_scales, b, b_scales, ends, out_dtype: torch.dtype) -> torch.Tens
 
 
 def _fake(a, b, ends, out_dtype):
-    shape = (len(ends), len(a), len(b)) if b.ndim == 2 else (len(a), b.shape[1])
+    rows = a.shape[0]  # not len(), which would make it a constant of a compiled graph
+    shape = (len(ends), rows, b.shape[0]) if b.ndim == 2 else (rows, b.shape[1])
     return a.new_empty(shape, dtype=out_dtype)
 
 

@@ -24,6 +24,7 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding import set_rounding_step
+from tests.support.expert_checks import OfEqualCounts
 
 
 class Block(nn.Module):
@@ -113,6 +114,18 @@ def test_the_pass_makes_no_gradients_of_quantized_weights(model):
         }
     model(torch.randn(2, 32, 64)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_experts_have_no_figures_and_no_gradients_and_change_those_of_no_other_layer(model):
+    experts, x = OfEqualCounts(64, 96), torch.randn(2, 32, 64)
+    numerics = Numerics(1, None, 64, [model, experts])
+    with numerics.recording():
+        (model(x).square().mean() + experts(x).sum()).backward()
+        assert all(p.grad is None for p in experts.parameters())
+    set_rounding_step(0)
+    assert numerics.figures() == measure(model, x)
+    experts(x).sum().backward()
+    assert all(p.grad is not None for p in experts.parameters())
 
 
 @pytest.mark.parametrize("at_once, sizes", [(2**26, [24]), (1, [6] * 4), (40_000, [12, 12])])

@@ -46,13 +46,15 @@ def results_of_linears(experts: QuantizedExperts, x, counts, dy) -> list[torch.T
     """The same from three ``MXLinear`` per expert. Their rows are padded, because a GEMM of fp32 may sum in an order
     that depends on the number of rows."""
     found = [[], [], [], [], []]
-    for e, (x, dy) in enumerate(zip(x[: sum(counts)].split(counts), dy[: sum(counts)].split(counts), strict=True)):
-        padding = (0, 0, 0, max(1, -(-len(x) // BLOCK)) * BLOCK - len(x))
-        rows = nn.functional.pad(x, padding).requires_grad_()
+    parts = zip(*(t[: sum(counts)].split(counts) for t in (x, dy)), strict=True)
+    for e, (own_x, own_dy) in enumerate(parts):
+        padding = (0, 0, 0, -len(own_x) % BLOCK or BLOCK * (len(own_x) == 0))
+        rows = nn.functional.pad(own_x, padding).requires_grad_()
         w1, w2, w3 = (of_weight(experts, w[e]) for w in experts.weights)
         y = w2(silu(w1(rows)) * w3(rows))
-        dx, *dws = torch.autograd.grad(y, [rows, *(w.weight for w in (w1, w2, w3))], nn.functional.pad(dy, padding))
-        for of_all, own in zip(found, (y.detach()[: len(x)], dx[: len(x)], *dws), strict=True):
+        weights = [linear.weight for linear in (w1, w2, w3)]
+        dx, *dws = torch.autograd.grad(y, [rows, *weights], nn.functional.pad(own_dy, padding))
+        for of_all, own in zip(found, (y.detach()[: len(own_x)], dx[: len(own_x)], *dws), strict=True):
             of_all.append(own)
     return [*map(torch.cat, found[:2]), *map(torch.stack, found[2:])]
 

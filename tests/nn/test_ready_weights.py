@@ -23,6 +23,7 @@ from mxtrain.nn.split import WHOLE, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs
 from mxtrain.ops.quantize import joins
 from mxtrain.recipes.parse import get_recipe
+from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, draw, mx_linear
 
 D, N, T = 32, 64, 16
@@ -233,6 +234,66 @@ def test_a_change_between_two_microbatches_is_seen(change, stale, grouped, casts
     assert torch.equal(block(x), other(x)) and not torch.equal(block(x), before)
 
 
+def expert_gradients(experts: nn.Module, steps: int, caches: bool) -> list[torch.Tensor]:
+    """Gradients of inputs, and weights, of some steps of two microbatches."""
+    ready, found = ReadyWeights([experts]), []
+    for step in range(steps):
+        for microbatch in range(2):
+            if caches:
+                ready.refresh()
+            x = draw(T, D, seed=10 * step + microbatch).requires_grad_()
+            checkpoint(experts, x, use_reentrant=False).square().sum().backward()
+            found.append(x.grad)
+        with torch.no_grad():
+            for p in experts.parameters():
+                p -= p.grad
+                found.append(p.detach().clone())
+                p.grad = None
+    return found
+
+
+def test_weights_of_experts_are_cast_once_per_step_and_no_bit_changes(casts, monkeypatch):
+    expected = expert_gradients(OfEqualCounts(D, N), 2, caches=False)
+    monkeypatch.setattr(ThreeGEMMs, "quantize_weights", without_layer_casts(ThreeGEMMs.quantize_weights))
+    found = expert_gradients(OfEqualCounts(D, N), 2, caches=True)
+    assert casts == [1] * 3 * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_experts_use_the_operands_of_their_own_weights_until_drop():
+    """Not those of weights that were replaced, or of a functional call; and those of a write after ``refresh``."""
+    block, other, x = OfEqualCounts(D, N), OfEqualCounts(D, N), draw(T, D, seed=0)
+    ready, experts = ReadyWeights([block]), block.experts
+    ready.refresh()
+    first = experts.ready
+    assert [operands.dgrad.data.shape for operands in first] == [(D, 2 * N), (N, 2 * D), (D, 2 * N)]
+    assert not first[0].fprop[0].data.requires_grad
+    replaced = {"experts.w2": other.experts.w2.detach() * 2}
+    assert torch.equal(torch.func.functional_call(block, replaced, x), torch.func.functional_call(other, replaced, x))
+    with torch.no_grad():
+        block.experts.w3.mul_(2), other.experts.w3.mul_(2)
+    ready.refresh()
+    assert experts.ready is not first and torch.equal(block(x), other(x))
+    second = experts.ready
+    ready.refresh()
+    assert experts.ready is second
+    ready.drop()
+    assert experts.ready is None and torch.equal(block(x), other(x))
+    register_parametrization(experts, "w1", nn.Identity())
+    ready.refresh()
+    assert experts.ready is None
+
+
+def test_compiled_experts_take_operands_as_inputs(compile_backend):
+    block, x = OfEqualCounts(D, N, mode="emulated"), draw(T, D, seed=0)
+    graphs = Graphs(compile_backend)
+    compiled = torch.compile(block, backend=graphs, fullgraph=True)
+    expected = compiled(x)
+    ReadyWeights([block]).refresh()
+    assert torch.equal(compiled(x), expected)
+    assert [sum("ready" in name for name in names) for names in graphs.inputs] == [0, 2 * 3]
+
+
 @pytest.mark.parametrize("name", ["normed.norm.weight", "normed.linears.1.weight", "out.weight"])
 @pytest.mark.parametrize("settings", [{}, SINGLE, ONE_BY_ONE], ids=["grouped", "single", "one by one"])
 def test_a_functional_call_uses_the_weights_that_it_is_given(settings, name):
@@ -393,11 +454,14 @@ def test_weights_that_are_sharded_or_split_are_not_cast_ahead(device):
             linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Shard(0)]))
         for linear in block.normed.linears:
             linear.split = by_output_features("group")
-        ReadyWeights([block]).refresh()
+        experts = OfEqualCounts(D, N).experts
+        experts.w2 = nn.Parameter(distribute_tensor(experts.w2.detach(), mesh, [Shard(0)]))
+        ReadyWeights([block, experts]).refresh()
     finally:
         torch.distributed.destroy_process_group()
     assert block.group.is_one_gemm("reference", has_signs=False)
     assert block.group.ready is None and all(linear.ready is None for linear in (*block.normed.linears, block.out))
+    assert experts.ready is None
 
 
 def test_a_dropped_group_holds_no_operands():
