@@ -199,6 +199,7 @@ def test_attributes_move_with_the_experts_unless_a_name_is_taken():
         ({"recipe": "nvfp4", "high_precision_share": 0.0}, ["has recipe 'nvfp4', and NVFP4"] * 2),
         ({"recipe": "wgrad=nvfp4, fprop=mxfp8, dgrad=mxfp8", "high_precision_share": 0.0}, ["has recipe 'fprop="] * 2),
         ({"recipes": {"layers.*.moe.experts": "nvfp4"}}, ["has recipe 'nvfp4', and NVFP4"] * 2),
+        ({"recipe": "nvfp4", "high_precision_share": 0.0, "recipes": {"experts": "mxfp8"}}, [None, None]),
         ({"recipes": {"experts": "bf16"}}, ["left in high precision by recipes.'experts'"] * 2),
         ({"recipes": {"layers.1": "bf16"}}, [None, "left in high precision by recipes.'layers.1'"]),
         ({"high_precision_share": 0.5}, [None, "in the last 1 of 2 blocks"]),
