@@ -155,8 +155,9 @@ class MXLinearConverter(Converter):
             raise self._nothing_to_convert(survey, skipped | left)
         swaps, skipped = swaps | others, skipped | left
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLayer)}
+        layers = survey.layers
         for fqn, recipe in recipes.items():
-            layer = survey.layers[fqn]
+            layer = layers[fqn]
             with self._advice(survey, fqn):
                 check_features(layer.in_features, layer.out_features, recipe)
         self._check_dtypes(survey, swaps)

@@ -1,4 +1,4 @@
-"""The linears of a model, its experts, the gates of routers, the blocks and the output heads: found in its modules.
+"""A model's linears, experts, gates of routers, blocks and output heads: found in its modules; nothing runs.
 
 ``modules`` stands for every module of a model by FQN, the model itself as "".
 """

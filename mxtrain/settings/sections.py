@@ -101,8 +101,8 @@ class MXNorm:
     """
     Recipes for the linears and experts in the named modules, instead of mxnorm.recipe. Names are written as in
     mxnorm.filter_fqns. mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. If several names match a
-    layer, the last one wins. A norm has the recipe of the linears it feeds. In the TOML: the table [mxnorm.recipes] with lines such as
-    "layers.0" = "bf16"
+    layer, the last one wins. A norm has the recipe of the linears it feeds. In the TOML: the table [mxnorm.recipes]
+    with lines such as "layers.0" = "bf16"
     """
 
     estimator: Literal[ESTIMATORS] = "pre_round"

@@ -199,6 +199,7 @@ def test_attributes_move_with_the_experts_unless_a_name_is_taken():
         ({"recipe": "nvfp4", "high_precision_share": 0.0}, ["has recipe 'nvfp4', and NVFP4"] * 2),
         ({"recipe": "wgrad=nvfp4, fprop=mxfp8, dgrad=mxfp8", "high_precision_share": 0.0}, ["has recipe 'fprop="] * 2),
         ({"recipes": {"layers.*.moe.experts": "nvfp4"}}, ["has recipe 'nvfp4', and NVFP4"] * 2),
+        ({"recipe": "nvfp4", "high_precision_share": 0.0, "recipes": {"experts": "mxfp8"}}, [None, None]),
         ({"recipes": {"experts": "bf16"}}, ["left in high precision by recipes.'experts'"] * 2),
         ({"recipes": {"layers.1": "bf16"}}, [None, "left in high precision by recipes.'layers.1'"]),
         ({"high_precision_share": 0.5}, [None, "in the last 1 of 2 blocks"]),
@@ -223,11 +224,10 @@ def test_patterns_of_experts_give_them_a_recipe(pattern):
 
 
 def test_features_without_whole_blocks_and_dtypes_are_refused():
-    before = (model := mixtures(hidden=48)).layers[0].moe.experts
-    model.layers[0].moe.shared_experts = None
-    with pytest.raises(ConfigError, match=f"^{EXPERTS}: out_features = 48 .* 32 .*: name it in filter_fqns|name it in"):
-        convert(model, "mx_linear")
-    assert model.layers[0].moe.experts is before
+    model = mixtures(hidden=48)
+    with pytest.raises(ConfigError, match=f"^{EXPERTS}: out_features = 48 .* 32 .*; name it in filter_fqns to leave"):
+        convert(model, "mx_linear", filter_fqns=["shared_experts", "output"])
+    assert type(model.layers[0].moe.experts) is GroupedExperts
     half = mixtures()
     half.layers[0].moe.experts.half()
     with pytest.raises(ConfigError, match=f"{EXPERTS}.w1 is float16; allowed are bfloat16"):

@@ -187,7 +187,7 @@ def converted(flags: str):
             "= 4 splits out_features = 192 of moe.shared_experts.w1 into parts that are not whole blocks of 32",
         ),
         (
-            f"{HIGH_ATTENTION},shared_experts {TP}=4 {EP}=4 {ETP}=4 --model_args.moe_inter_dim=40",
+            f"{HIGH_ATTENTION},shared_experts,experts {TP}=4 {EP}=4 {ETP}=4 --model_args.moe_inter_dim=40",
             "= 4 splits the 40 hidden features of every expert into parts that are not multiples of 8",
         ),
     ],
