@@ -26,6 +26,7 @@ from mxtrain.conversion.selection import selected
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.nn.experts import check_tiles
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.nn.row_norms import WHEN_COMPILED
@@ -160,6 +161,8 @@ class MXLinearConverter(Converter):
             layer = layers[fqn]
             with self._advice(survey, fqn):
                 check_features(layer.in_features, layer.out_features, recipe)
+                if fqn in survey.experts:
+                    check_tiles(layer.in_features, layer.out_features, recipe, self._mode_on(survey))
         self._check_dtypes(survey, swaps)
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
@@ -267,7 +270,11 @@ class MXLinearConverter(Converter):
             return f"mode {self.mode}"
         device_type = survey.device_type or default_device_type()
         where = ", where the parameters are" if survey.device_type else ""
-        return f'mode {resolve_mode("auto", device_type)} on {device_type}{where}; "auto" follows the device'
+        return f'mode {self._mode_on(survey)} on {device_type}{where}; "auto" follows the device'
+
+    def _mode_on(self, survey: Survey) -> str:
+        """The mode that the layers compute in, on the device of the parameters or, without one, of this machine."""
+        return resolve_mode("auto", survey.device_type or default_device_type()) if self.mode == "auto" else self.mode
 
 
 @dataclass(kw_only=True)

@@ -180,7 +180,7 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
                 f"x {tuple(x.shape)} and num_tokens_per_expert {tuple(num_tokens_per_expert.shape)}: expected "
                 f"[T, {w1.shape[2]}] and [{w1.shape[0]}]"
             )
-        check_tiles(w1, self.recipe, gemms.mode)
+        check_tiles(w1.shape[2], w1.shape[1], self.recipe, gemms.mode)
         dtype = compute_dtype(x)
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
         return self._multiply(x.to(dtype), num_tokens_per_expert, gemms, self._ready(), w1, w2, w3).to(x.dtype)
@@ -211,14 +211,14 @@ def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") 
         )
     _, hidden, features = experts.w1.shape
     check_features(features, hidden, recipe)
-    check_tiles(experts.w1, recipe, resolve_mode(mode) if mode == "auto" else mode)
+    check_tiles(features, hidden, recipe, resolve_mode(mode) if mode == "auto" else mode)
 
 
-def check_tiles(w1: torch.Tensor, recipe: LinearRecipe, mode: str) -> None:
-    """Raise ConfigError if w1 [E, H, D] needs native products and its features are not whole tiles of scales."""
+def check_tiles(features: int, hidden: int, recipe: LinearRecipe, mode: str) -> None:
+    """Raise ConfigError for native products of experts whose features are not whole tiles of scales."""
     if mode != "native" or all(gemm.format is None for gemm in recipe.gemms):
         return
-    for name, value in (("hidden features", w1.shape[1]), ("features", w1.shape[2])):
+    for name, value in (("hidden features", hidden), ("features", features)):
         if value % TILE_ROWS:
             raise ConfigError(
                 f"experts with {value} {name}: native grouped products need a multiple of {TILE_ROWS}; use mode "
