@@ -36,6 +36,7 @@ from mxtrain.ops.grouped import (
     matmul_tokens,
 )
 from mxtrain.ops.hardware import resolve_mode
+from mxtrain.ops.mxnorm import fold_backward
 from mxtrain.recipes.recipe import LinearRecipe
 
 WEIGHTS = ("w1", "w2", "w3")
@@ -45,6 +46,8 @@ WEIGHTS = ("w1", "w2", "w3")
 class _GroupedLinears(torch.autograd.Function):
     """X, W_i [E, N, D] -> Y_i: each expert's rows times its matrices. X is cast once for all W_i.
 
+    With a ``gain`` [D], W_i stands for W_i diag(gain).
+
     With ``from_tokens``, X [T, D] are the rows of the tokens and Y_i [P, N] have padding. Else X [P, D] has padding
     and Y_i [T, N] are the rows of the tokens.
     """
@@ -53,6 +56,7 @@ class _GroupedLinears(torch.autograd.Function):
     def forward(
         ctx,
         x: torch.Tensor,
+        gain: torch.Tensor | None,
         groups: Groups,
         from_tokens: bool,
         gemms: ThreeGEMMs,
@@ -60,39 +64,44 @@ class _GroupedLinears(torch.autograd.Function):
         *ws: torch.Tensor,
     ):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *groups, *ws)
+        ctx.save_for_backward(x, gain, *groups, *ws)
         ctx.from_tokens, ctx.gemms, ctx.ready = from_tokens, gemms, ready
         xq = gemms.quantize_activation(x, groups.source if from_tokens else None)
-        operands = [_cast(gemms, w, 1) if r is None else r.fprop[0] for w, r in zip(ws, ready, strict=True)]
+        operands = [_cast(gemms, w, gain, 1) if r is None else r.fprop[0] for w, r in zip(ws, ready, strict=True)]
         ys = tuple(matmul_rows(xq, w, groups.ends, x.dtype) for w in operands)
         return ys if from_tokens else tuple(collect(y, groups) for y in ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, *dys: torch.Tensor | None):
-        x, places, ends, source, *ws = saved
-        gemms, (needs_x, _, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
+        x, gain, places, ends, source, *ws = saved
+        gemms, (needs_x, needs_gain, _, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
         source_of_x, source_of_dy = (source, None) if ctx.from_tokens else (None, source)
-        dx, along_tokens, dws = None, None, [None] * len(ws)
+        dx, dgain, along_tokens, dws = None, None, None, [None] * len(ws)
         for i, (dy, w, ready) in enumerate(zip(dys, ws, ctx.ready, strict=True)):
             if dy is None:
                 continue
-            needs_w = need_ws[i] and gemms.runs_wgrad
+            needs_w = (need_ws[i] or needs_gain) and gemms.runs_wgrad
             for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_w, None, [None], source_of_dy)
             if for_dx is not None:
-                part = matmul_rows(for_dx, _cast(gemms, w, 0) if ready is None else ready.dgrad, ends, x.dtype)
+                part = matmul_rows(for_dx, _cast(gemms, w, gain, 0) if ready is None else ready.dgrad, ends, x.dtype)
                 dx = part if dx is None else dx + part
             if for_dw is not None:
                 along_tokens = along_tokens or gemms.quantize_along_tokens(x, source=source_of_x)
-                dws[i] = matmul_tokens(for_dw, along_tokens, ends, x.dtype).to(w.dtype)
+                dws[i] = matmul_tokens(for_dw, along_tokens, ends, x.dtype)
+                if gain is None:
+                    dws[i] = dws[i].to(w.dtype)
+                else:
+                    folded, part = fold_backward(dws[i].flatten(0, 1), w.flatten(0, 1), gain, gemms.mode)
+                    dws[i], dgain = folded.view(w.shape), part if dgain is None else dgain + part
         if dx is not None and ctx.from_tokens:
             dx = collect(dx, Groups(places, ends, source))
-        return dx, None, None, None, None, *dws
+        return dx, dgain, None, None, None, None, *dws
 
 
-def _cast(gemms: ThreeGEMMs, w: torch.Tensor, dim: int):
+def _cast(gemms: ThreeGEMMs, w: torch.Tensor, gain: torch.Tensor | None, dim: int):
     """W [E, N, D] as the operand of fprop (1) or dgrad (0). N is whole blocks, so that none holds two experts."""
-    return gemms.quantize_weights([w.flatten(0, 1)], None, (dim,))[dim]
+    return gemms.quantize_weights([w.flatten(0, 1)], gain, (dim,))[dim]
 
 
 def _feed_forward(
@@ -100,15 +109,16 @@ def _feed_forward(
     counts: torch.Tensor,
     gemms: ThreeGEMMs,
     ready: Sequence[ReadyOperands | None],
+    gain: torch.Tensor | None,
     w1: torch.Tensor,
     w2: torch.Tensor,
     w3: torch.Tensor,
 ) -> torch.Tensor:
-    """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert."""
+    """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert; W1 and W3 times the gain, if any."""
     ready1, ready2, ready3 = ready
     groups = make_groups(counts, x.shape[0], block_of_rows(gemms.mode))
-    gate, up = _GroupedLinears.apply(x, groups, True, gemms, (ready1, ready3), w1, w3)
-    return _GroupedLinears.apply(silu(gate) * up, groups, False, gemms, (ready2,), w2)[0]
+    gate, up = _GroupedLinears.apply(x, gain, groups, True, gemms, (ready1, ready3), w1, w3)
+    return _GroupedLinears.apply(silu(gate) * up, None, groups, False, gemms, (ready2,), w2)[0]
 
 
 @functools.cache
@@ -120,6 +130,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
     """Stacked experts with parameters w1, w3 [E, H, D] and w2 [E, D, H], and a recipe for all their GEMMs."""
 
     _multiply = staticmethod(_feed_forward)
+    fed_by: tuple[nn.Module, ...] = ()
+    """The MXNorm that made x, if there is one"""
 
     @classmethod
     def from_experts(cls, experts: nn.Module, *, recipe="mxfp8", mode="auto") -> "QuantizedExperts":
@@ -152,11 +164,23 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def quantize_ahead(self, gemms: ThreeGEMMs) -> tuple[ReadyOperands, ...]:
         """Cast the weights, which are not DTensors, for several forwards (``mxtrain.nn.ready_weights``)."""
-        return tuple(gemms.quantize_ahead([w.flatten(0, 1)], None)._replace(made_from=(w,)) for w in self.weights)
+        return tuple(
+            gemms.quantize_ahead([w.flatten(0, 1)], gain)._replace(made_from=(w, gain)) for w, gain in self._pairs()
+        )
+
+    @property
+    def gain(self) -> torch.Tensor | None:
+        """The gain of the MXNorm that made x, to be folded into w1 and w3; None without one."""
+        norm = self.fed_by[0] if self.fed_by else None
+        return None if norm is None or norm.is_plain else norm.gain()
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        gain = self.gain
+        return [(w, None if name == "w2" else gain) for name, w in zip(WEIGHTS, self.weights, strict=True)]
 
     def _ready(self) -> tuple[ReadyOperands | None, ...]:
         """The weights that were cast ahead, if they are still those of this module."""
-        if self.ready is None or not all(r.are_of((w,)) for r, w in zip(self.ready, self.weights, strict=True)):
+        if self.ready is None or not all(r.are_of(p) for r, p in zip(self.ready, self._pairs(), strict=True)):
             return (None,) * len(WEIGHTS)
         return self.ready
 
@@ -183,7 +207,9 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         check_tiles(w1.shape[2], w1.shape[1], self.recipe, gemms.mode)
         dtype = compute_dtype(x)
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
-        return self._multiply(x.to(dtype), num_tokens_per_expert, gemms, self._ready(), w1, w2, w3).to(x.dtype)
+        return self._multiply(x.to(dtype), num_tokens_per_expert, gemms, self._ready(), self.gain, w1, w2, w3).to(
+            x.dtype
+        )
 
     def compile_products(self, backend: str = "inductor") -> None:
         """Compile what the forward computes, without this module's hooks, which may wait for the device.

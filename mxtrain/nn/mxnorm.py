@@ -172,6 +172,8 @@ class MXNorm(RecipeModule, nn.RMSNorm):
     """
 
     split: SplitSequences | None = None
+    feeds_mixture = False
+    """Whether a mixture of experts takes the result"""
     group: LinearGroup | None = None
     """The linears that the norm feeds, if they are to be one GEMM each way"""
     is_plain = False
@@ -237,10 +239,10 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         """
         check_tensor("x", x)
         if self.is_plain:
-            y = F.rms_norm(x, self.normalized_shape, self._gain(), self.plain_eps)
+            y = F.rms_norm(x, self.normalized_shape, self.gain(), self.plain_eps)
             return y if self.split is None else GatherSequences.apply(y, self.split.key)
         mode = mode_in_forward(self.mode, x.device.type)
-        gain = self._gain()
+        gain = self.gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
         recipe, split = self.recipe.fprop, self.split
         signs = self.signs(x.device)
@@ -251,12 +253,20 @@ class MXNorm(RecipeModule, nn.RMSNorm):
             h, rho, *xhat = _MXNormFunction.apply(rows, *keys, mode, torch.compiler.is_compiling())
             common = (constant_operand(xhat, mode), rho, gain, signs, recipe, mode)
             kept = rows.detach()
-            return NormedInput(self, h.view(x.shape), kept, *common, call=call, x_writes=writes_to(kept))
+            return NormedInput(
+                self,
+                h.view(x.shape),
+                kept,
+                *common,
+                call=call,
+                x_writes=writes_to(kept),
+                feeds_mixture=self.feeds_mixture,
+            )
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
         return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes_to(whole.x))
 
-    def _gain(self) -> torch.Tensor | None:
+    def gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
         return self.weight if self.split is None else own_part(self.weight)
 

@@ -6,13 +6,16 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
+from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import version
 from mxtrain.ops.gemm import Operand
-from mxtrain.recipes.recipe import Recipe
+from mxtrain.recipes.recipe import Recipe, from_key
+from mxtrain.reference.casts import dequantize, from_blocked
 
 LOOKS = ("shape", "size", "ndim", "dim", "numel", "device")
 """Attributes and methods that a ``NormedInput`` shares with the plain norm's result, with equal answers.
@@ -20,6 +23,26 @@ LOOKS = ("shape", "size", "ndim", "dim", "numel", "device")
 ``dtype`` is left out: under autocast, or with an fp32 weight, the result of a plain norm may have another dtype than x,
 which depends on the norm's class and on PyTorch's release. ``len`` counts the fields of the tuple.
 """
+
+
+@untraced
+class _Values(torch.autograd.Function):
+    """h [T, D] and the operand of xhat -> its values [T, D] in the dtype of h."""
+
+    @staticmethod
+    def forward(ctx, h: torch.Tensor, data: torch.Tensor, scales, tensor_scale, recipe_key: str):
+        ctx.set_materialize_grads(False)
+        if scales is not None:
+            rows, columns = h.shape
+            recipe = from_key(recipe_key)
+            scales = from_blocked(scales, rows, columns // recipe.block_size)
+            data = dequantize(data, scales, recipe.format, h.dtype)
+        return data.to(h.dtype, copy=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, saved, dxhat: torch.Tensor):
+        return dxhat, None, None, None, None
 
 
 class NormedInput(NamedTuple):
@@ -49,6 +72,7 @@ class NormedInput(NamedTuple):
         call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
         x_writes: ``writes_to(x)`` before the linears. A hook may have put a copy in the place of x since, with a count
             of its own.
+        feeds_mixture: whether a mixture of experts takes the result: tokens as rows, and rows in the order of experts.
     """
 
     made_by: RecipeModule
@@ -63,6 +87,7 @@ class NormedInput(NamedTuple):
     gathered: GatheredColumns | None = None
     call: GroupCall | None = None
     x_writes: tuple[int, int] | None = None
+    feeds_mixture: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -86,6 +111,28 @@ class NormedInput(NamedTuple):
     def device(self) -> torch.device:
         return self.h.device
 
+    def view(self, *shape: int) -> "NormedInput":
+        """The same rows under other leading dimensions, for a mixture of experts."""
+        if not self.feeds_mixture:
+            raise AttributeError(_refusal(self, "has no 'view'"))
+        return self._replace(h=self.h.view(*shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of x, for a mixture of experts."""
+        if not self.feeds_mixture:
+            raise AttributeError(_refusal(self, "has no 'dtype'"))
+        return self.h.dtype
+
+    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
+        """Rows of xhat for experts: the values of the operand as a tensor, whose gradient is dL/dxhat, in the dtype of x.
+
+        Cast along the rows again, every value stays: the scale of a block is the same, or half of it.
+        """
+        if not self.feeds_mixture:
+            raise TypeError(_refusal(self, "has no __getitem__"))
+        return _Values.apply(self.h, *self.xhat, self.recipe.key)[index]
+
     def __getattr__(self, name: str):
         raise AttributeError(_refusal(self, f"has no {name!r}"))
 
@@ -100,7 +147,7 @@ class NormedInput(NamedTuple):
 
 
 _REFUSED = (
-    *("getitem", "setitem", "contains", "reversed", "bool", "float", "int", "index", "array"),
+    *("setitem", "contains", "reversed", "bool", "float", "int", "index", "array"),
     *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round"),
     *(side + name for name in ("add", "sub", "mul", "truediv", "pow", "matmul") for side in ("", "r")),
     *(side + name for name in ("floordiv", "mod", "divmod", "and", "or", "xor") for side in ("", "r")),

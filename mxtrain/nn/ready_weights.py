@@ -100,7 +100,7 @@ class ReadyWeights:
             experts.ready = None
         else:
             gemms = experts.gemms(experts.w1.device)
-            self._cast(experts, experts.weights, gemms, partial(experts.quantize_ahead, gemms))
+            self._cast(experts, (*experts.weights, experts.gain), gemms, partial(experts.quantize_ahead, gemms))
 
     def _cast(
         self,
