@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 import torch.nn as nn
 
+from mxtrain.conversion.layers import MixtureFacts
 from mxtrain.conversion.norms import NormKind
 from mxtrain.conversion.plan import (
     Plan,
@@ -18,6 +19,7 @@ from mxtrain.conversion.plan import (
     ToDecomposeKRouter,
     ToFusedNorm,
     ToMXNorm,
+    ToMXNormRouter,
     ToQuantizedExperts,
     ToQuantizedLayer,
     ToQuantizedLinear,
@@ -26,6 +28,7 @@ from mxtrain.conversion.selection import selected
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.experts import check_tiles
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
@@ -294,6 +297,9 @@ class MXNormConverter(MXLinearConverter):
             merge features with tokens, or hands an output to a kernel that expects contiguous memory.
     """
 
+    # Whether norms that feed a mixture of experts are swapped, too. A layout may rule that out. No setting.
+    before_mixtures = True
+
     name: ClassVar[str] = "mxnorm"
     watches_norms: ClassVar[bool] = True
     way_out: ClassVar[str] = "It needs an RMSNorm that feeds only linears. 'mx_linear' converts linears without norms."
@@ -313,47 +319,87 @@ class MXNormConverter(MXLinearConverter):
     ) -> tuple[dict[str, Swap], dict[str, str]]:
         swaps, skipped = {}, dict(survey.lookalikes[nn.RMSNorm])
         for fqn, facts in survey.norms_of(nn.RMSNorm).items():
-            if reason := _why_norm_stays(fqn, survey, recipe_of, kept):
+            mixture = _mixture_of(fqn, survey) if self.before_mixtures else None
+            if reason := _why_norm_stays(fqn, survey, recipe_of, kept, mixture):
                 skipped[fqn] = reason
                 continue
-            linears = tuple(survey.uses.linears[fqn])
-            for linear in linears:
-                with self._advice(survey, linear):
-                    RMSEstimate.for_recipe(recipe_of[linear].fprop, self.p, self.estimator)
-            recipe = recipe_of_norm([recipe_of[linear] for linear in linears])
+            linears = tuple(survey.uses.linears[fqn]) if mixture is None else mixture.linears
+            fed = linears if mixture is None else (*linears, mixture.experts)
+            for layer in fed:
+                with self._advice(survey, layer):
+                    RMSEstimate.for_recipe(recipe_of[layer].fprop, self.p, self.estimator)
+            recipe = recipe_of_norm([recipe_of[layer] for layer in fed])
             # A norm that is called for each of its linears gives each of them other rows.
             grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
             swaps[fqn] = ToMXNorm(
-                facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped
+                facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped, mixture
             )
+            if mixture is not None:
+                swaps[mixture.gate] = ToMXNormRouter(recipe)
+                swaps[mixture.experts] = ToQuantizedExperts(recipe_of[mixture.experts], self.mode, self.seed)
             for linear in linears:
                 swaps[linear] = ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed)
         return swaps, skipped
 
 
+def _mixture_of(norm: str, survey: Survey) -> MixtureFacts | None:
+    """The mixture of experts that alone uses a norm's output."""
+    mixtures = survey.uses.mixtures.get(norm, ())
+    return survey.mixtures[mixtures[0]] if len(mixtures) == 1 and not survey.uses.linears[norm] else None
+
+
 def _why_norm_stays(
-    fqn: str, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
+    fqn: str,
+    survey: Survey,
+    recipe_of: Mapping[str, LinearRecipe],
+    kept: Mapping[str, str],
+    mixture: MixtureFacts | None,
 ) -> str | None:
-    """Why a norm cannot become an MXNorm; None if it can."""
+    """Why a norm cannot become an MXNorm; None if it can. It feeds linears, or the mixture."""
     uses, linears = survey.uses, survey.uses.linears[fqn]
+    if mixture is not None:
+        linears = [*mixture.linears, mixture.experts]
     if reason := kept.get(fqn) or survey.norms[fqn].why_it_stays:
         return reason
     if uses.others[fqn]:
         return f"its output is used by {', '.join(sorted(uses.others[fqn]))}"
     if fqn in uses.overwritten:
         return "its input is written to in place after it"
+    if (mixtures := uses.mixtures.get(fqn)) and mixture is None:
+        return f"feeds {', '.join(mixtures)}, a mixture of experts"
+    if mixture is not None and (reason := _why_mixture_stays(mixture, survey, recipe_of, kept)):
+        return reason
     if not linears:
         unfollowed = f"; not followed: {uses.unfollowed[0]}" if uses.unfollowed else ""
         return f"no linear was seen to use its output{unfollowed}"
     if kept_linears := [linear for linear in linears if linear in kept]:
         return f"feeds {', '.join(kept_linears)}, {kept[kept_linears[0]]}"
-    if gates := [linear for linear in linears if survey.linears[linear].is_gate or survey.linears[linear].is_in_gate]:
+    if gates := [
+        linear for linear in uses.linears[fqn] if survey.linears[linear].is_gate or survey.linears[linear].is_in_gate
+    ]:
         return f"feeds {', '.join(gates)}, the gate of a router"
-    if again := [linear for linear in dict.fromkeys(linears) if uses.calls[linear] != 1]:
+    if again := [linear for linear in dict.fromkeys(linears) if uses.calls.get(linear, 1) != 1]:
         return f"feeds {', '.join(again)}, which is called more than once"
     if len({recipe_of[linear].fprop for linear in linears}) > 1:
         fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
         return f"feeds linears with different recipes of fprop ({fprops})"
+    return None
+
+
+def _why_mixture_stays(
+    mixture: MixtureFacts, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
+) -> str | None:
+    """Why a mixture cannot take the result of an MXNorm; None if it can."""
+    if mixture.scores_first:
+        return "feeds a mixture of experts that multiplies tokens by their scores first, which would cast them twice"
+    gate = survey.linears[mixture.gate]
+    if mixture.gate in kept or gate.kind not in ("Linear", DecomposeKRouter.__name__):
+        return f"feeds {mixture.gate}, {kept.get(mixture.gate, f'a {gate.kind}')}"
+    for part in (*mixture.linears, mixture.experts):
+        if reason := survey.layers[part].why_it_stays:
+            return f"feeds {part}, which {reason}"
+    if any(gemm.is_nvfp4 for gemm in recipe_of[mixture.experts].gemms):
+        return f"feeds {mixture.experts}, which has no NVFP4 products"
     return None
 
 
@@ -412,7 +458,8 @@ class DecomposeKRouterConverter(Converter):
                 skipped[fqn] = kept.get(fqn, f"is a {linear.kind}")
             else:
                 swaps[fqn] = ToDecomposeKRouter()
-        if not swaps:
+        # An earlier conversion may have turned them into MXNormRouters.
+        if not swaps and "MXNormRouter" not in survey.converted.values():
             raise self._nothing_to_convert(survey, skipped)
         return Plan(swaps, skipped)
 

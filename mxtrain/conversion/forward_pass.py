@@ -44,6 +44,7 @@ class Uses:
         overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
             would give the linears of an MXNorm the new values in their backward, without an error.
         keywords: module FQN -> a keyword that the forward pass calls it with, other than "x", as our layers call it.
+        mixtures: norm FQN -> FQNs of the known mixtures of experts that it feeds. Their parts see another tensor here.
         outside: linear FQN -> a function that other code computes with its weight. Such code does so after a swap, too.
     """
 
@@ -54,10 +55,15 @@ class Uses:
     overwritten: set[str] = field(default_factory=set)
     keywords: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
+    mixtures: dict[str, list[str]] = field(default_factory=dict)
 
 
 def watch(
-    model: nn.Module, norms: Collection[str], linears: Collection[str], example_inputs: tuple | Mapping | None
+    model: nn.Module,
+    norms: Collection[str],
+    linears: Collection[str],
+    mixtures: Collection[str],
+    example_inputs: tuple | Mapping | None,
 ) -> Uses:
     """Run a copy of ``model`` once and record the uses of the outputs of ``norms``.
 
@@ -68,6 +74,7 @@ def watch(
     Args:
         norms: FQNs of the norms to watch.
         linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
+        mixtures: FQNs of the mixtures of experts whose use of their input is known.
         example_inputs: arguments of the model, in their order or by name; None stands for one row of 32 token ids.
 
     Raises:
@@ -92,7 +99,7 @@ def watch(
             return _empty(tensor)
 
     model_copy = copy_of(model, fake)
-    watcher = _Watcher(norms, {id(model_copy.get_submodule(fqn).weight): fqn for fqn in linears}, where)
+    watcher = _Watcher(norms, {id(model_copy.get_submodule(fqn).weight): fqn for fqn in linears}, mixtures, where)
     for (fqn, original), module in zip(model.named_modules(), model_copy.modules(), strict=True):
         # Layers of an earlier conversion do not run without data; the plain ones that they replaced do.
         if isinstance(module, MXNorm | QuantizedLinear):
@@ -142,14 +149,14 @@ class _Watcher(TorchFunctionMode):
         inputs: norm FQN, input, and the number of writes to it so far, of every call of a norm.
     """
 
-    def __init__(self, norms: Collection[str], linear_of: Mapping[int, str], where: str):
+    def __init__(self, norms: Collection[str], linear_of: Mapping[int, str], mixtures: Collection[str], where: str):
         super().__init__()
         self.where = where
         calls = dict.fromkeys([*norms, *linear_of.values()], 0)
         self.uses = Uses({fqn: [] for fqn in norms}, {fqn: set() for fqn in norms}, calls)
         self.running: str | None = None
         self.inputs: list[tuple[str, torch.Tensor, int | None]] = []
-        self._linear_of = linear_of
+        self._linear_of, self._mixtures = linear_of, mixtures
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
 
@@ -158,6 +165,15 @@ class _Watcher(TorchFunctionMode):
         self._outputs[id(output)] = (norm, output)
         with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
             self.inputs += [(norm, x, version(x)) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+
+    def note_mixture(self, fqn: str, args: tuple) -> tuple:
+        """If ``fqn`` is a known mixture that takes a norm's output, note it, and return other arguments."""
+        if fqn not in self._mixtures or not (norms := self._norms_of(args)):
+            return args
+        for norm in norms:
+            self.uses.mixtures.setdefault(norm, []).append(fqn)
+        with torch._C.DisableTorchFunction():
+            return tuple(_empty(value) if isinstance(value, torch.Tensor) else value for value in args)
 
     def note_other_use(self, values, user: str) -> None:
         for norm in self._norms_of(values):
@@ -214,7 +230,7 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
         try:
             if isinstance(forward, FunctionType):  # it may refer to any object, the original model among them
                 raise RuntimeError("a function was set in the place of its forward")
-            output = forward(*args, **kwargs)
+            output = forward(*watcher.note_mixture(fqn, args), **kwargs)
         except Exception as error:
             given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
             if not given:

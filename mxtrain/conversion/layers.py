@@ -12,6 +12,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 # The stacked experts that are swapped, by name: this folder knows TorchTitan's models without its code.
 EXPERTS = "torchtitan.models.moe.moe.GroupedExperts"
+# Mixtures of them, whose use of their input is known: their parts read it, and nothing else but its shape and dtype.
+MIXTURE = "torchtitan.models.moe.moe.MoE"
+_PARTS = [
+    EXPERTS,
+    *(f"torchtitan.models.moe.moe.{name}" for name in ("TokenChoiceTopKRouter", "TokenReorderer", "FeedForward")),
+]
 # Names of the output head in TorchTitan's models and in Hugging Face's.
 HEAD_NAMES = ("output", "lm_head")
 
@@ -86,6 +92,36 @@ def find_experts(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
                 shares_weight=any(owners[id(parameter)] > 1 for parameter in parameters),
             )
     return experts
+
+
+@dataclass(frozen=True)
+class MixtureFacts:
+    """A mixture of experts of TorchTitan's own class.
+
+    Attributes:
+        gate, experts: FQNs of the gate of its router and of its stacked experts.
+        linears: FQNs of the linears of its shared experts that read its input.
+        scores_first: whether it multiplies tokens by their scores before the experts.
+    """
+
+    gate: str
+    experts: str
+    linears: tuple[str, ...]
+    scores_first: bool
+
+
+def find_mixtures(modules: Mapping[str, nn.Module]) -> dict[str, MixtureFacts]:
+    """Every mixture of class ``MIXTURE``."""
+    return {
+        fqn: MixtureFacts(
+            gate=f"{fqn}.router.gate",
+            experts=f"{fqn}.experts",
+            linears=tuple(f"{fqn}.shared_experts.{name}" for name in ("w1", "w3")) if module.shared_experts else (),
+            scores_first=module.score_before_experts,
+        )
+        for fqn, module in modules.items()
+        if _full_name(type(module)) == MIXTURE and all(_full_name(type(part)) in _PARTS for part in module.children())
+    }
 
 
 def are_plain_experts(module: nn.Module) -> bool:

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 import torch.nn as nn
 
+from mxtrain.conversion.layers import MixtureFacts
 from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.weights import WeightUse
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.recipes.recipe import LinearRecipe
@@ -25,6 +27,7 @@ class ToMXNorm:
         feeds: FQNs of the linears that take its result; the plan makes them MXNormLinear.
         eps: None keeps the norm's own.
         grouped: whether the linears are one GEMM each way.
+        mixture: the mixture of experts that takes its result; ``feeds`` are then linears of its shared experts.
     """
 
     norm: NormFacts
@@ -36,6 +39,7 @@ class ToMXNorm:
     mode: str
     seed: int
     grouped: bool = False
+    mixture: MixtureFacts | None = None
 
     def build(self, fqn: str, old: nn.Module) -> MXNorm:
         """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
@@ -44,6 +48,7 @@ class ToMXNorm:
             norm, p=self.p, estimator=self.estimator, eps=self.eps, recipe=self.recipe, mode=self.mode
         )
         new.set_seed(self.seed, fqn)
+        new.feeds_mixture = self.mixture is not None
         return new
 
 
@@ -102,8 +107,19 @@ class ToDecomposeKRouter:
         return DecomposeKRouter.from_linear(old)
 
 
+@dataclass(frozen=True)
+class ToMXNormRouter:
+    """The gate of a router behind an MXNorm becomes an MXNormRouter."""
+
+    recipe: LinearRecipe  # of the norm, whose result the gate takes
+
+    def build(self, fqn: str, old: nn.Linear) -> MXNormRouter:
+        """The MXNormRouter that takes the place of ``old``; they share the parameters."""
+        return MXNormRouter.from_linear(old)
+
+
 ToQuantizedLayer = ToQuantizedLinear | ToQuantizedExperts
-Swap = ToMXNorm | ToQuantizedLayer | ToFusedNorm | ToDecomposeKRouter
+Swap = ToMXNorm | ToQuantizedLayer | ToFusedNorm | ToDecomposeKRouter | ToMXNormRouter
 
 
 def _percent(share: float) -> str:
@@ -147,6 +163,12 @@ class Plan:
         return {fqn: list(swap.feeds) for fqn, swap in self._swaps_to(ToMXNorm).items()}
 
     @property
+    def mixtures(self) -> dict[str, MixtureFacts]:
+        """The norms among ``norms`` that feed a mixture of experts -> the mixture."""
+        found = {fqn: swap.mixture for fqn, swap in self._swaps_to(ToMXNorm).items()}
+        return {fqn: mixture for fqn, mixture in found.items() if mixture is not None}
+
+    @property
     def groups(self) -> dict[str, list[str]]:
         """The norms among ``norms`` whose linears are one GEMM each way."""
         return {fqn: linears for fqn, linears in self.norms.items() if self.swaps[fqn].grouped}
@@ -168,8 +190,8 @@ class Plan:
 
     @property
     def gates(self) -> list[str]:
-        """FQNs of the gates that become DecomposeKRouter."""
-        return list(self._swaps_to(ToDecomposeKRouter))
+        """FQNs of the gates that become DecomposeKRouter or MXNormRouter."""
+        return list(self._swaps_to(ToDecomposeKRouter | ToMXNormRouter))
 
     @property
     def recipes(self) -> dict[str, str]:
@@ -217,7 +239,10 @@ class Plan:
         kinds = Counter(swap.norm.recognised for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
         norms = kinds and f"norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
         lines = [f"  {line}" for line in (self.execution, self.note, norms) if line]
-        lines += [f"  {norm} -> {', '.join(named[fqn] for fqn in linears)}" for norm, linears in self.norms.items()]
+        for norm, linears in self.norms.items():
+            mixture = self.mixtures.get(norm)
+            fed = [*linears] if mixture is None else [mixture.gate, *linears, mixture.experts]
+            lines.append(f"  {norm} -> {', '.join(named[fqn] for fqn in fed)}")
         lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.experts, *self.fused_norms, *self.gates)]
         lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         for name, use in self.weights.items():

@@ -17,11 +17,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
 from mxtrain.conversion.layers import (
     LinearFacts,
+    MixtureFacts,
     are_plain_experts,
     find_blocks,
     find_experts,
     find_heads,
     find_linears,
+    find_mixtures,
 )
 from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.selection import names_of
@@ -29,9 +31,11 @@ from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
 from mxtrain.nn.experts import WEIGHTS
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLayer
 
+_CONVERTED = (MXNorm, QuantizedLayer, MXNormRouter)
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 # Instances of the classes that are swapped, as PyTorch or mxtrain makes them.
 STANDARD = {kind: kind(1, device="meta") for kind in (nn.RMSNorm, FusedRMSNorm, nn.LayerNorm, FusedLayerNorm)}
@@ -54,6 +58,7 @@ class Survey:
         norms: every module that is an RMSNorm or LayerNorm, or computes one.
         lookalikes: by kind of norm, modules that are called so but are not known to compute one -> why they stay.
         linears: every linear.
+        mixtures: the mixtures of experts whose use of their input is known.
         experts: every module that holds stacked experts.
         heads: the linears that are output heads.
         unswappable: every module with something that a new module would not have -> what, and the way out.
@@ -72,6 +77,7 @@ class Survey:
     lookalikes: Mapping[NormKind, Mapping[str, str]]
     linears: Mapping[str, LinearFacts]
     experts: Mapping[str, LinearFacts]
+    mixtures: Mapping[str, MixtureFacts]
     heads: tuple[str, ...]
     unswappable: Mapping[str, str]
     weights: Mapping[str, WeightFacts]
@@ -139,11 +145,12 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         lookalikes={kind: {f: unswappable.get(f, why) for f, why in of.items()} for kind, of in lookalikes.items()},
         linears=linears,
         experts=experts,
+        mixtures=find_mixtures(modules),
         heads=find_heads(modules, linears, blocks),
         unswappable=unswappable,
         weights=find_weights(modules),
         dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
-        converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, MXNorm | QuantizedLayer)},
+        converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, _CONVERTED)},
         uses=None,
     )
     watched = facts.norms_of(nn.RMSNorm) if watch_norms else {}
@@ -151,7 +158,7 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
     if not watched and example_inputs is None:
         return facts
     try:
-        return replace(facts, uses=watch(model, watched, followed, example_inputs))
+        return replace(facts, uses=watch(model, watched, followed, facts.mixtures, example_inputs))
     except ConfigError as error:
         if watched:
             raise

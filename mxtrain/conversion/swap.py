@@ -32,6 +32,8 @@ def swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
             if id(child) in new:
                 parent._modules[name] = new[id(child)]
     _switch_off_fast_path(model)
+    for norm, mixture in plan.mixtures.items():
+        built[mixture.experts].fed_by = (built[norm],)  # a tuple, because a module would become a child
     for norm, linears in plan.groups.items():
         built[norm].group = LinearGroup([built[fqn] for fqn in linears])
 

@@ -125,7 +125,7 @@ class NormedInput(NamedTuple):
         return self.h.dtype
 
     def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
-        """Rows of xhat for experts: the values of the operand as a tensor, whose gradient is dL/dxhat, in the dtype of x.
+        """Rows of xhat for experts, in the dtype of x: the values of the operand, with the gradient dL/dxhat.
 
         Cast along the rows again, every value stays: the scale of a block is the same, or half of it.
         """

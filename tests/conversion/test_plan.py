@@ -42,6 +42,7 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         lookalikes=NO_LOOKALIKES,
         linears=dict.fromkeys((*linears, "output"), LINEAR),
         experts={},
+        mixtures={},
         heads=("output",),
         unswappable={},
         weights={f"{fqn}.weight": WeightFacts((64, 64), (fqn,), 1.0, "") for fqn in (*linears, "output")},

@@ -15,6 +15,8 @@ from torch._inductor.codegen.cpp import DTYPE_TO_CPP
 import mxtrain.nn
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.split import SplitSequences
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
@@ -52,6 +54,24 @@ def experts(mode: str, group: str) -> nn.Module:
     return OfEqualCounts(D, N, mode=mode)
 
 
+class GateAndRows(nn.Module):
+    """An MXNorm, its gate, and its rows as experts take them."""
+
+    def __init__(self, mode: str):
+        super().__init__()
+        self.norm, self.gate = fill(MXNorm(D, mode=mode)), fill(MXNormRouter(D, D))
+        self.norm.feeds_mixture = True
+
+    def forward(self, x):
+        normed = self.norm(x)
+        rows = normed.view(-1, D)[torch.arange(x.numel() // D, device=x.device)]
+        return self.gate(normed) + rows.view(x.shape)
+
+
+def gate_and_rows(mode: str, group: str) -> nn.Module:
+    return GateAndRows(mode)
+
+
 def block(mode: str, group: str, joins: bool = False, gather: str | None = None, plain: bool = False) -> nn.Module:
     block = NormBlock(D, N, "mxfp8", "mxfp8", mode=mode)
     if joins:
@@ -72,6 +92,7 @@ CASES = {
     "_DecomposeKFunction": [partial(router, dtype) for dtype in (torch.float32, torch.float64)],
     "_MXLinearFunction": [partial(linear, mode) for mode in (KERNELS, REFERENCE)],
     "_GroupedLinears": [partial(experts, mode) for mode in (KERNELS, REFERENCE)],
+    "_Values _NormedLogits": [partial(gate_and_rows, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction": [partial(block, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction joined": [partial(block, m, joins=True) for m in (KERNELS, REFERENCE)],
     "GatherThenNorm": [partial(block, mode, gather="high_precision") for mode in (KERNELS, REFERENCE)],

@@ -123,7 +123,8 @@ def test_decompose_k_router_goes_with_the_others_in_either_order(name, other, ki
         model, _ = model_and_args(name, MIXTURES[name])
         build_model_converters(config(converter=converters), None).convert(model)
         kinds.append({fqn: type(module) for fqn, module in model.named_modules()})
-    assert kinds[0] == kinds[1] and {DecomposeKRouter, kind} <= set(kinds[0].values())
+    assert kinds[0] == kinds[1] and kind in kinds[0].values()
+    assert any(issubclass(of_gate, DecomposeKRouter) for of_gate in kinds[0].values())
 
 
 @pytest.mark.parametrize(
@@ -238,12 +239,12 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
         model = spec.model_cls(args)
     build_model_converters(job_config, None).convert(model)
     routes = "decompose_k_router" in job_config.model.converters
-    assert bool(count(model, DecomposeKRouter)) == routes
+    assert any(isinstance(module, DecomposeKRouter) for module in model.modules()) == routes
     stacks = sum(isinstance(module, QuantizedExperts) for module in model.modules())
     assert stacks == (args.n_layers if routes and "mxnorm" in job_config.model.converters else 0)
     mxnorm = {MXNorm: 2, MXNormLinear: 5, MXLinear: 2}
-    if routes:  # the norms of experts stay
-        mxnorm = {MXNorm: 1, MXNormLinear: 3, MXLinear: 1}
+    if routes:  # a mixture without shared experts takes the place of three linears
+        mxnorm = {MXNorm: 2, MXNormLinear: 3, MXLinear: 1}
     expected = {
         "mxnorm": mxnorm,
         "mx_linear": {MXNorm: 0, MXNormLinear: 0, MXLinear: 7},
