@@ -297,9 +297,6 @@ class MXNormConverter(MXLinearConverter):
             merge features with tokens, or hands an output to a kernel that expects contiguous memory.
     """
 
-    # Whether norms that feed a mixture of experts are swapped, too. A layout may rule that out. No setting.
-    before_mixtures = True
-
     name: ClassVar[str] = "mxnorm"
     watches_norms: ClassVar[bool] = True
     way_out: ClassVar[str] = "It needs an RMSNorm that feeds only linears. 'mx_linear' converts linears without norms."
@@ -319,7 +316,7 @@ class MXNormConverter(MXLinearConverter):
     ) -> tuple[dict[str, Swap], dict[str, str]]:
         swaps, skipped = {}, dict(survey.lookalikes[nn.RMSNorm])
         for fqn, facts in survey.norms_of(nn.RMSNorm).items():
-            mixture = _mixture_of(fqn, survey) if self.before_mixtures else None
+            mixture = _mixture_of(fqn, survey)
             if reason := _why_norm_stays(fqn, survey, recipe_of, kept, mixture):
                 skipped[fqn] = reason
                 continue

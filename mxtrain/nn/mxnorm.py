@@ -264,7 +264,8 @@ class MXNorm(RecipeModule, nn.RMSNorm):
             )
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
-        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes_to(whole.x))
+        writes = writes_to(whole.x)
+        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes, self.feeds_mixture)
 
     def gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""

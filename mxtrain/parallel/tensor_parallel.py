@@ -159,7 +159,9 @@ def choose_gathers(model: nn.Module, gather: str) -> None:
     }
     for module in model.modules():
         if isinstance(module, MXNorm) and module.split is not None:
-            module.split = replace(module.split, gather=gather, forwards=2 if module in repeated else 1)
+            # The gate of a mixture reads x itself.
+            sent = "high_precision" if module.feeds_mixture else gather
+            module.split = replace(module.split, gather=sent, forwards=2 if module in repeated else 1)
 
 
 def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processes: int) -> None:

@@ -101,8 +101,6 @@ class TitanConverter:
             settings["seed"] = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
         with self._full_names():
             self.converter = kind(**settings)
-        # Tensor parallelism gathers tokens at the boundary of a mixture, which takes tensors.
-        self.converter.before_mixtures = job_config.parallelism.tensor_parallel_degree == 1
 
     @contextmanager
     def _full_names(self):

@@ -35,6 +35,7 @@ from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorP
 from mxtrain.errors import ConfigError
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, check_blocks, restyled
@@ -44,6 +45,8 @@ class Boundary(PrepareModuleInput):
     """``PrepareModuleInput`` that gives local tensors, whose gradients are parts of sums."""
 
     def _prepare_input_arg(self, input, mesh, input_layout, desired_layout):
+        if isinstance(input, NormedInput):
+            return input  # whole sequences, which the norm has gathered
         x = super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
         return x if input_layout is None else x.to_local(grad_placements=[Partial()])
 
