@@ -1,4 +1,4 @@
-"""Gradients of mixtures of experts under tensor parallelism against one process, and what is refused."""
+"""Gradients of mixtures of experts under tensor and expert parallelism against one process, and what is refused."""
 
 import pytest
 import torch.nn as nn
@@ -21,6 +21,7 @@ MODELS = {
         "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router",
         "--mxnorm.recipe=unquantized",
     ],
+    "experts, mxfp8": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router"],
     # The shared experts of one layer are quantized, those of another are not.
     "shared experts, mx_linear": [
         "--model.name=deepseek_v3",
@@ -39,6 +40,9 @@ LAYOUTS = {
     2: {
         "tensor 2, experts in its place, experts, unquantized": [*oracle.layout(tensor=2, expert=2), *COMPILED],
         "tensor 2, shared experts, mx_linear": oracle.layout(tensor=2),
+        "tensor 2, experts, mxfp8": oracle.layout(tensor=2),
+        "expert 2, experts, mxfp8": oracle.layout(shard=2, expert=2),
+        "expert 2, experts, unquantized": oracle.layout(shard=2, expert=2),
         "tensor 2, tied head, unquantized": oracle.layout(tensor=2, accumulate=2),
     },
     4: {
