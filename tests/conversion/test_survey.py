@@ -102,7 +102,7 @@ def calling(linear):
         lambda m: functools.partial(m.a.forward),
         lambda m: Caller(m.a),
         lambda m: calling(m.a),
-        lambda m: Caller(Caller([m.a])),
+        lambda m: Caller(Caller(Caller([m.a]))),
         lambda m: [nn.Sequential(m.a)],
     ],
 )
