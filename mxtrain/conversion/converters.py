@@ -387,8 +387,6 @@ def _why_mixture_stays(
     mixture: MixtureFacts, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
 ) -> str | None:
     """Why a mixture cannot take the result of an MXNorm; None if it can."""
-    if mixture.scores_first:
-        return "feeds a mixture of experts that multiplies tokens by their scores first, which would cast them twice"
     gate = survey.linears[mixture.gate]
     if mixture.gate in kept or gate.kind not in ("Linear", DecomposeKRouter.__name__):
         return f"feeds {mixture.gate}, {kept.get(mixture.gate, f'a {gate.kind}')}"

@@ -49,6 +49,7 @@ class ToMXNorm:
         )
         new.set_seed(self.seed, fqn)
         new.feeds_mixture = self.mixture is not None
+        new.scores_first = self.mixture is not None and self.mixture.scores_first
         return new
 
 

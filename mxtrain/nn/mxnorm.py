@@ -174,6 +174,8 @@ class MXNorm(RecipeModule, nn.RMSNorm):
     split: SplitSequences | None = None
     feeds_mixture = False
     """Whether a mixture of experts takes the result"""
+    scores_first = False
+    """Whether that mixture multiplies rows by their scores before the experts"""
     group: LinearGroup | None = None
     """The linears that the norm feeds, if they are to be one GEMM each way"""
     is_plain = False

@@ -16,6 +16,7 @@ from mxtrain.nn.three_gemms import version
 from mxtrain.ops.gemm import Operand
 from mxtrain.recipes.recipe import Recipe, from_key
 from mxtrain.reference.casts import dequantize, from_blocked
+from mxtrain.reference.mxnorm import scale_rows
 
 LOOKS = ("shape", "size", "ndim", "dim", "numel", "device")
 """Attributes and methods that a ``NormedInput`` shares with the plain norm's result, with equal answers.
@@ -27,7 +28,7 @@ which depends on the norm's class and on PyTorch's release. ``len`` counts the f
 
 @untraced
 class _Values(torch.autograd.Function):
-    """h [T, D] and the operand of xhat -> its values [T, D] in the dtype of h."""
+    """h [T, D] and an operand of xhat -> its values [T, D] in the dtype of h. The gradient of h is dL/dxhat."""
 
     @staticmethod
     def forward(ctx, h: torch.Tensor, data: torch.Tensor, scales, tensor_scale, recipe_key: str):
@@ -127,11 +128,14 @@ class NormedInput(NamedTuple):
     def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
         """Rows of xhat for experts, in the dtype of x: the values of the operand, with the gradient dL/dxhat.
 
-        Cast along the rows again, every value stays: the scale of a block is the same, or half of it.
+        Cast along the rows again, every value stays: the scale of a block is the same, or half of it. A mixture that
+        multiplies them by scores gets them before the cast: the experts then cast the products, and nothing is cast
+        twice.
         """
         if not self.feeds_mixture:
             raise TypeError(_refusal(self, "has no __getitem__"))
-        return _Values.apply(self.h, *self.xhat, self.recipe.key)[index]
+        values = Operand(scale_rows(self.x, self.rho)) if self.made_by.scores_first else self.xhat
+        return _Values.apply(self.h, *values, self.recipe.key)[index]
 
     def __getattr__(self, name: str):
         raise AttributeError(_refusal(self, f"has no {name!r}"))

@@ -123,7 +123,7 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "fused": [FUSED, steps(1)],
             "nvfp4": [NVFP4, *SAVE_HALF_WAY],
             "deepseek_v3": [*GATES, *experts],
-            "llama4": ["--model.name=llama4", "--model.converters=decompose_k_router", *experts],
+            "llama4": ["--model.name=llama4", "--model.converters=mxnorm,decompose_k_router", *experts],
             "qwen3": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router", *experts, *SAVE_HALF_WAY],
             # Checkpoints load across converters.
             "mxnorm, then mxnorm": load(one / "mxnorm", 12),
