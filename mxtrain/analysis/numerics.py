@@ -98,10 +98,18 @@ FIGURES = (
     Figure("outlier_rows", "share of rows with an element above 10 RMS", is_share=True),
     *(Figure(f"{gemm}_error", f"{gemm}: relative error of the result") for gemm in ("fprop", "dgrad", "wgrad")),
     Figure("grad_norm_to_noise", "weight gradient: norm / quantization noise", math.sqrt(3)),
+    *(
+        Figure(f"{gemm}_error_worst_expert", f"{gemm}: relative error of the worst expert's result")
+        for gemm in ("fprop", "dgrad", "wgrad")
+    ),
+    Figure("routing_agreement", "share of tokens with the experts of a norm and gate in fp64", 0.9, is_share=True),
+    Figure("busiest_expert", "share of the choices that fall on the busiest expert", is_share=True),
+    Figure("experts_without_tokens", "share of experts without tokens", is_share=True),
 )
-"""Figures of norms and of products"""
+"""Figures of norms, of products and of routers"""
 _OF_CAST = {
     "sqnr_db": "SQNR (dB)",
+    "sqnr_db_worst_expert": "SQNR of the worst expert (dB)",
     "saturated": "share saturated",
     "underflowed": "share rounded to zero",
     "scale_min_exponent": "least block scale, log2",

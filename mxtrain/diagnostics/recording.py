@@ -1,4 +1,4 @@
-"""Diagnostics of a run: every N steps, an extra pass measures the norms and linears that a converter has swapped.
+"""Diagnostics of a run: every N steps, an extra pass measures the norms, linears and experts that were swapped.
 
 Hooks on modules inside of a compiled block do not run, or break its graph. So training is left as it is, and before
 the first microbatch of such a step the trainer runs its own forward and backward once more: eagerly, with hooks, on
@@ -33,18 +33,21 @@ from mxtrain.analysis.metrics_file import NUMERICS
 from mxtrain.analysis.numerics import MODEL
 from mxtrain.conversion.selection import matches
 from mxtrain.diagnostics.casts import MeasuredCast, cast_totals
+from mxtrain.diagnostics.experts import expert_figures, expert_totals, router_figures, router_totals
 from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, norm_to_noise, products_and_casts
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
 from mxtrain.nn.buffers import kept_buffers
+from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, compute_dtype
 from mxtrain.parallel.initial_weights import plain_name
 
 FQNS = "mxnorm.diagnostics.fqns"
-NORM = "norm"
+NORM, EXPERTS, ROUTER = "norm", "experts", "router"
+_FIGURES = {NORM: norm_figures, EXPERTS: expert_figures, ROUTER: router_figures}
 
 CASTS_AT_ONCE = 2**26
 """
@@ -95,6 +98,10 @@ class Numerics:
             for fqn, module in modules.items()
             if isinstance(module, QuantizedLinear) and is_watched(fqn, fqns)
         }
+        experts = {fqn: module for fqn, module in modules.items() if isinstance(module, QuantizedExperts)}
+        self._experts = {fqn: module for fqn, module in experts.items() if is_watched(fqn, fqns)}
+        routers = [router_beside(fqn) for fqn in experts]
+        self._routers = {fqn: modules[fqn] for fqn in routers if fqn in modules and is_watched(fqn, fqns)}
         self._watched_norms = {fqn for fqn in self._norms if is_watched(fqn, fqns)}
         self._found: dict[tuple[str, str], Totals] = {}
         self._seen: set[str] = set()
@@ -124,7 +131,12 @@ class Numerics:
             stack.enter_context(kept_buffers(self._parts))
             stack.enter_context(_replaced(self._attributes_of_a_pass()))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for modules, after in ((self._norms, self._after_norm), (self._linears, self._after_linear)):
+            for modules, after in (
+                (self._norms, self._after_norm),
+                (self._linears, self._after_linear),
+                (self._experts, self._after_experts),
+                (self._routers, self._after_router),
+            ):
                 for fqn, module in modules.items():
                     # Before the hooks of tensor parallelism, which make DTensors of the results.
                     handle = module.register_forward_hook(partial(after, fqn), prepend=True, with_kwargs=True)
@@ -219,10 +231,37 @@ class Numerics:
         if sum(cast.image.numel() for cast in {*self._casts.values()}) >= CASTS_AT_ONCE:
             self._measure_casts()
 
+    def _after_experts(self, fqn: str, experts: QuantizedExperts, args: tuple, kwargs: dict, y: torch.Tensor) -> None:
+        quantizes = any(gemm.format is not None for gemm in experts.recipe.gemms)
+        if y.requires_grad and quantizes and self._is_new(fqn):
+            x, counts = *args, *kwargs.values()
+
+            def at_gradient(gradients) -> None:
+                if gradients[0] is not None:
+                    self._found[fqn, EXPERTS] = expert_totals(experts, x.detach(), counts, gradients[0])
+
+            y.grad_fn.register_prehook(at_gradient)
+
+    def _after_router(self, fqn: str, router: torch.nn.Module, args: tuple, kwargs: dict, result: tuple) -> None:
+        scores, chosen, _ = result
+        if scores.requires_grad and self._is_new(fqn):
+            x, bias = *args, *kwargs.values()
+
+            def at_gradient(_) -> None:
+                with torch.no_grad():
+                    self._found[fqn, ROUTER] = router_totals(router, x, bias, chosen)
+
+            scores.grad_fn.register_prehook(at_gradient)
+
     @torch.no_grad()
     def _measure_casts(self) -> None:
         self._found |= cast_totals(self._casts)
         self._casts.clear()
+
+
+def router_beside(experts: str) -> str:
+    """Return the FQN of the router of the experts with this FQN."""
+    return f"{experts.rpartition('.')[0]}.router".removeprefix(".")
 
 
 def is_watched(fqn: str, patterns: list[str] | None) -> bool:
@@ -230,15 +269,17 @@ def is_watched(fqn: str, patterns: list[str] | None) -> bool:
 
 
 def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:
-    """Raise ConfigError for a pattern that matches no swapped norm or linear of a whole model."""
-    swapped = [fqn for fqn, module in model.named_modules() if isinstance(module, MXNorm | QuantizedLinear)]
+    """Raise ConfigError for a pattern that matches nothing that is swapped, and no router beside swapped experts."""
+    kinds = MXNorm | QuantizedLinear | QuantizedExperts
+    swapped = {fqn: module for fqn, module in model.named_modules() if isinstance(module, kinds)}
+    swapped = [*swapped, *(router_beside(fqn) for fqn in swapped if isinstance(swapped[fqn], QuantizedExperts))]
     for pattern in patterns or []:
         if not any(matches(fqn, pattern) for fqn in swapped):
             raise ConfigError(
-                f"{FQNS} = {patterns!r}: {pattern!r} matches no norm or linear that is swapped; conversion.txt in the "
-                f"run's folder lists them, such as {swapped[0]!r}"
+                f"{FQNS} = {patterns!r}: {pattern!r} matches no norm, linear or experts that are swapped; "
+                f"conversion.txt in the run's folder lists them, such as {swapped[0]!r}"
                 if swapped
-                else f"{FQNS} = {patterns!r}: no norm or linear is swapped in this model"
+                else f"{FQNS} = {patterns!r}: nothing is swapped in this model"
             )
 
 
@@ -254,7 +295,8 @@ def figures_of(ranks: list[dict[tuple[str, str], Totals]]) -> dict[str, float]:
             found[name] = combined(found[name], totals) if name in found else totals
     figures = {}
     for fqn, found in of_modules.items():
-        own = norm_figures(found[NORM]) if NORM in found else linear_figures(found)
+        kind = next((kind for kind in _FIGURES if kind in found), None)
+        own = linear_figures(found) if kind is None else _FIGURES[kind](found[kind])
         figures |= {f"{NUMERICS}{fqn}/{name}": value for name, value in own.items()}
     if gradients := [found["wgrad"] for found in of_modules.values() if "wgrad" in found]:
         figures[f"{NUMERICS}{MODEL}/grad_norm_to_noise"] = norm_to_noise(reduce(combined, gradients))

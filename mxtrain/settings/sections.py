@@ -44,14 +44,14 @@ class Diagnostics:
 
     every: NotNegative = 0
     """
-    Measure norms, casts and matrix products in every step whose number is a multiple of this, and log the figures; 0 is
-    off. The next two settings say what is measured, and need this one
+    Measure norms, casts, matrix products and routers in every step whose number is a multiple of this, and log the
+    figures; 0 is off. The next two settings say what is measured, and need this one
     """
 
     fqns: Names = None
     """
-    Comma-separated names of modules to measure, written as in mxnorm.filter_fqns. Every name must match a norm or
-    linear that is swapped. Unset measures all of them
+    Comma-separated names of modules to measure, written as in mxnorm.filter_fqns. Every name must match a norm, linear
+    or experts that are swapped, or the router of such experts. Unset measures all of them
     """
 
     tokens: Groups = 512

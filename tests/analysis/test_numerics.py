@@ -127,4 +127,4 @@ def test_what_deserves_a_look():
     assert [worthy(with_a_second, 0.5, second) for second in (0.1, 0.2, math.nan)] == [False, True, True]
     assert worthy(with_a_second, 0.5), "a second figure that was not measured excuses nothing"
     figures = (*FIGURES, *CAST_FIGURES)
-    assert len({figure.name for figure in figures}) == len(figures) == 42
+    assert len({figure.name for figure in figures}) == len(figures) == 54
