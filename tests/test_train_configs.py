@@ -33,8 +33,9 @@ VARIANTS = {
 # Converters of the configs without variants.
 CONVERTERS = {
     "deepseek_v3_debug": ["decompose_k_router"],
-    "deepseek_v3_16b": ["decompose_k_router"],
+    "deepseek_v3_16b": ["mxnorm", "decompose_k_router"],
     "qwen3_moe_debug": ["mxnorm", "decompose_k_router"],
+    "qwen3_30b_a3b": ["mxnorm", "decompose_k_router"],
 }
 SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {
     "_fused_rmsnorm": ("debug", "125m"),
@@ -122,4 +123,4 @@ def test_settings_of_mixtures_of_experts():
         assert job_config.training.mixed_precision_param == ("bfloat16" if on_gpu else "float32")
         args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
         assert args.moe_args.num_experts % job_config.parallelism.expert_parallel_degree == 0
-    assert parse("deepseek_v3_16b").parallelism.expert_parallel_degree == 8
+        assert job_config.parallelism.expert_parallel_degree == (8 if on_gpu else 1)
