@@ -190,6 +190,13 @@ def converted(flags: str):
             f"{HIGH_ATTENTION},shared_experts,experts {TP}=4 {EP}=4 {ETP}=4 --model_args.moe_inter_dim=40",
             "= 4 splits the 40 hidden features of every expert into parts that are not multiples of 8",
         ),
+        *(
+            (
+                f"{HIGH_ATTENTION},shared_experts {degrees} --model_args.moe_inter_dim=96",
+                "= 4 splits the 96 hidden features of every expert into parts that are not whole blocks of 32",
+            )
+            for degrees in (f"{TP}=4", f"{TP}=4 {EP}=4 {ETP}=4")
+        ),
     ],
 )
 def test_a_plan_that_training_refuses_is_refused(flags, message):
