@@ -71,8 +71,12 @@ class _MeasuredGEMMs(ThreeGEMMs):
 
     def _cast(self, parts, recipes, **settings) -> dict[int, Operand]:
         operands = super()._cast(parts, recipes, **settings)
-        (values,) = (at_least_fp32(part) for part in parts)
         role = "weight" if settings.get("is_weight") else "grad" if "draws" in settings else "input"
+        parts = [at_least_fp32(part) for part in parts]
+        if role == "weight":  # of every expert, its matrices one below the other
+            values = torch.cat([part.unflatten(0, (self.found.experts, -1)) for part in parts], 1).flatten(0, 1)
+        else:
+            values = torch.cat(parts, 1)
         if (source := settings.get("source")) is not None:
             if self.is_cast and role == "input":
                 return operands
