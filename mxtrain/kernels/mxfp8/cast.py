@@ -34,7 +34,7 @@ from mxtrain.kernels.casts import (
 )
 from mxtrain.kernels.device import cdiv, converts_fp8
 from mxtrain.kernels.launch import Launch, contiguous, register_op
-from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
+from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, inverse_scale, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
 
 
@@ -53,7 +53,7 @@ def cast_along_rows(
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
     code = scale_code(block_amax(x, 2), RCEIL, DTYPE)
-    y = x * multiplier(code, RCEIL)[:, :, None]
+    y = x * inverse_scale(code, RCEIL)[:, :, None]
     if FORM == "image":
         image = e4m3_image(y, scale_value(code)[:, :, None], HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
@@ -78,7 +78,7 @@ def cast_along_columns(
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
     code = scale_code(block_amax(x, 1), RCEIL, DTYPE)
-    y = x * multiplier(code, RCEIL)[:, None, :]
+    y = x * inverse_scale(code, RCEIL)[:, None, :]
     if FORM == "image":
         image = e4m3_image(y, scale_value(code)[:, None, :], HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
