@@ -347,7 +347,7 @@ def expert_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]
                 ("gather and image in PyTorch, compiled",) if dims == (1,) else (),
             )
         )
-    parts, experts = (draw(shape, device), draw(shape, device)), shape[0] // 512
+    parts, experts = (draw(shape, device), draw(shape, device)), max(1, shape[0] // 512)
     for dim in (1, 0):
         entries.append(
             ours(
