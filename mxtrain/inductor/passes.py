@@ -11,12 +11,16 @@ from mxtrain.inductor.complex_products import split_complex_products
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.inductor.rounding import fuse_rounding
 from mxtrain.inductor.swiglu import fuse_swiglu
+from mxtrain.ops.hardware import HAS_TRITON
+
+if HAS_TRITON:
+    from mxtrain.inductor.launches import launch_from_graphs
 
 JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
 and backward"""
 
-POST_GRAD = (fuse_residual_add, fuse_rounding)
+POST_GRAD = (fuse_residual_add, fuse_rounding, *((launch_from_graphs,) if HAS_TRITON else ()))
 """Functions with the same signature, called on forward graphs and on backward graphs after Inductor's own passes"""
 
 PASSES = {"joint_custom_pre_pass": JOINT, "post_grad_custom_post_pass": POST_GRAD}
@@ -42,7 +46,8 @@ class _Passes(InferenceAware or CustomGraphPass):
     def uuid(self) -> object | None:
         """Part of the key of Inductor's cache; None, which switches the cache off, if another pass has no uuid."""
         theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
-        files = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
+        folders = [Path(__file__).parents[1] / name for name in ("inductor", "kernels")]  # compiled graphs hold kernels
+        files = tuple(str(path) for folder in folders for path in sorted(folder.rglob("*.py")))
         return None if None in theirs else (get_hash_for_files(files), *theirs)
 
 

@@ -14,6 +14,8 @@ _COMPILER = ThreadPoolExecutor(8, thread_name_prefix="mxtrain-compile")
 _compiling: dict[tuple, Future] = {}
 compiled_ahead: set[tuple] = set()
 _compiled: dict[tuple, tuple[CompiledKernel, tuple]] = {}
+# Op -> its implementation (``register_op``), for graphs that launch kernels themselves.
+implementations: dict[Callable, Callable] = {}
 
 
 def _kinds(args: tuple) -> tuple:
@@ -99,8 +101,8 @@ def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
-def _as_sequence(launches: Launch | Sequence[Launch] | None) -> Sequence[Launch]:
-    # A Launch is a tuple itself.
+def as_sequence(launches: Launch | Sequence[Launch] | None) -> Sequence[Launch]:
+    """The launches as a sequence, which a Launch, a tuple itself, is not."""
     return (launches,) if isinstance(launches, Launch) else launches or ()
 
 
@@ -123,14 +125,16 @@ def register_op(
 
     def run(*args):
         results, launches = implementation(*args)
-        for launch in _as_sequence(launches):
+        for launch in as_sequence(launches):
             launch.run(launch.args[0].device)
         return results
 
     def fake(*args):
         results, launches = implementation(*args)
-        for launch in _as_sequence(launches):
+        for launch in as_sequence(launches):
             launch.compile_ahead(launch.args[0].device)
         return results
 
-    return define_op(schema, run, fake, ("CPU", "CUDA") if INTERPRETED else ("CUDA",))
+    op = define_op(schema, run, fake, ("CPU", "CUDA") if INTERPRETED else ("CUDA",))
+    implementations[op] = implementation
+    return op

@@ -34,8 +34,24 @@ from mxtrain.kernels.device import (
     next_power_of_2,
 )
 from mxtrain.kernels.launch import Launch, contiguous, register_op
-from mxtrain.kernels.mxfp8 import arithmetic as mxfp8
-from mxtrain.kernels.nvfp4 import arithmetic as nvfp4
+from mxtrain.kernels.mxfp8.arithmetic import (
+    e4m3_codes,
+    e4m3_image,
+    inverse_scale,
+    rounded_amax,
+    scale_code,
+    scale_value,
+)
+from mxtrain.kernels.nvfp4.arithmetic import (
+    amax_across,
+    eighths,
+    image_of,
+    inverse_of,
+    multiplier,
+    pack_nearest_words,
+    round_to_nearest,
+    scale_of_block,
+)
 from mxtrain.recipes.recipe import Recipe, RMSEstimate
 
 
@@ -102,10 +118,10 @@ def _blocks_of(
     if PIECES == 1:
         return x, block_amax(x, 2)
     else:
-        first = nvfp4.eighths(x)
+        first = eighths(x)
         x = _piece(loaded, total_ptr, row, rows, first_block, blocks, 1, STORE, RESIDUAL, PIECES, BLOCKS, BLOCK)
-        second = nvfp4.eighths(x)
-        return (first, second), nvfp4.amax_across(first + second).to(tl.float32, bitcast=True)
+        second = eighths(x)
+        return (first, second), amax_across(first + second).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -133,7 +149,7 @@ def _block_sums(x, amax, P: tl.constexpr, ESTIMATOR: tl.constexpr, RCEIL: tl.con
         terms = squares.to(tl.float64) * (up * up)
     else:
         if ESTIMATOR == "post_round":
-            amax = mxfp8.rounded_amax(amax, RCEIL)
+            amax = rounded_amax(amax, RCEIL)
         terms = amax.to(tl.float64)
         if P == 2:
             terms *= terms
@@ -157,12 +173,12 @@ def _store_mxfp8(
     """Cast x * rho and store it.  x, amax: from ``_blocks_of``; rho, row [ROWS]"""
     block, offsets, block_mask, mask = _locate(row, rows, first_block, blocks, 0, 1, BLOCKS, 32)
     # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the block.
-    code = mxfp8.scale_code(amax * rho[:, None], RCEIL)
-    y = x * rho[:, None, None] * mxfp8.multiplier(code, RCEIL)[:, :, None]
+    code = scale_code(amax * rho[:, None], RCEIL)
+    y = x * rho[:, None, None] * inverse_scale(code, RCEIL)[:, :, None]
     if FORM == "image":
-        tl.store(data_ptr + offsets, mxfp8.e4m3_image(y, mxfp8.scale_value(code)[:, :, None], HARDWARE), mask=mask)
+        tl.store(data_ptr + offsets, e4m3_image(y, scale_value(code)[:, :, None], HARDWARE), mask=mask)
     else:
-        tl.store(data_ptr + offsets, mxfp8.e4m3_codes(y, HARDWARE), mask=mask)
+        tl.store(data_ptr + offsets, e4m3_codes(y, HARDWARE), mask=mask)
         scale_offsets = scale_offset(row[:, None], block[None, :], blocks, FORM)
         tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=block_mask)
 
@@ -174,16 +190,16 @@ def _store_nvfp4(
 ):  # fmt: skip
     """As ``_store_mxfp8``, to nearest."""
     block, offsets, block_mask, mask = _locate(row, rows, first_block, blocks, 0, 1, BLOCKS, 16)
-    inverse = nvfp4.inverse_of(tensor_scale)
+    inverse = inverse_of(tensor_scale)
     rho = rho[:, None]
-    code, scale = nvfp4.scale_of_block(amax * rho, inverse)
-    factor = nvfp4.multiplier(scale, inverse)
+    code, scale = scale_of_block(amax * rho, inverse)
+    factor = multiplier(scale, inverse)
     if FORM == "image":
-        value = nvfp4.round_to_nearest(x * rho[:, :, None] * factor[:, :, None])
-        tl.store(data_ptr + offsets, nvfp4.image_of(value, scale[:, :, None], tensor_scale), mask=mask)
+        value = round_to_nearest(x * rho[:, :, None] * factor[:, :, None])
+        tl.store(data_ptr + offsets, image_of(value, scale[:, :, None], tensor_scale), mask=mask)
     else:
-        first = nvfp4.pack_nearest_words(x[0], rho, factor, HARDWARE)
-        second = nvfp4.pack_nearest_words(x[1], rho, factor, HARDWARE)
+        first = pack_nearest_words(x[0], rho, factor, HARDWARE)
+        second = pack_nearest_words(x[1], rho, factor, HARDWARE)
         words = tl.reshape(tl.join(first, second), (amax.shape[0], 2 * BLOCKS))
         word = 2 * first_block + tl.arange(0, 2 * BLOCKS)
         word_offsets = (row * (blocks * 2))[:, None] + word[None, :]

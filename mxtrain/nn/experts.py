@@ -1,7 +1,7 @@
 """The experts of a mixture, their weights stacked, with quantized GEMMs: fprop, dgrad and wgrad of every expert.
 
 Each expert is a feed-forward network with a gate, W2 (silu(W1 x) * W3 x). Its results and gradients have the bits of
-three ``MXLinear`` on its tokens alone.
+two ``MXLinear`` on its tokens alone: W1 and W3, one below the other, and W2.
 """
 
 import copy
@@ -34,6 +34,7 @@ from mxtrain.ops.grouped import (
     make_groups,
     matmul_rows,
     matmul_tokens,
+    split_rows,
 )
 from mxtrain.ops.hardware import resolve_mode
 from mxtrain.ops.mxnorm import fold_backward
@@ -43,13 +44,13 @@ WEIGHTS = ("w1", "w2", "w3")
 
 
 @untraced
-class _GroupedLinears(torch.autograd.Function):
-    """X, W_i [E, N, D] -> Y_i: each expert's rows times its matrices. X is cast once for all W_i.
+class _GroupedLinear(torch.autograd.Function):
+    """X, W_i [E, N_i, D] -> Y_i: each expert's rows times its matrices, one below the other in one GEMM each way.
 
     With a ``gain`` [D], W_i stands for W_i diag(gain).
 
-    With ``from_tokens``, X [T, D] are the rows of the tokens and Y_i [P, N] have padding. Else X [P, D] has padding
-    and Y_i [T, N] are the rows of the tokens.
+    With ``from_tokens``, X [T, D] are the rows of the tokens and Y_i [P, N_i] have padding. Else X [P, D] has padding
+    and Y_i [T, N_i] are the rows of the tokens.
     """
 
     @staticmethod
@@ -60,48 +61,43 @@ class _GroupedLinears(torch.autograd.Function):
         groups: Groups,
         from_tokens: bool,
         gemms: ThreeGEMMs,
-        ready: Sequence[ReadyOperands | None],
+        ready: ReadyOperands | None,
         *ws: torch.Tensor,
     ):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gain, *groups, *ws)
         ctx.from_tokens, ctx.gemms, ctx.ready = from_tokens, gemms, ready
         xq = gemms.quantize_activation(x, groups.source if from_tokens else None)
-        operands = [_cast(gemms, w, gain, 1) if r is None else r.fprop[0] for w, r in zip(ws, ready, strict=True)]
-        ys = tuple(matmul_rows(xq, w, groups.ends, x.dtype) for w in operands)
-        return ys if from_tokens else tuple(collect(y, groups) for y in ys)
+        w = gemms.quantize_experts(ws, gain, (1,))[1] if ready is None else ready.fprop[0]
+        y = matmul_rows(xq, w, groups.ends, x.dtype)
+        # Not views for autograd, which would forbid writes to them.
+        return y.unsafe_split_with_sizes([w.shape[1] for w in ws], 1) if from_tokens else collect(y, groups)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, saved, *dys: torch.Tensor | None):
+    def backward(ctx, saved, *dys: torch.Tensor):
         x, gain, places, ends, source, *ws = saved
         gemms, (needs_x, needs_gain, _, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
         source_of_x, source_of_dy = (source, None) if ctx.from_tokens else (None, source)
-        dx, dgain, along_tokens, dws = None, None, None, [None] * len(ws)
-        for i, (dy, w, ready) in enumerate(zip(dys, ws, ctx.ready, strict=True)):
-            if dy is None:
-                continue
-            needs_w = (need_ws[i] or needs_gain) and gemms.runs_wgrad
-            for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_w, None, [None], source_of_dy)
-            if for_dx is not None:
-                part = matmul_rows(for_dx, _cast(gemms, w, gain, 0) if ready is None else ready.dgrad, ends, x.dtype)
-                dx = part if dx is None else dx + part
-            if for_dw is not None:
-                along_tokens = along_tokens or gemms.quantize_along_tokens(x, source=source_of_x)
-                dws[i] = matmul_tokens(for_dw, along_tokens, ends, x.dtype)
+        needs_w = (any(need_ws) or needs_gain) and gemms.runs_wgrad
+        draws = [None] * len(dys)
+        for_dx, for_dw = gemms.quantize_gradients(dys, needs_x, needs_w, None, draws, source_of_dy)
+        dx = dgain = None
+        dws: list[torch.Tensor | None] = [None] * len(ws)
+        if for_dx is not None:
+            w = gemms.quantize_experts(ws, gain, (0,))[0] if ctx.ready is None else ctx.ready.dgrad
+            dx = matmul_rows(for_dx, w, ends, x.dtype)
+            dx = collect(dx, Groups(places, ends, source)) if ctx.from_tokens else dx
+        if for_dw is not None:
+            along_tokens = gemms.quantize_along_tokens(x, source=source_of_x)
+            for i, (part, w) in enumerate(zip(split_rows(for_dw, [w.shape[1] for w in ws]), ws, strict=True)):
+                dw = matmul_tokens(part, along_tokens, ends, x.dtype)
                 if gain is None:
-                    dws[i] = dws[i].to(w.dtype)
+                    dws[i] = dw.to(w.dtype)
                 else:
-                    folded, part = fold_backward(dws[i].flatten(0, 1), w.flatten(0, 1), gain, gemms.mode)
-                    dws[i], dgain = folded.view(w.shape), part if dgain is None else dgain + part
-        if dx is not None and ctx.from_tokens:
-            dx = collect(dx, Groups(places, ends, source))
+                    dw, of_gain = fold_backward(dw.flatten(0, 1), w.flatten(0, 1), gain, gemms.mode)
+                    dws[i], dgain = dw.view(w.shape), of_gain if dgain is None else dgain + of_gain
         return dx, dgain, None, None, None, None, *dws
-
-
-def _cast(gemms: ThreeGEMMs, w: torch.Tensor, gain: torch.Tensor | None, dim: int):
-    """W [E, N, D] as the operand of fprop (1) or dgrad (0). N is whole blocks, so that none holds two experts."""
-    return gemms.quantize_weights([w.flatten(0, 1)], gain, (dim,))[dim]
 
 
 def _feed_forward(
@@ -115,10 +111,10 @@ def _feed_forward(
     w3: torch.Tensor,
 ) -> torch.Tensor:
     """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert; W1 and W3 times the gain, if any."""
-    ready1, ready2, ready3 = ready
+    of_input, of_hidden = ready
     groups = make_groups(counts, x.shape[0], block_of_rows(gemms.mode))
-    gate, up = _GroupedLinears.apply(x, gain, groups, True, gemms, (ready1, ready3), w1, w3)
-    return _GroupedLinears.apply(silu(gate) * up, None, groups, False, gemms, (ready2,), w2)[0]
+    gate, up = _GroupedLinear.apply(x, gain, groups, True, gemms, of_input, w1, w3)
+    return _GroupedLinear.apply(silu(gate) * up, None, groups, False, gemms, of_hidden, w2)
 
 
 @functools.cache
@@ -164,9 +160,11 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def quantize_ahead(self, gemms: ThreeGEMMs) -> tuple[ReadyOperands, ...]:
         """Cast the weights, which are not DTensors, for several forwards (``mxtrain.nn.ready_weights``)."""
-        return tuple(
-            gemms.quantize_ahead([w.flatten(0, 1)], gain)._replace(made_from=(w, gain)) for w, gain in self._pairs()
-        )
+        found = []
+        for ws, gain in self._products():
+            operands = gemms.quantize_experts(ws, gain)
+            found.append(ReadyOperands((operands[1],), operands[0], (*ws, gain)))
+        return tuple(found)
 
     @property
     def gain(self) -> torch.Tensor | None:
@@ -174,14 +172,16 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         norm = self.fed_by[0] if self.fed_by else None
         return None if norm is None or norm.is_plain else norm.gain()
 
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        gain = self.gain
-        return [(w, None if name == "w2" else gain) for name, w in zip(WEIGHTS, self.weights, strict=True)]
+    def _products(self) -> tuple[tuple[tuple[torch.Tensor, ...], torch.Tensor | None], ...]:
+        """The weights of each product and the gain that they are folded with."""
+        w1, w2, w3 = self.weights
+        return ((w1, w3), self.gain), ((w2,), None)
 
     def _ready(self) -> tuple[ReadyOperands | None, ...]:
         """The weights that were cast ahead, if they are still those of this module."""
-        if self.ready is None or not all(r.are_of(p) for r, p in zip(self.ready, self._pairs(), strict=True)):
-            return (None,) * len(WEIGHTS)
+        parameters = [(*ws, gain) for ws, gain in self._products()]
+        if self.ready is None or not all(r.are_of(p) for r, p in zip(self.ready, parameters, strict=True)):
+            return (None,) * len(parameters)
         return self.ready
 
     def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:

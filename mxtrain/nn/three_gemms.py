@@ -115,12 +115,22 @@ class ThreeGEMMs:
         return self._cast([x], {0: self.recipe.wgrad}, **settings)[0]
 
     def quantize_weights(
-        self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, dims: tuple[int, ...] = (1, 0)
+        self,
+        ws: Sequence[torch.Tensor],
+        gain: torch.Tensor | None,
+        dims: tuple[int, ...] = (1, 0),
+        **settings,
     ) -> dict[int, Operand]:
         """W, or W diag(gain), as the operands of fprop [N, D] (1) and of dgrad [D, N] (0)."""
         recipes = {1: self.recipe.fprop, 0: self.recipe.dgrad}
         recipes = {dim: recipes[dim] for dim in dims}
-        return self._cast(ws, recipes, column_factor=gain, is_weight=True, group=self.split.w)
+        return self._cast(ws, recipes, column_factor=gain, is_weight=True, group=self.split.w, **settings)
+
+    def quantize_experts(
+        self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, dims: tuple[int, ...] = (1, 0)
+    ) -> dict[int, Operand]:
+        """Stacked W_i [E, N_i, D] as ``quantize_weights``: every expert's matrices lie one below the other."""
+        return self.quantize_weights([w.flatten(0, 1) for w in ws], gain, dims, experts=ws[0].shape[0])
 
     def quantize_gradients(
         self,

@@ -6,6 +6,7 @@ GPUs PyTorch's products leave an empty group's result unwritten. Nothing waits f
 is a bound that holds for all counts.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,15 @@ def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.d
     if _is_one_kernel(a, out_dtype):
         return grouped_mm(a.data, b.data.t(), offs=ends)
     return _grouped_values(a.data, b.data, ends, out_dtype)
+
+
+def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:
+    """x [R, K] -> its parts of these heights, of whole tiles if x has scales."""
+    parts = x.data.split(heights)
+    if x.scales is None:
+        return [Operand(part) for part in parts]
+    tiles = x.scales.view(x.data.shape[0] // TILE_ROWS, -1).split([height // TILE_ROWS for height in heights])
+    return [Operand(part, scales.flatten()) for part, scales in zip(parts, tiles, strict=True)]
 
 
 def _is_one_kernel(a: Operand, out_dtype: torch.dtype) -> bool:

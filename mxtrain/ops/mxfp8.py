@@ -26,6 +26,7 @@ def cast(
     column_factor: torch.Tensor | None = None,
     as_codes: bool = False,
     source: torch.Tensor | None = None,
+    experts: int = 1,
     **_,
 ) -> dict[int, Operand | Codes]:
     """Quantize a matrix X [R, C] along each dimension in ``dims``; return the operands by dimension.
@@ -42,11 +43,12 @@ def cast(
         column_factor: [C], likewise.
         as_codes: return ``Codes``. For one dimension, and one matrix of whole blocks.
         source: int64 [R]; row i of X is row source[i] of the one matrix in ``parts``, zero where source[i] is negative.
+        experts: parts one below the other are so many stacked experts each; X is joined expert by expert.
         _: what only NVFP4 needs.
     """
     if recipe.format is not None and runs_kernels(mode, parts[0].device.type):
         form = "codes" if as_codes else KERNEL_FORM[mode]
-        results = cast_kernel.cast(parts, recipe, dims, form, row_factor, column_factor, axis, source)
+        results = cast_kernel.cast(parts, recipe, dims, form, row_factor, column_factor, axis, source, experts)
         if as_codes:
             return {dim: Codes(*result) for dim, result in results.items()}
         # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
@@ -55,7 +57,7 @@ def cast(
             for dim, (data, scales) in results.items()
         }
     # Every block lies in one part, so its scale does not depend on other parts.
-    x = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), axis)
+    x = parts[0] if len(parts) == 1 else casts.joined(parts, axis, experts)
     if source is not None:
         x = casts.rows_in_order(x, source)
     if row_factor is not None:

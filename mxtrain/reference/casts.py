@@ -6,6 +6,7 @@ release in the package's range. All scale arithmetic is torchao's own.
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -48,6 +49,13 @@ __all__ = [
 ]
 
 _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
+
+
+def joined(parts: Sequence[torch.Tensor], axis: int, experts: int = 1) -> torch.Tensor:
+    """Join matrices along ``axis``; along 0, where each is so many stacked experts, expert by expert."""
+    if axis or experts == 1:
+        return torch.cat(tuple(parts), axis)
+    return torch.cat([part.unflatten(0, (experts, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def rows_in_order(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from cast_cases import EPS, random_rho
 from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting, is_rounding_apart, ours, same_bits
 
+from mxtrain.ops.grouped import make_groups
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
@@ -324,6 +325,60 @@ def is_fold_backward(result, d_folded, weight, gain) -> bool:
     return same_bits(d_weight, d_folded.float() * gain) and bool(near.all())
 
 
+# Section experts
+
+EXPERTS = 256
+
+
+def expert_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
+    from mxtrain.kernels.mxfp8.cast import cast
+
+    x, source = draw(shape, device), source_of_experts(shape[0], device)
+    entries = compiled("gather and image in PyTorch", gathered_image, (x, source), max_autotune)
+    for dims, form in (((1,), "image"), ((0,), "image"), ((1, 0), "image"), ((1, 0), "blocked")):
+        entries.append(
+            ours(
+                f"gather + cast {dims} {form}",
+                lambda dims=dims, form=form: cast(x, RECIPE, dims, form, source=source),
+                (x, source),
+                lambda results, form=form: all(
+                    is_cast(result, casts.rows_in_order(x, source), dim, form) for dim, result in results.items()
+                ),
+                ("gather and image in PyTorch, compiled",) if dims == (1,) else (),
+            )
+        )
+    parts, experts = (draw(shape, device), draw(shape, device)), max(1, shape[0] // 512)
+    for dim in (1, 0):
+        entries.append(
+            ours(
+                f"cast of W1 and W3 ({dim},) image",
+                lambda dim=dim: cast(parts, RECIPE, (dim,), "image", experts=experts),
+                parts,
+                lambda results, dim=dim: is_cast(results[dim], casts.joined(parts, 0, experts), dim, "image"),
+                (),
+            )
+        )
+    return entries
+
+
+def source_of_experts(tokens: int, device: str) -> torch.Tensor:
+    """The token of every row, tokens in random order, of experts with numbers of tokens as by Zipf's law."""
+    share = 1 / torch.arange(1, EXPERTS + 1)
+    counts = torch.bincount(
+        torch.multinomial(share, tokens, replacement=True, generator=torch.Generator().manual_seed(0)),
+        minlength=EXPERTS,
+    )
+    source = make_groups(counts, tokens, 32).source
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1))
+    return torch.where(source < 0, source, order[source]).to(device)
+
+
+def gathered_image(x: torch.Tensor, source: torch.Tensor):
+    """The bf16 image of rows in the order of experts, as PyTorch operations."""
+    rows = casts.rows_in_order(x, source)
+    return casts.image(rows, MXFP8, RECIPE.scale_rounding, 1, torch.bfloat16)
+
+
 SECTIONS = {
     "norm": Section(
         "norm and cast of x [T, D], bf16",
@@ -352,6 +407,11 @@ SECTIONS = {
         "casts of W diag(gain), fp32 [N, D], along both dimensions, and the backward of the fold",
         cases.WEIGHT_SHAPES,
         fold_entries,
+    ),
+    "experts": Section(
+        "tokens [T, D] in the order of 256 experts with tokens by Zipf's law; weights of stacked experts of 512 rows",
+        ((16384, 2048), (49152, 2048), (16384, 7168)),
+        expert_entries,
     ),
 }
 

@@ -102,12 +102,12 @@ def test_a_conversion_installs_or_removes_the_passes(converter):
 
 
 def test_caches_tell_versions_of_the_passes_apart(monkeypatch):
-    """By the text of all files of the folder."""
+    """By the text of all files of the folder, and of all kernels."""
     passes.install()
     uuid = config.joint_custom_pre_pass.uuid()
     assert uuid == config.joint_custom_pre_pass.uuid() and isinstance(uuid[0], bytes)
     monkeypatch.setattr(passes, "get_hash_for_files", lambda files: {Path(file) for file in files})
-    assert config.joint_custom_pre_pass.uuid() == ({*FOLDER.glob("*.py")},)
+    assert config.joint_custom_pre_pass.uuid() == ({*FOLDER.glob("*.py"), *FOLDER.with_name("kernels").rglob("*.py")},)
 
 
 def test_every_pass_is_called():

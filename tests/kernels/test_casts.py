@@ -161,7 +161,8 @@ def test_products_of_bf16_numbers_have_the_scales_of_fp32_numbers():
 def test_an_fp32_matrix_can_be_rounded_to_bf16_first(form):
     for x, which in ((ugly(43, 160), []), (draw(96, 160), FACTORS)):
         of_factors = factors(which, *x.shape).values() or (None, None)
-        run = lambda x, to_bf16: torch.ops.mxtrain.cast([x], 0, *of_factors, None, to_bf16, True, True, "rceil", form)  # noqa: B023, E731
+        others = (1, True, True, "rceil", form)
+        run = lambda x, to_bf16: torch.ops.mxtrain.cast([x], 0, *of_factors, None, to_bf16, *others)  # noqa: B023, E731
         rounded = x.bfloat16()
         assert_same_results(run(x, True), run(rounded, False))
         assert_same_results(run(rounded, True), run(rounded, False))
@@ -322,7 +323,7 @@ def test_ops_match_their_schemas_and_fakes(form):
     row_factor, column_factor = (draw(33), draw(96)) if plain else (None, None)
     sign, scales = (None, ([], [one])) if plain else (signs(), ([one], [one]))
     for op, arguments in {
-        ours.cast: ([x], 0, row_factor, column_factor, None, False, form != "blocked", True, "rceil", form),
+        ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, form != "blocked", True, "rceil", form),
         ours.nvfp4_cast: ([x], 0, row_factor, column_factor, *scales, sign, [] if plain else [draws()], form),
         ours.nvfp4_amax: (x, None, None, sign),
     }.items():

@@ -7,6 +7,7 @@ from mxtrain.kernels.casts import FORMS
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.reference.casts import joined
 from tests.support.kernel_checks import (
     RECIPES,
     assert_same_bits,
@@ -20,11 +21,11 @@ from tests.support.kernel_checks import (
 pytestmark = kernel_tests
 
 
-def check_mxfp8(parts, axis, dims, form, rounding="rceil", **factor):
+def check_mxfp8(parts, axis, dims, form, rounding="rceil", experts=1, **factor):
     recipe = RECIPES[rounding]
-    expected = cast(torch.cat(parts, axis), recipe, dims, form, **factor)
+    expected = cast(joined(parts, axis, experts), recipe, dims, form, **factor)
     with poisoned_memory():
-        results = cast(parts, recipe, dims, form, axis=axis, **factor)
+        results = cast(parts, recipe, dims, form, axis=axis, experts=experts, **factor)
     assert results.keys() == expected.keys() == {*dims}
     for dim, want in expected.items():
         assert_same_results(results[dim], want)
@@ -38,6 +39,15 @@ def test_mxfp8_has_the_bits_of_the_joined_matrix(form):
     stacked = [ugly(rows, 64, seed=rows) for rows in (96, 32, 64)]
     for dims in ((1,), (0,)):
         check_mxfp8(stacked, 0, dims, form, column_factor=draw(64))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stacked_experts_are_joined_one_by_one(form):
+    """Three experts of 64 and of 32 rows: a tile of 128 in the blocked layout of scales holds parts of two experts."""
+    parts = [ugly(3 * rows, 96, seed=rows) for rows in (64, 32)]
+    assert torch.equal(joined(parts, 0, 3)[96:160], parts[0][64:128])
+    for dims in ((1,), (0,), (1, 0)):
+        check_mxfp8(parts, 0, dims, form, experts=3, column_factor=draw(96))
 
 
 def test_views_no_tokens_and_one_part():

@@ -91,7 +91,7 @@ CASES = {
     ],
     "_DecomposeKFunction": [partial(router, dtype) for dtype in (torch.float32, torch.float64)],
     "_MXLinearFunction": [partial(linear, mode) for mode in (KERNELS, REFERENCE)],
-    "_GroupedLinears": [partial(experts, mode) for mode in (KERNELS, REFERENCE)],
+    "_GroupedLinear": [partial(experts, mode) for mode in (KERNELS, REFERENCE)],
     "_Values _NormedLogits": [partial(gate_and_rows, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction": [partial(block, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction joined": [partial(block, m, joins=True) for m in (KERNELS, REFERENCE)],

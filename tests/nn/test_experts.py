@@ -50,18 +50,21 @@ def results_of(experts, x, counts, dy) -> list[torch.Tensor]:
 
 
 def results_of_linears(experts: QuantizedExperts, x, counts, dy) -> list[torch.Tensor]:
-    """The same from three ``MXLinear`` per expert. Their rows are padded, because a GEMM of fp32 may sum in an order
+    """The same from two ``MXLinear`` per expert. Their rows are padded, because a GEMM of fp32 may sum in an order
     that depends on the number of rows."""
     found = [[], [], [], [], []]
     parts = zip(*(t[: sum(counts)].split(counts) for t in (x, dy)), strict=True)
     for e, (own_x, own_dy) in enumerate(parts):
         padding = (0, 0, 0, -len(own_x) % BLOCK or BLOCK * (len(own_x) == 0))
         rows = nn.functional.pad(own_x, padding).requires_grad_()
-        w1, w2, w3 = (of_weight(experts, w[e]) for w in experts.weights)
-        y = w2(silu(w1(rows)) * w3(rows))
-        weights = [linear.weight for linear in (w1, w2, w3)]
-        dx, *dws = torch.autograd.grad(y, [rows, *weights], nn.functional.pad(own_dy, padding))
-        for of_all, own in zip(found, (y.detach()[: len(own_x)], dx[: len(own_x)], *dws), strict=True):
+        w1, w2, w3 = (w[e] for w in experts.weights)
+        of_input, of_hidden = of_weight(experts, torch.cat((w1, w3))), of_weight(experts, w2)
+        gate, up = of_input(rows).chunk(2, 1)
+        y = of_hidden(silu(gate) * up)
+        leaves = [rows, of_input.weight, of_hidden.weight]
+        dx, dw13, dw2 = torch.autograd.grad(y, leaves, nn.functional.pad(own_dy, padding))
+        dw1, dw3 = dw13.chunk(2)
+        for of_all, own in zip(found, (y.detach()[: len(own_x)], dx[: len(own_x)], dw1, dw2, dw3), strict=True):
             of_all.append(own)
     return [*map(torch.cat, found[:2]), *map(torch.stack, found[2:])]
 
@@ -121,7 +124,8 @@ def test_the_bits_are_those_of_torchao():
                 x, w.transpose(1, 2), offs=ends, kernel_preference=KernelPreference.EMULATED
             )
 
-        return product(silu(product(x, experts.w1)) * product(x, experts.w3), experts.w2)
+        gate, up = product(x, torch.cat((experts.w1, experts.w3), 1)).chunk(2, 1)
+        return product(silu(gate) * up, experts.w2)
 
     torchaos.parameters = experts.parameters
     for got, want in zip(results_of(experts, x, counts, dy), results_of(torchaos, x, counts, dy), strict=True):

@@ -90,10 +90,11 @@ def cases(everything: bool) -> dict:
     add_cast("bf16 column factor", matrix(bf16), dims=(1, 0), form="blocked", column_factor=vector(4096, bf16))
     add_cast("bf16 source", matrix(bf16), dims=(1, 0), form="image", source=vector(ROWS, torch.int64))
     found["cast fp32 to bf16 image"] = lambda: torch.ops.mxtrain.cast(
-        [matrix(torch.float32)], 0, None, None, None, True, True, True, "rceil", "image"
+        [matrix(torch.float32)], 0, None, None, None, True, 1, True, True, "rceil", "image"
     )
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
+        found[f"cast experts {form}"] = lambda form=form: cast([matrix(bf16)] * 2, rceil, (1, 0), form, experts=4)
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(

@@ -61,7 +61,7 @@ def scale_value(code):
 
 
 @triton.jit
-def multiplier(code, RCEIL: tl.constexpr):
+def inverse_scale(code, RCEIL: tl.constexpr):
     """Factor (fp32) for elements before rounding: one over the scale, with torchao's exceptions."""
     bits = (254 - code) << 23
     if RCEIL:

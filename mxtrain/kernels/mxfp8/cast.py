@@ -34,7 +34,7 @@ from mxtrain.kernels.casts import (
 )
 from mxtrain.kernels.device import cdiv, converts_fp8
 from mxtrain.kernels.launch import Launch, contiguous, register_op
-from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, multiplier, scale_code, scale_value
+from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, inverse_scale, scale_code, scale_value
 from mxtrain.recipes.recipe import Recipe
 
 
@@ -53,7 +53,7 @@ def cast_along_rows(
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
     code = scale_code(block_amax(x, 2), RCEIL, DTYPE)
-    y = x * multiplier(code, RCEIL)[:, :, None]
+    y = x * inverse_scale(code, RCEIL)[:, :, None]
     if FORM == "image":
         image = e4m3_image(y, scale_value(code)[:, :, None], HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
@@ -78,7 +78,7 @@ def cast_along_columns(
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
     code = scale_code(block_amax(x, 1), RCEIL, DTYPE)
-    y = x * multiplier(code, RCEIL)[:, None, :]
+    y = x * inverse_scale(code, RCEIL)[:, None, :]
     if FORM == "image":
         image = e4m3_image(y, scale_value(code)[:, None, :], HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
@@ -100,7 +100,7 @@ def cast_along_columns(
 def _cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, source_ptr,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
-    rows_before, columns_before, all_rows, all_columns,
+    rows_before, columns_before, expert_rows, all_expert_rows, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
     HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr,
     HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -127,7 +127,8 @@ def _cast_kernel(
         # The padding of the last block must not become a negative zero.
         x = tl.where(mask, x, 0.0)
     if IS_PART:
-        # x is a part of a larger matrix, whose casts are the results.
+        # x is a part of a larger matrix, whose casts are the results. A tile lies in one expert.
+        rows_before += first_row // expert_rows * (all_expert_rows - expert_rows)
         first_row, column = first_row + rows_before, column + columns_before
         rows, columns = rows + rows_before, columns + columns_before
         offsets = ((row + rows_before) * all_columns)[:, None] + (across + columns_before)[None, :]
@@ -170,6 +171,7 @@ def _launches(
     column_factor: torch.Tensor | None,
     source: torch.Tensor | None,
     to_bf16: bool,
+    experts: int,
     along_rows: bool,
     along_columns: bool,
     scale_rounding: str,
@@ -177,7 +179,7 @@ def _launches(
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part.
 
-    ``to_bf16`` rounds fp32 parts to bf16 first. With ``source``, there is one part.
+    ``to_bf16`` rounds fp32 parts to bf16 first. With ``source``, there is one part. ``experts`` as for ``cast``.
     """
     whole = list(parts[0].shape)
     whole[axis] = sum(part.shape[axis] for part in parts)
@@ -193,7 +195,7 @@ def _launches(
             (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
             (
                 x, row_factor, column_factor, source, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
-                *before, *whole,
+                *before, rows // experts, whole[0] // experts, *whole,
             ),
             dict(
                 ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
@@ -205,13 +207,13 @@ def _launches(
         )  # fmt: skip
         if rows * columns:
             launches.append(launch)
-        before[axis] += x.shape[axis]
+        before[axis] += x.shape[axis] // (experts if axis == 0 else 1)
     return flat(*by_row, *by_column), launches
 
 
 _cast = register_op(
     "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source, bool to_bf16,"
-    " bool along_rows, bool along_columns, str scale_rounding, str form) -> Tensor[]",
+    " int experts, bool along_rows, bool along_columns, str scale_rounding, str form) -> Tensor[]",
     _launches,
 )
 
@@ -225,6 +227,7 @@ def cast(
     column_factor: torch.Tensor | None = None,
     axis: int = 0,
     source: torch.Tensor | None = None,
+    experts: int = 1,
 ) -> dict[int, Cast]:
     """Return the MXFP8 casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
 
@@ -242,11 +245,13 @@ def cast(
         axis: 0 for matrices one below the other, 1 for matrices side by side.
         source: int64 [S]. The matrix that is cast is then [S, C], and its row i is row source[i] of x; a row of zeros
             where source[i] is negative. For a single matrix without row_factor.
+        experts: every matrix is so many stacked experts of equal height, each of whole blocks. Matrices one below the
+            other are then joined expert by expert.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
     """
     parts = contiguous(*([x] if isinstance(x, torch.Tensor) else x))
     factors = contiguous(row_factor, column_factor)
-    results = _cast(parts, axis, *factors, source, False, 1 in dims, 0 in dims, recipe.scale_rounding, form)
+    results = _cast(parts, axis, *factors, source, False, experts, 1 in dims, 0 in dims, recipe.scale_rounding, form)
     return by_dim(results, dims, form)

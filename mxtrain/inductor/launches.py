@@ -1,0 +1,127 @@
+"""A pass that lets compiled graphs launch kernels themselves.
+
+    before    a graph calls an op of ours, whose Python allocates the results, looks the kernel up and launches it
+    after     the graph's own code allocates the results and launches the kernel
+
+The kernels, and so the bits, are the same. A call took TODO us of the CPU's time and takes TODO.
+
+PyTorch knows such launches as those of a user's own kernels: as an operation that takes the results' memory, and
+returns it filled.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+import triton
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor.pattern_matcher import fwd_only
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from mxtrain.kernels.launch import Launch, as_sequence, implementations
+
+DEVICES, WARPS = ("cuda",), "num_warps"
+
+
+def launch_from_graphs(graph: Graph) -> None:
+    """Replace calls of ops on a GPU whose launches PyTorch can state: with a number of warps, and no other option."""
+    for node in list(graph.nodes):
+        implementation = implementations.get(node.target)
+        if implementation is not None and node.all_input_nodes[0].meta["val"].device.type in DEVICES:
+            _inline(graph, node, implementation)
+    graph.eliminate_dead_code()
+
+
+def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
+    leaves, spec = pytree.tree_flatten(node.args)
+    inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    can_state = True
+
+    def run(*values) -> list[torch.Tensor]:
+        nonlocal can_state
+        given = iter(values)
+        args = pytree.tree_unflatten([next(given) if isinstance(leaf, Node) else leaf for leaf in leaves], spec)
+        results, launches = implementation(*args)
+        launches = as_sequence(launches)
+        can_state = all(map(_can_state, launches))
+        if not can_state:
+            return results
+        filled = _run(launches, {_memory(value) for value in values if isinstance(value, torch.Tensor)})
+        return pytree.tree_map(lambda result: _as(result, filled.get(_memory(result), result)), results)
+
+    values = [leaf.meta["val"] for leaf in inputs]
+    with values[0].fake_mode:
+        traced = fwd_only(run, values, run_functional_passes=False).graph
+    if not can_state:
+        return
+    copies = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    with graph.inserting_before(node):
+        new = graph.graph_copy(traced, copies)
+    for launch in traced.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
+        # Inductor passes arguments with the strides of these tensors.
+        kwargs = torch.fx.map_arg(launch.kwargs, lambda argument: argument.meta["val"])
+        copies[launch].meta["eager_input_vals"] = (), kwargs
+    if isinstance(new, Node):
+        node.replace_all_uses_with(new)
+    else:
+        for item in list(node.users):
+            item.replace_all_uses_with(new[item.args[1]])
+            graph.erase_node(item)
+    graph.erase_node(node)
+
+
+def _can_state(launch: Launch) -> bool:
+    return launch.constants.keys() <= {*launch.kernel.arg_names, WARPS} and _stands_alone(launch.kernel)
+
+
+@functools.cache
+def _stands_alone(kernel: Callable) -> bool:
+    """Whether PyTorch copies a kernel's whole source: modules are lost, and all functions share one namespace."""
+    meanings, functions = {}, [kernel]
+    for function in functions:
+        names = function.fn.__globals__
+        for name in names.keys() & {*function.fn.__code__.co_names} - {"tl"}:
+            meaning = names[name].value if isinstance(names[name], triton.language.constexpr) else names[name]
+            if isinstance(meaning, ModuleType) or meanings.setdefault(name, meaning) != meaning:
+                return False
+            if isinstance(meaning, triton.JITFunction) and meaning not in functions:
+                functions.append(meaning)
+    return True
+
+
+def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor]:
+    """Launch kernels one after the other; return what each memory that is not an input's holds then."""
+    filled: dict[int, torch.Tensor] = {}
+    for launch in launches:
+        args = dict(zip(launch.kernel.arg_names, launch.args)) | launch.constants
+        kernel = _with_warps(launch.kernel, args.pop(WARPS))
+        tensors = {name: arg for name, arg in args.items() if isinstance(arg, torch.Tensor)}
+        results = [name for name, tensor in tensors.items() if _memory(tensor) not in inputs]
+        tensors |= {name: filled.get(_memory(tensors[name]), tensors[name]) for name in results}
+        symbols = {name: arg for name, arg in args.items() if isinstance(arg, torch.SymInt)}
+        constants = {name: arg for name, arg in args.items() if name not in tensors | symbols}
+        after = triton_kernel_wrapper_functional(
+            kernel_idx=kernel_side_table.add_kernel(kernel),
+            constant_args_idx=kernel_side_table.add_constant_args(constants),
+            grid=[(*launch.grid, 1, 1)[:3]],
+            tma_descriptor_metadata={},
+            kwargs=tensors | symbols,
+            tensors_to_clone=results,
+        )
+        filled |= {_memory(args[name]): after[name] for name in results}
+    return filled
+
+
+@functools.cache
+def _with_warps(kernel: Callable, warps: int) -> Callable:
+    return triton.autotune([triton.Config({}, num_warps=warps)], key=[])(kernel)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _as(result: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    return filled if filled.dtype == result.dtype else filled.view(result.dtype)

@@ -1,0 +1,72 @@
+"""Graphs that launch kernels themselves have the bits of those that call ops."""
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from mxtrain.inductor import launches, passes
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import RMSEstimate
+from tests.support.graph_checks import assert_same, draw, graph_after, operations
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+T, D = 70, 128
+LAUNCH = "triton_kernel_wrapper_functional"
+
+
+def kernels_of_each_kind(x, w, gain):
+    """An op with two launches, and ops whose result is one tensor, a list or a tuple."""
+    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.kernels.mxnorm import mxnorm_cast
+    from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
+
+    recipe = get_recipe("mxfp8").fprop
+    normed = mxnorm_cast(x, RMSEstimate.for_recipe(recipe), recipe, "image")
+    joined = cast([w, w + 1], recipe, (1, 0), "blocked", column_factor=gain)
+    dx = norm_backward(normed.data * 2, x, normed.rho)
+    results = [*normed, *joined[1], *joined[0], dx, *fold_backward(w.float(), w, gain)]
+    return [each.view(torch.uint8) if each.itemsize == 1 else each for each in results if each is not None]
+
+
+def inputs():
+    return draw(T, D, seed=0).bfloat16(), draw(32, D, seed=1).bfloat16(), draw(D, seed=2)
+
+
+def test_the_bits_are_those_of_the_ops(monkeypatch):
+    monkeypatch.setattr(launches, "DEVICES", ("cpu", "cuda"))
+    module = graph_after(launches.launch_from_graphs, kernels_of_each_kind, *inputs())
+    names = operations(module)
+    assert not any(name.startswith("mxtrain") for name in names)
+    assert sum(LAUNCH in name for name in names) == 5  # the cast of two matrices has two
+    assert_same(module, kernels_of_each_kind, *inputs())
+
+
+def test_symbolic_rows(monkeypatch):
+    """As of experts, whose number of rows changes from step to step."""
+    from mxtrain.kernels.mxfp8.cast import cast
+
+    def cast_in_order(x, source):
+        torch._check(x.shape[1] == D)  # in a model, the weight says this
+        return [each.data for each in cast(x, get_recipe("mxfp8").fprop, (1, 0), "image", source=source).values()]
+
+    monkeypatch.setattr(launches, "DEVICES", ("cpu", "cuda"))
+    x, _, _ = inputs()
+    source = torch.arange(96) - 10
+    module = graph_after(launches.launch_from_graphs, cast_in_order, x, source, symbolic=True)
+    assert any(LAUNCH in name for name in operations(module))
+    assert_same(module, cast_in_order, x, torch.arange(128) - 70)
+
+
+def test_compiled_code_calls_no_op(device):
+    if device != "cuda":
+        pytest.skip("Inductor launches kernels on GPUs")
+    torch._dynamo.reset()
+    passes.install()
+    try:
+        (found, (code,)) = run_and_get_code(torch.compile(kernels_of_each_kind, fullgraph=True), *inputs())
+    finally:
+        passes.remove()
+    assert "torch.ops.mxtrain" not in code
+    for one, other in zip(found, kernels_of_each_kind(*inputs()), strict=True):
+        assert torch.equal(one, other)
