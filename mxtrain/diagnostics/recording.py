@@ -235,10 +235,11 @@ class Numerics:
         quantizes = any(gemm.format is not None for gemm in experts.recipe.gemms)
         if y.requires_grad and quantizes and self._is_new(fqn):
             x, counts = *args, *kwargs.values()
+            rows = x.detach().to(compute_dtype(x))  # autocast is off in the backward
 
             def at_gradient(gradients) -> None:
                 if gradients[0] is not None:
-                    self._found[fqn, EXPERTS] = expert_totals(experts, x.detach(), counts, gradients[0])
+                    self._found[fqn, EXPERTS] = expert_totals(experts, rows, counts, gradients[0].to(rows.dtype))
 
             y.grad_fn.register_prehook(at_gradient)
 

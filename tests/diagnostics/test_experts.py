@@ -154,6 +154,13 @@ def test_routing_agreement_and_load(block):
     assert figures_of(converted(block, estimator="exact"), x)["moe.router/routing_agreement"] == 1
 
 
+def test_autocast_makes_the_casts_of_bf16_rows(block):
+    ours, x = converted(block), torch.randn(1, 64, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        figures = figures_of(ours, x)
+    assert figures["moe.experts/fprop_error"] == pytest.approx(figures_of(ours, x)["moe.experts/fprop_error"], rel=0.1)
+
+
 def test_idle_experts_and_a_plain_gate(block):
     plain = router_totals(block.moe.router, torch.zeros(3, DIM), None, torch.tensor([[0, 1], [0, 2], [0, 1]]))
     assert router_figures(numbers({(): plain})[()]) == {"busiest_expert": 0.5, "experts_without_tokens": 5 / 8}
