@@ -42,6 +42,7 @@ from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, compute_dtype
 from mxtrain.parallel.initial_weights import plain_name
 
@@ -235,6 +236,7 @@ class Numerics:
         quantizes = any(gemm.format is not None for gemm in experts.recipe.gemms)
         if y.requires_grad and quantizes and self._is_new(fqn):
             x, counts = *args, *kwargs.values()
+            x = x.values() if isinstance(x, RoutedRows) else x
             rows = x.detach().to(compute_dtype(x))  # autocast is off in the backward
 
             def at_gradient(gradients) -> None:

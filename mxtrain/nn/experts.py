@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError
 from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.three_gemms import (
     QuantizedLayer,
     ReadyOperands,
@@ -101,7 +102,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _feed_forward(
-    x: torch.Tensor,
+    x: torch.Tensor | RoutedRows,
     counts: torch.Tensor,
     gemms: ThreeGEMMs,
     ready: Sequence[ReadyOperands | None],
@@ -111,6 +112,8 @@ def _feed_forward(
     w3: torch.Tensor,
 ) -> torch.Tensor:
     """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert; W1 and W3 times the gain, if any."""
+    if isinstance(x, RoutedRows):
+        x = x.values()  # here, so that decoding is one kernel where this is compiled
     of_input, of_hidden = ready
     groups = make_groups(counts, x.shape[0], block_of_rows(gemms.mode))
     gate, up = _GroupedLinear.apply(x, gain, groups, True, gemms, of_input, w1, w3)
@@ -128,6 +131,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
     _multiply = staticmethod(_feed_forward)
     fed_by: tuple[nn.Module, ...] = ()
     """The MXNorm that made x, if there is one"""
+    returns_codes = False
+    """Whether gradients of the results come from other processes as codes, where dgrad's format is MXFP8"""
 
     @classmethod
     def from_experts(cls, experts: nn.Module, *, recipe="mxfp8", mode="auto") -> "QuantizedExperts":
@@ -184,17 +189,18 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
             return (None,) * len(parameters)
         return self.ready
 
-    def forward(self, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | RoutedRows, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """Rows of tokens in the order of their experts -> the experts' results.
 
         Args:
-            x: [T, D], bf16 or fp32.
+            x: [T, D], bf16 or fp32; as ``RoutedRows``, codes of such rows in the order of experts.
             num_tokens_per_expert: integers [E], of which the sum is at most T. Rows beyond it give zeros.
 
         Raises:
             ConfigError: for features that native grouped products do not take (``check_experts``).
             ValueError: for another dtype, shape or device.
         """
+        rows, x = x, x.h if isinstance(x, RoutedRows) else x
         check_tensor("x", x)
         gemms = self.gemms(x.device)
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in self.weights)
@@ -207,9 +213,9 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         check_tiles(w1.shape[2], w1.shape[1], self.recipe, gemms.mode)
         dtype = compute_dtype(x)
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
-        return self._multiply(x.to(dtype), num_tokens_per_expert, gemms, self._ready(), self.gain, w1, w2, w3).to(
-            x.dtype
-        )
+        rows = rows._replace(h=x.to(dtype)) if isinstance(rows, RoutedRows) else x.to(dtype)
+        y = self._multiply(rows, num_tokens_per_expert, gemms, self._ready(), self.gain, w1, w2, w3)
+        return y.to(x.dtype)
 
     def compile_products(self, backend: str = "inductor") -> None:
         """Compile what the forward computes, without this module's hooks, which may wait for the device.

@@ -176,6 +176,8 @@ class MXNorm(RecipeModule, nn.RMSNorm):
     """Whether a mixture of experts takes the result"""
     scores_first = False
     """Whether that mixture multiplies rows by their scores before the experts"""
+    sends_codes = False
+    """Whether its experts are on other processes, and take rows as codes"""
     group: LinearGroup | None = None
     """The linears that the norm feeds, if they are to be one GEMM each way"""
     is_plain = False
@@ -263,11 +265,12 @@ class MXNorm(RecipeModule, nn.RMSNorm):
                 call=call,
                 x_writes=writes_to(kept),
                 feeds_mixture=self.feeds_mixture,
+                sends_codes=self.sends_codes,
             )
         whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
-        writes = writes_to(whole.x)
-        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes, self.feeds_mixture)
+        for_experts = self.feeds_mixture, self.sends_codes
+        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes_to(whole.x), *for_experts)
 
     def gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""

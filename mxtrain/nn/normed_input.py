@@ -12,8 +12,11 @@ from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.recipe_module import RecipeModule
+from mxtrain.nn.routed_rows import RoutedRows, pack
 from mxtrain.nn.three_gemms import version
-from mxtrain.ops.gemm import Operand
+from mxtrain.ops.gemm import Codes, Operand
+from mxtrain.ops.quantize import cast
+from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.recipe import Recipe, from_key
 from mxtrain.reference.casts import dequantize, from_blocked
 from mxtrain.reference.mxnorm import scale_rows
@@ -74,6 +77,7 @@ class NormedInput(NamedTuple):
         x_writes: ``writes_to(x)`` before the linears. A hook may have put a copy in the place of x since, with a count
             of its own.
         feeds_mixture: whether a mixture of experts takes the result: tokens as rows, and rows in the order of experts.
+        sends_codes: whether experts on other processes take these rows as codes, where fprop's format is MXFP8.
     """
 
     made_by: RecipeModule
@@ -89,6 +93,7 @@ class NormedInput(NamedTuple):
     call: GroupCall | None = None
     x_writes: tuple[int, int] | None = None
     feeds_mixture: bool = False
+    sends_codes: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -125,17 +130,26 @@ class NormedInput(NamedTuple):
             raise AttributeError(_refusal(self, "has no 'dtype'"))
         return self.h.dtype
 
-    def __getitem__(self, index: torch.Tensor) -> torch.Tensor:
+    def __getitem__(self, index: torch.Tensor) -> torch.Tensor | RoutedRows:
         """Rows of xhat for experts, in the dtype of x: the values of the operand, with the gradient dL/dxhat.
 
-        Cast along the rows again, every value stays: the scale of a block is the same, or half of it. A mixture that
-        multiplies them by scores gets them before the cast: the experts then cast the products, and nothing is cast
-        twice.
+        Cast along the rows again, every value stays: the scale of a block is the same, or half of it. So codes that
+        are sent are made from values, too. A mixture that multiplies rows by scores gets them before the cast: the
+        experts then cast the products, and nothing is cast twice.
         """
         if not self.feeds_mixture:
             raise TypeError(_refusal(self, "has no __getitem__"))
-        values = Operand(scale_rows(self.x, self.rho)) if self.made_by.scores_first else self.xhat
-        return _Values.apply(self.h, *values, self.recipe.key)[index]
+        if self.made_by.scores_first:
+            return _Values.apply(self.h, *Operand(scale_rows(self.x, self.rho)), self.recipe.key)[index]
+        if self.sends_codes and self.recipe.format is MXFP8:
+            return RoutedRows(self.h, pack(self._codes()), index)
+        return _Values.apply(self.h, *self.xhat, self.recipe.key)[index]
+
+    def _codes(self) -> Codes:
+        data, scales, _ = self.xhat
+        if scales is None:
+            return cast([data], self.recipe, self.mode, (1,), as_codes=True)[1]
+        return Codes(data, from_blocked(scales, data.shape[0], data.shape[1] // self.recipe.block_size))
 
     def __getattr__(self, name: str):
         raise AttributeError(_refusal(self, f"has no {name!r}"))

@@ -1,4 +1,4 @@
-"""Collectives between the processes of tensor parallelism, without gradients. They run eagerly and in compiled graphs.
+"""Collectives of tensor and expert parallelism, without gradients. They run eagerly and in compiled graphs.
 
 ``group`` is the name of a process group. Results are plain tensors that are ready to be read: kernels take no
 asynchronous results. PyTorch's own wrappers return those in eager mode.
@@ -51,6 +51,11 @@ def sum_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
     parts = x.reshape(batch, processes, length, *x.shape[2:]).transpose(0, 1).contiguous()
     parts = parts.view(processes * batch, length, *x.shape[2:])
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", processes, group))
+
+
+def exchange_rows(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> torch.Tensor:
+    """Send the next sent[i] rows of x [R, D] to each process i -> the rows for this one, received[i] from process i."""
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), received, sent, group))
 
 
 def gather_codes(codes: Codes, dim: int, batch: int, group: str, processes: int) -> Codes:

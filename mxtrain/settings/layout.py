@@ -68,6 +68,9 @@ def layout_problems(s: Settings, processes: int) -> Problems:
     if tensor > 1 and quantizing and s["mxnorm.gather"] == "quantized":
         yield from _gather_problems(s, tensor, context, quantizing[0])
     ranks = _shards(s, processes) * context * tensor
+    if expert > 1 and s["mxnorm.dispatch"] == "quantized" and quantizing and quantizing[0] != "mxnorm":
+        needs = f"needs converter 'mxnorm', not {quantizing[0]!r}, whose norms send no codes; allowed is 'auto'"
+        yield "mxnorm.dispatch", needs
     if expert > 1 and ranks % (expert * expert_tensor):
         yield (
             "parallelism.expert_parallel_degree",

@@ -159,6 +159,19 @@ class MXNorm:
     (codes and scales; training.seq_len of a process is a multiple of 32), or "auto" (what takes fewer bytes)
     """
 
+    dispatch: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
+    """
+    Expert parallelism: what is sent from an MXNorm to experts on other processes: "high_precision" (values),
+    "quantized" (MXFP8 codes and scales, half the bytes), or "auto" (codes wherever fprop's recipe is MXFP8). Results
+    have the same bits
+    """
+
+    combine_backward: Literal["high_precision", "quantized"] = "high_precision"
+    """
+    Expert parallelism: how gradients of the experts' results are sent to the experts: "high_precision", or "quantized"
+    (MXFP8 codes and scales by dgrad's recipe, half the bytes; wgrad of w2 then casts rounded gradients)
+    """
+
     graph_passes: Free[bool] = True
     """
     Let torch.compile fuse casts with the operations before them: SwiGLU with its MXFP8 casts, the residual add with the

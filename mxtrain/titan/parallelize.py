@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
@@ -32,6 +33,7 @@ from mxtrain.settings.known import settings_of
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.check_job import check_model_layout
+from mxtrain.titan.expert_dispatch import choose_exchange
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.repairs.context_parallel import prepare_context_parallelism
 from mxtrain.titan.repairs.expert_gradients import boundary, inner_style, is_boundary
@@ -54,12 +56,15 @@ def checked_parallelize(parallelize_fn):
         if not parallel_dims.pp_enabled:
             note_model(describe_model(job_config, model))  # here, while the model is whole
         gates = find_gates(model) if parallel_dims.tp_enabled else {}
-        plans = plans_with_own_styles() if parallel_dims.tp_enabled else nullcontext(set())
+        splits = parallel_dims.tp_enabled or parallel_dims.ep_enabled
+        plans = plans_with_own_styles() if splits else nullcontext(set())
         with shared_group(model), plans as inner, knows_own_operations():
             model = parallelize_fn(model, parallel_dims, job_config)
         check_gates(parallel_dims.tp, gates, inner)
         if parallel_dims.tp_enabled and quantizing_among(job_config.model.converters):
             choose_gathers(model, job_config.mxnorm.gather)
+        if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
+            choose_exchange(model, job_config.mxnorm.dispatch, job_config.mxnorm.combine_backward)
         checkpointing = job_config.activation_checkpoint
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             multiply_one_by_one(model)
@@ -156,7 +161,7 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
             for fqn, style in parallelize_plan.items():
                 if isinstance(linear := modules.get(fqn), QuantizedLinear):
                     check_part(fqn, linear, style, device_mesh.size())
-        elif module in inner:
+        elif module in inner or type(parallelize_plan) is ExpertParallel:
             parallelize_plan = inner_style(parallelize_plan)
         with stays_tied(module):
             return parallelize_module(module, device_mesh, parallelize_plan, **others)

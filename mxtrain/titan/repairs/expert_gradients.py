@@ -15,6 +15,7 @@ TorchTitan do the same (pull request 2416).
     w2 (shared)         RowwiseParallel                      InnerRowwise
     experts             TensorParallel                       SplitExperts
     experts             ExpertTensorParallel                 ExchangedSplitExperts
+    experts             ExpertParallel                       CodesExpertParallel
 """
 
 import copy
@@ -39,6 +40,7 @@ from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, check_blocks, restyled
+from mxtrain.titan.expert_dispatch import CodesExpertParallel
 
 
 class Boundary(PrepareModuleInput):
@@ -109,7 +111,7 @@ class SplitExperts(TensorParallel):
         return inputs
 
 
-class ExchangedSplitExperts(ExpertTensorParallel):
+class ExchangedSplitExperts(ExpertTensorParallel, CodesExpertParallel):
     """``ExpertTensorParallel`` that leaves the gradient of the routed tokens in parts."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -117,7 +119,7 @@ class ExchangedSplitExperts(ExpertTensorParallel):
         return super()._apply(module, device_mesh)
 
     def _token_dispatch(self, mod, inputs, device_mesh):
-        return ExpertParallel._token_dispatch(self, mod, inputs, device_mesh["ep"])
+        return CodesExpertParallel._token_dispatch(self, mod, inputs, device_mesh["ep"])
 
 
 def _local(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -164,6 +166,7 @@ _INNER = {
     RowwiseParallel: InnerRowwise,
     TensorParallel: SplitExperts,
     ExpertTensorParallel: ExchangedSplitExperts,
+    ExpertParallel: CodesExpertParallel,
 }
 
 

@@ -1,0 +1,201 @@
+"""Codes in the dispatch of expert parallelism: the bits of one process, and half of the bytes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torchtitan.models.llama4.infra.parallelize as llama4
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.distributed.expert_parallel import ExpertParallel
+from torchtitan.models.moe import kernels, utils
+
+from mxtrain import ConfigError, MXNorm
+from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.reference.casts import image
+from mxtrain.titan.expert_dispatch import choose_exchange
+from mxtrain.titan.parallelize import plans_with_own_styles
+from mxtrain.titan.repairs.cpu import use_cpu
+from tests.support.expert_checks import Experts, heavy_tailed
+from tests.support.layer_checks import fill, in_two_processes
+
+TOKENS, DIM, HIDDEN, EXPERTS = 48, 64, 32, 4
+CODES = DIM + DIM // 32
+# Rows for each expert from each of two processes: uneven, an expert without rows, one process with most of the rows.
+COUNTS = [(40, 0, 3, 37), (1, 0, 50, 9)]
+CASES = [("reference", torch.float32), ("reference", torch.bfloat16), ("emulated", torch.bfloat16)]
+
+
+class Routed(nn.Module):
+    """A norm and its experts, for tokens whose experts are chosen."""
+
+    def __init__(self, mode="reference", recipe="mxfp8", dtype=torch.float32):
+        super().__init__()
+        self.norm = MXNorm(DIM, recipe=recipe, mode=mode)
+        self.norm.feeds_mixture = True
+        experts = fill(Experts(DIM, HIDDEN, EXPERTS, dtype))
+        self.experts = QuantizedExperts.from_experts(experts, recipe=recipe, mode=mode)
+        self.experts.set_seed(0, "moe.experts")
+        self.experts.fed_by = (self.norm,)
+
+    def forward(self, x, index, counts):
+        return self.experts(self.norm(x).view(-1, DIM)[index], counts)
+
+
+class _Sent(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_to_all_single.default and args[0].ndim == 2:
+            rows = args[0]
+            self.sent.append((len(rows), rows.shape[1] * rows.itemsize))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[int, int]]]:
+    """Give a list to which every exchange of rows appends their number and the bytes of a row."""
+    with _Sent() as mode:
+        yield mode.sent
+
+
+def inputs(dtype, rank: int):
+    """Tokens, the token of every row, rows of every expert, and the gradient of the results."""
+    rows = sum(COUNTS[rank])
+    index = torch.randint(TOKENS, (rows,), generator=torch.Generator().manual_seed(rank))
+    x, dy = (heavy_tailed(n, DIM, seed=seed + rank, dtype=dtype) for n, seed in ((TOKENS, 10), (rows, 20)))
+    return x, index, torch.tensor(COUNTS[rank]), dy
+
+
+def results_of(model, x, index, counts, dy) -> list[torch.Tensor]:
+    """Result, and gradients of x, of the gain and of the weights."""
+    x = x.detach().requires_grad_()
+    y = model(x, index, counts)
+    gradients = torch.autograd.grad(y, [x, *model.parameters()], dy)
+    return [y.detach(), *(g.to_local() if isinstance(g, DTensor) else g for g in gradients)]
+
+
+def by_expert(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of every process -> all rows in the order of the experts, where each has the processes' rows in order."""
+    split = [part.split(counts) for part, counts in zip(parts, COUNTS, strict=True)]
+    return torch.cat([own[e] for e in range(EXPERTS) for own in split])
+
+
+def exchanged(model: Routed, mesh, dispatch="quantized", combine_backward="high_precision") -> Routed:
+    with plans_with_own_styles():
+        llama4.parallelize_module(model.experts, mesh, ExpertParallel())
+    choose_exchange(model, dispatch, combine_backward)
+    return model
+
+
+def same_on_all(mesh, rows: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of both processes, which have different numbers of rows."""
+    found = [rows if rank == mesh.get_local_rank() else rows.new_empty(sum(COUNTS[rank]), DIM) for rank in (0, 1)]
+    for rank, result in enumerate(found):
+        dist.broadcast(result, rank)
+    return found
+
+
+def _check_two_processes(mesh):
+    use_cpu()
+    rank = mesh.get_local_rank()
+    own = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
+    for mode, dtype in CASES:
+        x, index, counts, dy = zip(*(inputs(dtype, r) for r in (0, 1)), strict=True)
+        of_both = torch.cat(x), by_expert([index[0], index[1] + TOKENS]), sum(counts), by_expert(dy)
+        y, dx, _, *dws = results_of(Routed(mode, dtype=dtype), *of_both)
+        want = [y, dx.split(TOKENS)[rank], *(dw[own] for dw in dws)]
+        sent, received, values = sum(COUNTS[rank]), sum(sum(c[own]) for c in COUNTS), DIM * dtype.itemsize
+        for dispatch, size in (("auto", CODES), ("high_precision", values))[: 1 if mode == "emulated" else 2]:
+            model = exchanged(Routed(mode, dtype=dtype), mesh, dispatch)
+            with counted() as found:
+                y, dx, _, *dws = results_of(model, *inputs(dtype, rank))
+            assert found == [(sent, size), (received, values), (sent, values), (received, values)]
+            got = [by_expert(same_on_all(mesh, y)), dx, *dws]
+            assert all(map(torch.equal, got, want)), (mode, dtype, dispatch)
+
+
+def test_two_processes_have_the_bits_of_one():
+    in_two_processes(_check_two_processes, "cpu")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """One process that exchanges rows with itself."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(utils, "generate_permute_indices", partial(kernels.generate_permute_indices, use_cpu=True))
+
+
+@pytest.mark.parametrize("mode, dtype", CASES)
+def test_gradients_of_results_travel_as_codes(mesh, mode, dtype):
+    """The experts get the values of the codes; their dgrad casts them to the same codes again."""
+    x, index, counts, dy = inputs(dtype, 0)
+    recipe = get_recipe("mxfp8").dgrad
+    rounded = image(dy, recipe.format, recipe.scale_rounding, 1, dtype)
+    want = results_of(Routed(mode, dtype=dtype), x, index, counts, rounded)
+    model = exchanged(Routed(mode, dtype=dtype), mesh, "quantized", "quantized")
+    with counted() as found:
+        got = results_of(model, x, index, counts, dy)
+    values = DIM * dtype.itemsize
+    assert [size for _, size in found] == [CODES, values, CODES, values]
+    assert all(map(torch.equal, got, want))
+
+
+def test_compiled_experts_decode(mesh):
+    x, *others = inputs(torch.bfloat16, 0)
+    want = results_of(Routed(dtype=torch.bfloat16), x, *others)
+    model = exchanged(Routed(dtype=torch.bfloat16), mesh)
+    model.experts.compile_products("aot_eager")
+    assert all(map(torch.equal, results_of(model, x, *others), want))
+
+
+def test_without_codes_values_are_sent(mesh):
+    x, *others = inputs(torch.float32, 0)
+    want = results_of(Routed(recipe="unquantized"), x, *others)
+    model = exchanged(Routed(recipe="unquantized"), mesh, "auto")
+    with counted() as found:
+        assert all(map(torch.equal, results_of(model, x, *others), want))
+    assert {size for _, size in found} == {DIM * 4}
+
+
+REFUSED = {
+    "no norm": ("mxfp8", False, {"dispatch": "quantized"}, ["mxnorm.dispatch = 'quantized'", "no MXNorm", "'auto'"]),
+    "fprop": (
+        "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8",
+        True,
+        {"dispatch": "quantized"},
+        ["mxnorm.dispatch = 'quantized'", "fprop", "'auto'"],
+    ),
+    "dgrad": (
+        "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8",
+        True,
+        {"combine_backward": "quantized"},
+        ["mxnorm.combine_backward = 'quantized'", "dgrad", "'high_precision'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe, is_fed, chosen, facts", REFUSED.values(), ids=REFUSED)
+def test_codes_that_no_cast_makes_are_refused(recipe, is_fed, chosen, facts):
+    model = Routed(recipe=recipe)
+    model.experts.fed_by = model.experts.fed_by if is_fed else ()
+    usual = {"dispatch": "auto", "combine_backward": "high_precision"}
+    choose_exchange(model, **usual)
+    with pytest.raises(ConfigError) as raised:
+        choose_exchange(model, **{**usual, **chosen})
+    message = str(raised.value)
+    assert "\n" not in message and "moe.experts" in message and all(fact in message for fact in facts)
