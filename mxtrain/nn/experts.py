@@ -1,7 +1,9 @@
 """The experts of a mixture, their weights stacked, with quantized GEMMs: fprop, dgrad and wgrad of every expert.
 
 Each expert is a feed-forward network with a gate, W2 (silu(W1 x) * W3 x). Its results and gradients have the bits of
-three ``MXLinear`` on its tokens alone.
+three ``MXLinear`` on its tokens alone. NVFP4's tensor scales are those of one expert. All experts transform with the
+signs of the layer; matrix i (w1, w2, w3: 0, 1, 2) of expert e of E rounds stochastically with the layer's key plus
+i E + e.
 """
 
 import copy
@@ -61,12 +63,14 @@ class _GroupedLinears(torch.autograd.Function):
         from_tokens: bool,
         gemms: ThreeGEMMs,
         ready: Sequence[ReadyOperands | None],
+        signs: torch.Tensor | None,
+        draws: Sequence[torch.Tensor | None],
         *ws: torch.Tensor,
     ):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gain, *groups, *ws)
-        ctx.from_tokens, ctx.gemms, ctx.ready = from_tokens, gemms, ready
-        xq = gemms.quantize_activation(x, groups.source if from_tokens else None)
+        ctx.save_for_backward(x, gain, signs, *groups, *ws)
+        ctx.from_tokens, ctx.gemms, ctx.ready, ctx.draws = from_tokens, gemms, ready, draws
+        xq = gemms.quantize_activation(x, groups.source if from_tokens else None, groups.ends)
         operands = [_cast(gemms, w, gain, 1) if r is None else r.fprop[0] for w, r in zip(ws, ready, strict=True)]
         ys = tuple(matmul_rows(xq, w, groups.ends, x.dtype) for w in operands)
         return ys if from_tokens else tuple(collect(y, groups) for y in ys)
@@ -74,20 +78,22 @@ class _GroupedLinears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, *dys: torch.Tensor | None):
-        x, gain, places, ends, source, *ws = saved
-        gemms, (needs_x, needs_gain, _, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
+        x, gain, signs, places, ends, source, *ws = saved
+        gemms, (needs_x, needs_gain, *_) = ctx.gemms, ctx.needs_input_grad
+        need_ws = ctx.needs_input_grad[-len(ws) :]
         source_of_x, source_of_dy = (source, None) if ctx.from_tokens else (None, source)
         dx, dgain, along_tokens, dws = None, None, None, [None] * len(ws)
         for i, (dy, w, ready) in enumerate(zip(dys, ws, ctx.ready, strict=True)):
             if dy is None:
                 continue
             needs_w = (need_ws[i] or needs_gain) and gemms.runs_wgrad
-            for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_w, None, [None], source_of_dy)
+            draws = [ctx.draws[i]]
+            for_dx, for_dw = gemms.quantize_gradients([dy], needs_x, needs_w, signs, draws, source_of_dy, ends)
             if for_dx is not None:
                 part = matmul_rows(for_dx, _cast(gemms, w, gain, 0) if ready is None else ready.dgrad, ends, x.dtype)
                 dx = part if dx is None else dx + part
             if for_dw is not None:
-                along_tokens = along_tokens or gemms.quantize_along_tokens(x, source=source_of_x)
+                along_tokens = along_tokens or gemms.quantize_along_tokens(x, None, signs, source_of_x, ends)
                 dws[i] = matmul_tokens(for_dw, along_tokens, ends, x.dtype)
                 if gain is None:
                     dws[i] = dws[i].to(w.dtype)
@@ -96,12 +102,21 @@ class _GroupedLinears(torch.autograd.Function):
                     dws[i], dgain = folded.view(w.shape), part if dgain is None else dgain + part
         if dx is not None and ctx.from_tokens:
             dx = collect(dx, Groups(places, ends, source))
-        return dx, dgain, None, None, None, None, *dws
+        return dx, dgain, *[None] * 6, *dws
 
 
 def _cast(gemms: ThreeGEMMs, w: torch.Tensor, gain: torch.Tensor | None, dim: int):
-    """W [E, N, D] as the operand of fprop (1) or dgrad (0). N is whole blocks, so that none holds two experts."""
-    return gemms.quantize_weights([w.flatten(0, 1)], gain, (dim,))[dim]
+    """W [E, N, D] as the operand of fprop (1) or dgrad (0)."""
+    return gemms.quantize_weights([w], gain, (dim,))[dim]
+
+
+def _draws_of_experts(draws: torch.Tensor | None, experts: int) -> Sequence[torch.Tensor | None]:
+    """A layer's draws, int64 [4] -> those of every expert for w1, w2 and w3, each [E, 4]."""
+    if draws is None:
+        return (None,) * len(WEIGHTS)
+    keys = draws[:1] + torch.arange(len(WEIGHTS) * experts, device=draws.device)
+    rows = torch.cat((keys.unsqueeze(1), draws[1:].expand(len(WEIGHTS) * experts, 3)), 1)
+    return rows.view(len(WEIGHTS), experts, 4).unbind()
 
 
 def _feed_forward(
@@ -110,15 +125,17 @@ def _feed_forward(
     gemms: ThreeGEMMs,
     ready: Sequence[ReadyOperands | None],
     gain: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    draws: Sequence[torch.Tensor | None],
     w1: torch.Tensor,
     w2: torch.Tensor,
     w3: torch.Tensor,
 ) -> torch.Tensor:
     """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert; W1 and W3 times the gain, if any."""
-    ready1, ready2, ready3 = ready
+    (ready1, ready2, ready3), (draws1, draws2, draws3) = ready, draws
     groups = make_groups(counts, x.shape[0], block_of_rows(gemms.mode))
-    gate, up = _GroupedLinears.apply(x, gain, groups, True, gemms, (ready1, ready3), w1, w3)
-    return _GroupedLinears.apply(silu(gate) * up, None, groups, False, gemms, (ready2,), w2)[0]
+    gate, up = _GroupedLinears.apply(x, gain, groups, True, gemms, (ready1, ready3), signs, (draws1, draws3), w1, w3)
+    return _GroupedLinears.apply(silu(gate) * up, None, groups, False, gemms, (ready2,), signs, (draws2,), w2)[0]
 
 
 @functools.cache
@@ -138,8 +155,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         """Return the same experts, sharing the parameters, of a class that is also that of ``experts``.
 
         Raises:
-            ConfigError: for an unknown recipe or mode, an NVFP4 recipe, or features that are not whole blocks, or for
-                native products not multiples of 128.
+            ConfigError: for an unknown recipe or mode, or features that are not whole blocks. For native products:
+                for a recipe with NVFP4, or features that are not multiples of 128.
         """
         new = _empty(type(experts))
         tables = vars(nn.Module())
@@ -164,9 +181,7 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def quantize_ahead(self, gemms: ThreeGEMMs) -> tuple[ReadyOperands, ...]:
         """Cast the weights, which are not DTensors, for several forwards (``mxtrain.nn.ready_weights``)."""
-        return tuple(
-            gemms.quantize_ahead([w.flatten(0, 1)], gain)._replace(made_from=(w, gain)) for w, gain in self._pairs()
-        )
+        return tuple(gemms.quantize_ahead([w], gain) for w, gain in self._pairs())
 
     @property
     def gain(self) -> torch.Tensor | None:
@@ -207,9 +222,9 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         check_tiles(w1.shape[2], w1.shape[1], self.recipe, gemms.mode)
         dtype = compute_dtype(x)
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
-        return self._multiply(x.to(dtype), num_tokens_per_expert, gemms, self._ready(), self.gain, w1, w2, w3).to(
-            x.dtype
-        )
+        signs, draws = self.signs(x.device), _draws_of_experts(self.draws(x.device), len(w1))
+        settings = (gemms, self._ready(), self.gain, signs, draws)
+        return self._multiply(x.to(dtype), num_tokens_per_expert, *settings, w1, w2, w3).to(x.dtype)
 
     def compile_products(self, backend: str = "inductor") -> None:
         """Compile what the forward computes, without this module's hooks, which may wait for the device.
@@ -231,19 +246,22 @@ def _empty(kind: type[nn.Module]) -> QuantizedExperts:
 
 def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") -> None:
     """Raise ConfigError unless this recipe computes the GEMMs of these experts in this mode."""
-    if any(gemm.is_nvfp4 for gemm in recipe.gemms):
-        raise ConfigError(
-            f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts; keep them with filter_fqns"
-        )
     _, hidden, features = experts.w1.shape
     check_features(features, hidden, recipe)
     check_tiles(features, hidden, recipe, resolve_mode(mode) if mode == "auto" else mode)
 
 
+def has_nvfp4(recipe: LinearRecipe) -> bool:
+    """Whether any GEMM casts its operands to NVFP4."""
+    return any(gemm.is_nvfp4 for gemm in recipe.gemms)
+
+
 def check_tiles(features: int, hidden: int, recipe: LinearRecipe, mode: str) -> None:
-    """Raise ConfigError for native products of experts whose features are not whole tiles of scales."""
+    """Raise ConfigError for native products of experts in NVFP4, or whose features are not whole tiles of scales."""
     if mode != "native" or all(gemm.format is None for gemm in recipe.gemms):
         return
+    if has_nvfp4(recipe):
+        raise ConfigError(f"recipe = {recipe.name!r}: experts have no native NVFP4 products; use mode 'emulated'")
     for name, value in (("hidden features", hidden), ("features", features)):
         if value % TILE_ROWS:
             raise ConfigError(
