@@ -35,7 +35,7 @@ def convert(
     - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
     - ``"decompose_k_router"`` turns every linear that is the gate of a router of experts into a DecomposeKRouter.
 
-    The first two also turn TorchTitan's ``GroupedExperts`` into ``QuantizedExperts``, unless their recipe has NVFP4.
+    The first two also turn TorchTitan's ``GroupedExperts`` into ``QuantizedExperts``.
     The last three may run before or after the first two, with the same result.
 
     Args:

@@ -29,7 +29,7 @@ from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.experts import check_tiles
+from mxtrain.nn.experts import check_tiles, has_nvfp4
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.nn.row_norms import WHEN_COMPILED
@@ -103,7 +103,7 @@ class MXLinearConverter(Converter):
     """Every linear becomes an MXLinear, and TorchTitan's stacked experts become QuantizedExperts.
 
     Norms, the gates of routers and layers that share their weights stay, and so do experts with a recipe that has NVFP4
-    in any GEMM.
+    in any GEMM where the mode is native.
 
     Attributes:
         filter_fqns: patterns of modules to keep. None keeps the model's output head.
@@ -202,6 +202,12 @@ class MXLinearConverter(Converter):
             for fqn, recipe in recipe_of.items()
             if recipe.name == HIGH_PRECISION
         }
+        if self._mode_on(survey) == "native":
+            high_precision |= {
+                fqn: f"has recipe {recipe_of[fqn].name!r}, and experts have no native NVFP4 products"
+                for fqn in survey.experts
+                if has_nvfp4(recipe_of[fqn])
+            }
         kept = self._last_blocks(survey) | dict.fromkeys(heads, "is the output head") | self._kept(survey)
         return recipe_of, high_precision | kept
 
@@ -231,8 +237,6 @@ class MXLinearConverter(Converter):
                 skipped[fqn] = reason
             elif is_linear:
                 swaps[fqn] = ToQuantizedLinear(MXLinear, recipe, self.mode, self.seed)
-            elif any(gemm.is_nvfp4 for gemm in recipe.gemms):
-                skipped[fqn] = f"has recipe {recipe.name!r}, and NVFP4 has no grouped products of experts"
             else:
                 swaps[fqn] = ToQuantizedExperts(recipe, self.mode, self.seed)
         return swaps, skipped
@@ -393,8 +397,8 @@ def _why_mixture_stays(
     for part in (*mixture.linears, mixture.experts):
         if reason := survey.layers[part].why_it_stays:
             return f"feeds {part}, which {reason}"
-    if any(gemm.is_nvfp4 for gemm in recipe_of[mixture.experts].gemms):
-        return f"feeds {mixture.experts}, which has no NVFP4 products"
+    if recipe_of[mixture.experts].fprop.is_nvfp4:
+        return f"feeds {mixture.experts}, whose fprop in NVFP4 would round the norm's rows a second time"
     return None
 
 

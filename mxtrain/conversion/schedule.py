@@ -276,7 +276,9 @@ class _Layers:
 
 def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
     if isinstance(layer, QuantizedExperts):
-        check_experts(layer, recipe)
+        if layer.fed_by and recipe.fprop.is_nvfp4:
+            raise ConfigError("fprop in NVFP4 would round the rows of the MXNorm before these experts a second time")
+        check_experts(layer, recipe, layer.mode)
     else:
         check_features(layer.in_features, layer.out_features, recipe)
 

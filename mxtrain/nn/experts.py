@@ -1,7 +1,9 @@
 """The experts of a mixture, their weights stacked, with quantized GEMMs: fprop, dgrad and wgrad of every expert.
 
 Each expert is a feed-forward network with a gate, W2 (silu(W1 x) * W3 x). Its results and gradients have the bits of
-two ``MXLinear`` on its tokens alone: W1 and W3, one below the other, and W2.
+two ``MXLinear`` on its tokens alone: W1 and W3, one below the other, and W2. With NVFP4 in a recipe they are three,
+because a tensor scale is that of one matrix of one expert. All experts transform with the signs of the layer; matrix i
+(w1, w2, w3: 0, 1, 2) of expert e of E rounds stochastically with the layer's key plus i E + e.
 """
 
 import copy
@@ -51,7 +53,7 @@ class _GroupedLinear(torch.autograd.Function):
     With a ``gain`` [D], W_i stands for W_i diag(gain).
 
     With ``from_tokens``, X [T, D] are the rows of the tokens and Y_i [P, N_i] have padding. Else X [P, D] has padding
-    and Y_i [T, N_i] are the rows of the tokens.
+    and the only Y [T, N] has the rows of the tokens.
     """
 
     @staticmethod
@@ -63,34 +65,35 @@ class _GroupedLinear(torch.autograd.Function):
         from_tokens: bool,
         gemms: ThreeGEMMs,
         ready: ReadyOperands | None,
+        signs: torch.Tensor | None,
+        draws: Sequence[torch.Tensor | None],
         *ws: torch.Tensor,
     ):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gain, *groups, *ws)
-        ctx.from_tokens, ctx.gemms, ctx.ready = from_tokens, gemms, ready
-        xq = gemms.quantize_activation(x, groups.source if from_tokens else None)
-        w = gemms.quantize_experts(ws, gain, (1,))[1] if ready is None else ready.fprop[0]
+        ctx.save_for_backward(x, gain, signs, *groups, *ws)
+        ctx.from_tokens, ctx.gemms, ctx.ready, ctx.draws = from_tokens, gemms, ready, draws
+        xq = gemms.quantize_activation(x, groups.source if from_tokens else None, groups.ends)
+        w = gemms.quantize_weights(ws, gain, (1,))[1] if ready is None else ready.fprop[0]
         y = matmul_rows(xq, w, groups.ends, x.dtype)
         # Not views for autograd, which would forbid writes to them.
-        return y.unsafe_split_with_sizes([w.shape[1] for w in ws], 1) if from_tokens else collect(y, groups)
+        return y.unsafe_split_with_sizes([w.shape[1] for w in ws], 1) if from_tokens else (collect(y, groups),)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, *dys: torch.Tensor):
-        x, gain, places, ends, source, *ws = saved
-        gemms, (needs_x, needs_gain, _, _, _, _, *need_ws) = ctx.gemms, ctx.needs_input_grad
+        x, gain, signs, places, ends, source, *ws = saved
+        gemms, (needs_x, needs_gain, *_) = ctx.gemms, ctx.needs_input_grad
         source_of_x, source_of_dy = (source, None) if ctx.from_tokens else (None, source)
-        needs_w = (any(need_ws) or needs_gain) and gemms.runs_wgrad
-        draws = [None] * len(dys)
-        for_dx, for_dw = gemms.quantize_gradients(dys, needs_x, needs_w, None, draws, source_of_dy)
+        needs_w = (any(ctx.needs_input_grad[-len(ws) :]) or needs_gain) and gemms.runs_wgrad
+        for_dx, for_dw = gemms.quantize_gradients(dys, needs_x, needs_w, signs, ctx.draws, source_of_dy, ends)
         dx = dgain = None
         dws: list[torch.Tensor | None] = [None] * len(ws)
         if for_dx is not None:
-            w = gemms.quantize_experts(ws, gain, (0,))[0] if ctx.ready is None else ctx.ready.dgrad
+            w = gemms.quantize_weights(ws, gain, (0,))[0] if ctx.ready is None else ctx.ready.dgrad
             dx = matmul_rows(for_dx, w, ends, x.dtype)
             dx = collect(dx, Groups(places, ends, source)) if ctx.from_tokens else dx
         if for_dw is not None:
-            along_tokens = gemms.quantize_along_tokens(x, source=source_of_x)
+            along_tokens = gemms.quantize_along_tokens(x, None, signs, source_of_x, ends)
             for i, (part, w) in enumerate(zip(split_rows(for_dw, [w.shape[1] for w in ws]), ws, strict=True)):
                 dw = matmul_tokens(part, along_tokens, ends, x.dtype)
                 if gain is None:
@@ -98,7 +101,16 @@ class _GroupedLinear(torch.autograd.Function):
                 else:
                     dw, of_gain = fold_backward(dw.flatten(0, 1), w.flatten(0, 1), gain, gemms.mode)
                     dws[i], dgain = dw.view(w.shape), of_gain if dgain is None else dgain + of_gain
-        return dx, dgain, None, None, None, None, *dws
+        return dx, dgain, *[None] * 6, *dws
+
+
+def _draws_of_experts(draws: torch.Tensor | None, experts: int) -> Sequence[torch.Tensor | None]:
+    """A layer's draws, int64 [4] -> those of every expert for w1, w2 and w3, each [E, 4]."""
+    if draws is None:
+        return (None,) * len(WEIGHTS)
+    keys = draws[:1] + torch.arange(len(WEIGHTS) * experts, device=draws.device)
+    rows = torch.cat((keys.unsqueeze(1), draws[1:].expand(len(WEIGHTS) * experts, 3)), 1)
+    return rows.view(len(WEIGHTS), experts, 4).unbind()
 
 
 def _feed_forward(
@@ -107,6 +119,8 @@ def _feed_forward(
     gemms: ThreeGEMMs,
     ready: Sequence[ReadyOperands | None],
     gain: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    draws: Sequence[torch.Tensor | None],
     w1: torch.Tensor,
     w2: torch.Tensor,
     w3: torch.Tensor,
@@ -114,10 +128,15 @@ def _feed_forward(
     """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert; W1 and W3 times the gain, if any."""
     if isinstance(x, RoutedRows):
         x = x.values()  # here, so that decoding is one kernel where this is compiled
-    of_input, of_hidden = ready
+    (*of_input, of_hidden), (draws1, draws2, draws3) = ready, draws
     groups = make_groups(counts, x.shape[0], block_of_rows(gemms.mode))
-    gate, up = _GroupedLinear.apply(x, gain, groups, True, gemms, of_input, w1, w3)
-    return _GroupedLinear.apply(silu(gate) * up, None, groups, False, gemms, of_hidden, w2)
+    from_tokens = x, gain, groups, True, gemms
+    if has_nvfp4(gemms.recipe):
+        (gate,) = _GroupedLinear.apply(*from_tokens, of_input[0], signs, (draws1,), w1)
+        (up,) = _GroupedLinear.apply(*from_tokens, of_input[1], signs, (draws3,), w3)
+    else:
+        gate, up = _GroupedLinear.apply(*from_tokens, *of_input, signs, (draws1, draws3), w1, w3)
+    return _GroupedLinear.apply(silu(gate) * up, None, groups, False, gemms, of_hidden, signs, (draws2,), w2)[0]
 
 
 @functools.cache
@@ -139,8 +158,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         """Return the same experts, sharing the parameters, of a class that is also that of ``experts``.
 
         Raises:
-            ConfigError: for an unknown recipe or mode, an NVFP4 recipe, or features that are not whole blocks, or for
-                native products not multiples of 128.
+            ConfigError: for an unknown recipe or mode, or features that are not whole blocks. For native products:
+                for a recipe with NVFP4, or features that are not multiples of 128.
         """
         new = _empty(type(experts))
         tables = vars(nn.Module())
@@ -165,11 +184,7 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def quantize_ahead(self, gemms: ThreeGEMMs) -> tuple[ReadyOperands, ...]:
         """Cast the weights, which are not DTensors, for several forwards (``mxtrain.nn.ready_weights``)."""
-        found = []
-        for ws, gain in self._products():
-            operands = gemms.quantize_experts(ws, gain)
-            found.append(ReadyOperands((operands[1],), operands[0], (*ws, gain)))
-        return tuple(found)
+        return tuple(gemms.quantize_ahead(ws, gain) for ws, gain in self._products())
 
     @property
     def gain(self) -> torch.Tensor | None:
@@ -179,8 +194,9 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def _products(self) -> tuple[tuple[tuple[torch.Tensor, ...], torch.Tensor | None], ...]:
         """The weights of each product and the gain that they are folded with."""
-        w1, w2, w3 = self.weights
-        return ((w1, w3), self.gain), ((w2,), None)
+        (w1, w2, w3), gain = self.weights, self.gain
+        of_input = ((w1,), gain), ((w3,), gain)
+        return *(of_input if has_nvfp4(self.recipe) else (((w1, w3), gain),)), ((w2,), None)
 
     def _ready(self) -> tuple[ReadyOperands | None, ...]:
         """The weights that were cast ahead, if they are still those of this module."""
@@ -214,8 +230,9 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         dtype = compute_dtype(x)
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
         rows = rows._replace(h=x.to(dtype)) if isinstance(rows, RoutedRows) else x.to(dtype)
-        y = self._multiply(rows, num_tokens_per_expert, gemms, self._ready(), self.gain, w1, w2, w3)
-        return y.to(x.dtype)
+        signs, draws = self.signs(x.device), _draws_of_experts(self.draws(x.device), len(w1))
+        settings = (gemms, self._ready(), self.gain, signs, draws)
+        return self._multiply(rows, num_tokens_per_expert, *settings, w1, w2, w3).to(x.dtype)
 
     def compile_products(self, backend: str = "inductor") -> None:
         """Compile what the forward computes, without this module's hooks, which may wait for the device.
@@ -237,19 +254,22 @@ def _empty(kind: type[nn.Module]) -> QuantizedExperts:
 
 def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") -> None:
     """Raise ConfigError unless this recipe computes the GEMMs of these experts in this mode."""
-    if any(gemm.is_nvfp4 for gemm in recipe.gemms):
-        raise ConfigError(
-            f"recipe = {recipe.name!r}: NVFP4 has no grouped products of experts; keep them with filter_fqns"
-        )
     _, hidden, features = experts.w1.shape
     check_features(features, hidden, recipe)
     check_tiles(features, hidden, recipe, resolve_mode(mode) if mode == "auto" else mode)
 
 
+def has_nvfp4(recipe: LinearRecipe) -> bool:
+    """Whether any GEMM casts its operands to NVFP4."""
+    return any(gemm.is_nvfp4 for gemm in recipe.gemms)
+
+
 def check_tiles(features: int, hidden: int, recipe: LinearRecipe, mode: str) -> None:
-    """Raise ConfigError for native products of experts whose features are not whole tiles of scales."""
+    """Raise ConfigError for native products of experts in NVFP4, or whose features are not whole tiles of scales."""
     if mode != "native" or all(gemm.format is None for gemm in recipe.gemms):
         return
+    if has_nvfp4(recipe):
+        raise ConfigError(f"recipe = {recipe.name!r}: experts have no native NVFP4 products; use mode 'emulated'")
     for name, value in (("hidden features", hidden), ("features", features)):
         if value % TILE_ROWS:
             raise ConfigError(

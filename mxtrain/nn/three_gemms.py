@@ -90,13 +90,16 @@ class ThreeGEMMs:
             found |= cast(parts, recipe, self.mode, dims, **settings)
         return found
 
-    def quantize_activation(self, x: torch.Tensor, source: torch.Tensor | None = None) -> Operand:
+    def quantize_activation(
+        self, x: torch.Tensor, source: torch.Tensor | None = None, ends: torch.Tensor | None = None
+    ) -> Operand:
         """X as fprop's operand [T, D], where no MXNorm has made it.
 
         Args:
             source: int64 [T]: X's row i is row source[i] of ``x``, zero if that is negative. None: X is ``x``.
+            ends: int32 [G], the ends of groups of X's rows, which have tensor scales of their own. None: X has one.
         """
-        return self._cast([x], {1: self.recipe.fprop}, group=self.split.x, source=source)[1]
+        return self._cast([x], {1: self.recipe.fprop}, group=self.split.x, source=source, ends=ends)[1]
 
     def quantize_along_tokens(
         self,
@@ -104,33 +107,31 @@ class ThreeGEMMs:
         rho: torch.Tensor | None = None,
         signs: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
     ) -> Operand:
         """X as wgrad's operand [D, T]; with ``rho`` [T], X diag(rho) row by row.
 
         Args:
             signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
-            source: as for ``quantize_activation``.
+            source, ends: as for ``quantize_activation``.
         """
-        settings = dict(row_factor=rho, signs=signs, group=self.split.x, source=source)
+        settings = dict(row_factor=rho, signs=signs, group=self.split.x, source=source, ends=ends)
         return self._cast([x], {0: self.recipe.wgrad}, **settings)[0]
 
     def quantize_weights(
-        self,
-        ws: Sequence[torch.Tensor],
-        gain: torch.Tensor | None,
-        dims: tuple[int, ...] = (1, 0),
-        **settings,
-    ) -> dict[int, Operand]:
-        """W, or W diag(gain), as the operands of fprop [N, D] (1) and of dgrad [D, N] (0)."""
-        recipes = {1: self.recipe.fprop, 0: self.recipe.dgrad}
-        recipes = {dim: recipes[dim] for dim in dims}
-        return self._cast(ws, recipes, column_factor=gain, is_weight=True, group=self.split.w, **settings)
-
-    def quantize_experts(
         self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, dims: tuple[int, ...] = (1, 0)
     ) -> dict[int, Operand]:
-        """Stacked W_i [E, N_i, D] as ``quantize_weights``: every expert's matrices lie one below the other."""
-        return self.quantize_weights([w.flatten(0, 1) for w in ws], gain, dims, experts=ws[0].shape[0])
+        """W, or W diag(gain), as the operands of fprop [N, D] (1) and of dgrad [D, N] (0).
+
+        Args:
+            ws: or stacked experts W_i [E, N_i, D], of which every expert's lie one below the other (with NVFP4 one W).
+                N_i is whole blocks, so that no block holds two experts. The operands are [E N, D] and [D, E N].
+        """
+        experts = ws[0].shape[0] if ws[0].ndim == 3 else 1
+        recipes = {1: self.recipe.fprop, 0: self.recipe.dgrad}
+        recipes = {dim: recipes[dim] for dim in dims}
+        settings = dict(column_factor=gain, is_weight=True, group=self.split.w, experts=experts)
+        return self._cast([w.flatten(0, -2) for w in ws], recipes, **settings)
 
     def quantize_gradients(
         self,
@@ -140,19 +141,20 @@ class ThreeGEMMs:
         signs: torch.Tensor | None,
         draws: Sequence[torch.Tensor | None],
         source: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
     ) -> tuple[Operand | None, Operand | None]:
         """dY as the operands of dgrad [T, N] and wgrad [N, T]; None for an operand that is not wanted.
 
         Args:
             signs: as for ``quantize_along_tokens``.
             draws: for each part what stochastic rounding derives its random bits from
-                (``mxtrain.rng.rounding.Draws``); None if the recipe rounds to nearest.
-            source: as for ``quantize_activation``.
+                (``mxtrain.rng.rounding.Draws``), with ``ends`` for each group; None if the recipe rounds to nearest.
+            source, ends: as for ``quantize_activation``.
         """
         recipes = {1: self.recipe.dgrad} if for_dgrad else {}
         if for_wgrad:
             recipes[0] = self.recipe.wgrad
-        settings = dict(axis=1, signs=signs, draws=draws, group=self.split.dy, source=source)
+        settings = dict(axis=1, signs=signs, draws=draws, group=self.split.dy, source=source, ends=ends)
         found = self._cast(dys, recipes, **settings)
         return found.get(1), found.get(0)
 

@@ -5,9 +5,9 @@
     wgrad   dY^T and X^T in blocks along tokens, both Hadamard-transformed first; dY rounded stochastically
 
 The recipe can turn off tiles, transform and stochastic rounding. The tensor scale comes from the largest magnitude
-that is cast, after factors and transform, and all parts of a matrix on several processes share it; only MXNorm's
-static scale is known beforehand. Tensor scales are powers of two, so bf16 and fp32 operands hold their values exactly,
-tensor scale included.
+that is cast, after factors and transform, and all parts of a matrix on several processes share it. Each expert of a
+mixture has one of its own. Only MXNorm's static scale is known beforehand. Tensor scales are powers of two, so bf16 and
+fp32 operands hold their values exactly, tensor scale included.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from mxtrain.reference import nvfp4 as reference
 from mxtrain.reference.casts import at_least_fp32, rows_in_order, to_blocked
 from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
 from mxtrain.reference.mxnorm import inverse_rms, scale_rows
-from mxtrain.reference.philox import rounding_bits, rounding_words
+from mxtrain.reference.philox import rounding_bits, rounding_words, rounding_words_of_rows
 from mxtrain.rng.rounding import MAX_ELEMENTS
 
 if HAS_TRITON:
@@ -52,6 +52,8 @@ def cast(
     group: str | None = None,
     as_codes: bool = False,
     source: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    experts: int = 1,
 ) -> dict[int, Operand | Codes]:
     """Quantize a matrix X [R, C] along each dimension in ``dims``; return the operands by dimension.
 
@@ -66,7 +68,14 @@ def cast(
             round to nearest.
         tensor_scale: fp32 [], a power of two; None takes it from the largest magnitude.
         group: name of the process group that holds X together; None for a whole X.
+        ends: int32 [G], multiples of 16, the ends of groups of rows of X. Each group is cast as a matrix of its own, of
+            which the draws are int64 [4]: ``draws`` has one tensor [G, 4]. Rows beyond the last end: any values. For
+            one matrix without group, and not as codes or in mode "native".
+        experts: X is so many groups of equal height.
     """
+    if experts > 1:
+        rows = parts[0].shape[0] // experts
+        ends = torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
     if source is not None:
         parts = [rows_in_order(parts[0], source)]
     signs = signs if recipe.hadamard and 0 in dims and not is_weight else None
@@ -78,8 +87,16 @@ def cast(
     if not runs_kernels(mode, parts[0].device.type):
         results = [
             {
-                dim: _in_pytorch(matrix, mode, tensor_scale, group, bits, tiles, as_codes)
-                for dim, (matrix, bits) in _matrices_and_bits(x, dims, signs, of_x, **factors).items()
+                dim: _in_pytorch(
+                    matrix,
+                    mode,
+                    tensor_scale if ends is None else _scales_of_groups(matrix, dim, ends),
+                    group,
+                    bits,
+                    tiles,
+                    as_codes,
+                )
+                for dim, (matrix, bits) in _matrices_and_bits(x, dims, signs, of_x, ends, **factors).items()
             }
             for x, of_x in zip(parts, draws or [None] * len(parts))
         ]
@@ -88,26 +105,34 @@ def cast(
         # The operand of dimension 0 is transposed.
         return {dim: Operand(torch.cat([one[dim].data for one in results], axis if dim else 1 - axis)) for dim in dims}
     if tensor_scale is None:
-        of_parts = [_tensor_scales_by_kernels(x, dims, signs, group, **factors) for x in parts]
+        of_parts = [_tensor_scales_by_kernels(x, dims, signs, group, ends, **factors) for x in parts]
         scales = {dim: [of_part[dim] for of_part in of_parts] for dim in dims}
     else:
         scales = {dim: [tensor_scale] for dim in dims}
     form = "codes" if as_codes else KERNEL_FORM[mode]
     if tiles:
-        casts = nvfp4_weight(parts, scales[dims[0]], form, column_factor)
+        casts = nvfp4_weight(parts, scales[dims[0]], form, column_factor, ends)
     else:
-        casts = nvfp4_cast(parts, scales, form, signs=signs, draws=draws, axis=axis, **factors)
+        casts = nvfp4_cast(parts, scales, form, signs=signs, draws=draws, axis=axis, ends=ends, **factors)
     return {dim: _from_kernel(casts[dim], dim, scales[dim][0], mode, form) for dim in dims}
 
 
 def _tensor_scales_by_kernels(
-    x: torch.Tensor, dims: tuple[int, ...], signs: torch.Tensor | None, group: str | None, **factors
+    x: torch.Tensor,
+    dims: tuple[int, ...],
+    signs: torch.Tensor | None,
+    group: str | None,
+    ends: torch.Tensor | None,
+    **factors,
 ) -> dict[int, torch.Tensor]:
     """Return the tensor scale for a cast along each dimension: with signs, the one along 0 is of the transformed x."""
     amax, transformed = nvfp4_amax(x, signs, **factors)
+    if ends is not None:
+        strips = x.shape[0] // NVFP4.block_size
+        amax, transformed = (None if t is None else t.view(strips, -1) for t in (amax, transformed))
     if signs is None:
-        return dict.fromkeys(dims, _scale_of_maxima(amax, group))
-    return {dim: _scale_of_maxima(amax if dim == 1 else transformed, group) for dim in dims}
+        return dict.fromkeys(dims, _scale_of_maxima(amax, group, ends))
+    return {dim: _scale_of_maxima(amax if dim == 1 else transformed, group, ends) for dim in dims}
 
 
 def _matrices_and_bits(
@@ -115,6 +140,7 @@ def _matrices_and_bits(
     dims: tuple[int, ...],
     signs: torch.Tensor | None,
     draws: torch.Tensor | None,
+    ends: torch.Tensor | None,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
@@ -126,8 +152,14 @@ def _matrices_and_bits(
         return {dim: (matrix, None) for dim, matrix in along.items()}
     # Padding adds rows. len(x) would give a compiled graph one number of tokens.
     rows, columns = along[0].t().shape if 0 in dims else x.shape
-    key, step, microbatch, rank = draws.unbind()
-    words = rounding_words(rows, columns, key, step, rank, microbatch, draws.device)
+    if ends is None:
+        key, step, microbatch, rank = draws.unbind()
+        words = rounding_words(rows, columns, key, step, rank, microbatch, draws.device)
+    else:
+        groups = _group_of_rows(ends, rows).clamp(max=ends.shape[0] - 1)
+        row = torch.arange(rows, device=ends.device) - torch.nn.functional.pad(ends[:-1], (1, 0))[groups]
+        key, step, microbatch, rank = draws[groups].unbind(1)
+        words = rounding_words_of_rows(row, columns, key, step, rank, microbatch)
     bits = {1: rounding_bits(words[: x.shape[0]], 1), 0: rounding_bits(words, 0).t()}
     return {dim: (matrix, bits[dim]) for dim, matrix in along.items()}
 
@@ -221,9 +253,24 @@ def _tensor_scale(x: torch.Tensor, group: str | None) -> torch.Tensor:
     return reference.power_of_two_tensor_scale(x if group is None else _largest(x.abs(), group))
 
 
-def _scale_of_maxima(maxima: torch.Tensor, group: str | None) -> torch.Tensor:
+def _scale_of_maxima(maxima: torch.Tensor, group: str | None, ends: torch.Tensor | None) -> torch.Tensor:
     """Return the tensor scale of a matrix whose maxima a kernel found, fp32 []; ``group`` holds its parts."""
-    return nvfp4_tensor_scale(maxima if group is None else _largest(maxima, group))
+    return nvfp4_tensor_scale(maxima if group is None else _largest(maxima, group), ends)
+
+
+def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the group of every row, int64 [rows]; the number of groups for rows beyond the last end."""
+    return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
+
+
+def _scales_of_groups(x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
+    """Return the tensor scale of its group for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
+    groups = _group_of_rows(ends, x.shape[1 - dim])
+    # As integers, because they have the order of the magnitudes with NaN as the largest, once its sign is gone.
+    maxima = x.abs().amax(dim).float().view(torch.int32) & 0x7FFFFFFF
+    largest_of = maxima.new_zeros(ends.shape[0] + 1).scatter_reduce(0, groups, maxima, "amax")
+    scales = reference.power_of_two_tensor_scales(largest_of.view(torch.float32))[groups]
+    return scales.unsqueeze(1) if dim == 1 else scales[:: NVFP4.block_size].unsqueeze(0)
 
 
 def _largest(magnitudes: torch.Tensor, group: str) -> torch.Tensor:

@@ -123,7 +123,8 @@ def cast(
 
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of 16.
-        tensor_scale: a number or fp32 [], at least ``NVFP4_TENSOR_SCALE_MIN``.
+        tensor_scale: a number or fp32, at least ``NVFP4_TENSOR_SCALE_MIN``: [], or one for each block or for each row,
+            in a shape that broadcasts to that of ``scales``.
         bits: int64, shape of ``x``, uniform in [0, 2^16).
 
     Returns:
@@ -157,7 +158,7 @@ def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[tor
     amax = torch.nn.functional.pad(blocks.abs().amax(-1), (0, 0, 0, -rows % tile))
     amax = amax.reshape(-1, tile, amax.shape[1]).amax(1)
     tensor_scale = _as_tensor(tensor_scale, w)
-    scales = block_scales(amax, tensor_scale).repeat_interleave(tile, 0)[:rows]
+    scales = block_scales(amax.repeat_interleave(tile, 0)[:rows], tensor_scale)
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
     return _pack(_encode(scaled.reshape(w.shape), None)).contiguous(), scales.contiguous()
 
@@ -179,13 +180,13 @@ def dequantize(
     pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], 1)  # the two elements of every byte
     values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], 2 * codes.shape[-1])
     blocks = split_blocks(values, NVFP4.block_size) * scales.float().unsqueeze(-1)
-    return converted(blocks.reshape(values.shape) * _as_tensor(tensor_scale, codes), dtype)
+    return converted((blocks * _as_tensor(tensor_scale, codes).unsqueeze(-1)).reshape(values.shape), dtype)
 
 
 def _as_tensor(tensor_scale: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """fp32 [] on the device of ``like``."""
+    """fp32 on the device of ``like``."""
     if isinstance(tensor_scale, torch.Tensor):
-        return tensor_scale.to(device=like.device, dtype=torch.float32).reshape(())
+        return tensor_scale.to(device=like.device, dtype=torch.float32)
     return torch.full((), tensor_scale, device=like.device, dtype=torch.float32)
 
 

@@ -82,6 +82,24 @@ def rounding_words(
     return torch.stack(words, 1).flatten()[:elements].view(rows, columns)
 
 
+def rounding_words_of_rows(
+    row: torch.Tensor, columns: int, key: torch.Tensor, step: torch.Tensor, rank: torch.Tensor, microbatch: torch.Tensor
+) -> torch.Tensor:
+    """Return the words of ``rounding_words`` for single rows of matrices that each have a key.
+
+    Args:
+        row: int64 [R], the place of each row in its own matrix.
+        columns: of all matrices, a multiple of 4.
+        key, step, rank, microbatch: int64 [R], those of each row.
+
+    Returns:
+        int64 [R, columns].
+    """
+    fours = row.unsqueeze(1) * (columns // 4) + torch.arange(columns // 4, device=row.device)
+    key, step, rank, microbatch = (numbers.unsqueeze(1) for numbers in (key, step, rank, microbatch))
+    return torch.stack(philox(key, fours, microbatch, step, rank), 2).flatten(1)
+
+
 def rounding_bits(words: torch.Tensor, dim: int) -> torch.Tensor:
     """Return 16 bits of each word for the cast along ``dim``: the lower half for dim 1, the upper half for dim 0.
 

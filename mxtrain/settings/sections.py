@@ -93,8 +93,8 @@ class MXNorm:
     """
     Format of the operands of all swapped linears and experts: "mxfp8", "nvfp4", "nvfp4_dynamic" (every scale is
     computed from its values), or "unquantized" (isolates the norm). Or one of these or "bf16" per matrix product, for
-    example "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers with "bf16" for all three are not swapped, nor are experts
-    with NVFP4 for any of them
+    example "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers with "bf16" for all three are not swapped, nor in mode
+    "native" experts with NVFP4 for any of them
     """
 
     recipes: Table = field(default_factory=dict)

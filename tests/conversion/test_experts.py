@@ -7,7 +7,8 @@ import torch
 import torch.nn as nn
 from torchtitan.models.moe.moe import GroupedExperts, MoE, MoEArgs
 
-from mxtrain import ConfigError, MXLinear, convert
+from mxtrain import ConfigError, convert
+from mxtrain.conversion.converters import MXLinearConverter
 from mxtrain.conversion.layers import find_experts
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.nn.experts import QuantizedExperts
@@ -197,10 +198,8 @@ def test_attributes_move_with_the_experts_unless_a_name_is_taken():
 @pytest.mark.parametrize(
     ("settings", "reasons"),
     [
-        ({"recipe": "nvfp4", "high_precision_share": 0.0}, ["has recipe 'nvfp4', and NVFP4"] * 2),
-        ({"recipe": "wgrad=nvfp4, fprop=mxfp8, dgrad=mxfp8", "high_precision_share": 0.0}, ["has recipe 'fprop="] * 2),
-        ({"recipes": {"layers.*.moe.experts": "nvfp4"}}, ["has recipe 'nvfp4', and NVFP4"] * 2),
         ({"recipe": "nvfp4", "high_precision_share": 0.0, "recipes": {"experts": "mxfp8"}}, [None, None]),
+        ({"recipe": "nvfp4", "high_precision_share": 0.5}, [None, "in the last 1 of 2 blocks"]),
         ({"recipes": {"experts": "bf16"}}, ["left in high precision by recipes.'experts'"] * 2),
         ({"recipes": {"layers.1": "bf16"}}, [None, "left in high precision by recipes.'layers.1'"]),
         ({"high_precision_share": 0.5}, [None, "in the last 1 of 2 blocks"]),
@@ -270,6 +269,7 @@ def scheduled(*tables, **settings):
     [
         ({"recipe": "bf16"}, {"recipe": "unquantized"}),
         ({"recipe": "unquantized", "modules": ["experts"]}, {"recipes": {"experts": "unquantized"}}),
+        ({"recipe": "fprop=nvfp4"}, {"recipe": "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "high_precision_share": 0.0}),
         (
             {"recipe": "dgrad=bf16", "modules": [EXPERTS]},
             {"recipes": {EXPERTS: "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"}},
@@ -286,14 +286,11 @@ def test_a_schedule_reaches_experts(change, settings):
     assert same(results(model), results(expected)) and not same(results(expected), results(unchanged))
 
 
-def test_nvfp4_in_a_schedule_is_refused_for_experts_before_training():
-    change = {"from_step": 5, "recipe": "wgrad=nvfp4"}
-    with pytest.raises(ConfigError, match=rf"^mxnorm.schedule\[0\]: {EXPERTS}: .*NVFP4 has no grouped[^\n]*$"):
-        scheduled(change)
-    model = scheduled(change, filter_fqns=["experts", "output"])
-    set_step(model, 5)
-    assert model.layers[0].moe.shared_experts.w1.recipe.wgrad.is_nvfp4
-    assert type(model.layers[0].moe.shared_experts.w1) is MXLinear
+def test_native_nvfp4_keeps_experts(monkeypatch):
+    monkeypatch.setattr(MXLinearConverter, "_mode_on", lambda *_: "native")
+    settings = {"recipe": "wgrad=nvfp4, fprop=mxfp8, dgrad=mxfp8", "high_precision_share": 0.0}
+    plan = convert(mixtures(), "mx_linear", mode="reference", **settings)
+    assert plan.experts == [] and "native" in plan.skipped[EXPERTS]
 
 
 def test_only_modules_with_stacked_weights_are_experts():

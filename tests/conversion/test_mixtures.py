@@ -9,7 +9,7 @@ import torch.nn as nn
 from torchtitan.models.moe import moe
 from torchtitan.models.moe.moe import MoE, MoEArgs
 
-from mxtrain import convert
+from mxtrain import ConfigError, convert
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
@@ -134,7 +134,7 @@ STAYS = {
     "the gate is named": (AFTER, {"filter_fqns": ["gate"]}, "named in filter_fqns"),
     "experts are named": (AFTER, {"filter_fqns": ["experts"]}, "named in filter_fqns"),
     "experts in high precision": (AFTER, {"recipes": {"experts": "bf16"}}, "left in high precision"),
-    "NVFP4": (AFTER, {"recipe": "nvfp4"}, "NVFP4"),
+    "NVFP4": (AFTER, {"recipe": "nvfp4"}, "fprop in NVFP4"),
 }
 
 
@@ -143,6 +143,20 @@ def test_norms_that_stay(settings, chosen, reason):
     model = model_of(**settings)
     plan = convert(model, "mxnorm", example_inputs=(tokens(),), **chosen)
     assert reason in plan.skipped["layers.0.norm"]
+    if "recipe" in chosen:
+        assert plan.experts == ["layers.0.moe.experts"]
+
+
+def test_behind_a_norm_experts_have_nvfp4_in_dgrad_and_wgrad_only():
+    """A schedule cannot change to NVFP4 in fprop."""
+    model = model_of(**AFTER)
+    recipe = "fprop=mxfp8, dgrad=nvfp4, wgrad=nvfp4"
+    ours, plan = converted(model, recipe=recipe, high_precision_share=0.0, estimator="exact")
+    assert plan.mixtures.keys() == {"layers.0.norm"} and ours.layers[0].moe.experts.recipe.wgrad.is_nvfp4
+    assert max(errors(results(ours, tokens()), results(model, tokens()))) < 0.4
+    entries = parse_entries([{"from_step": 2, "recipe": "nvfp4"}], 10, {}, "mxnorm.schedule")
+    with pytest.raises(ConfigError, match="layers.0.moe.experts.*NVFP4"):
+        attach_schedule(ours, plan.norms, entries)
 
 
 def test_a_schedule_switches_norm_gate_and_experts():

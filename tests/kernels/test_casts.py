@@ -324,7 +324,7 @@ def test_ops_match_their_schemas_and_fakes(form):
     sign, scales = (None, ([], [one])) if plain else (signs(), ([one], [one]))
     for op, arguments in {
         ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, form != "blocked", True, "rceil", form),
-        ours.nvfp4_cast: ([x], 0, row_factor, column_factor, *scales, sign, [] if plain else [draws()], form),
+        ours.nvfp4_cast: ([x], 0, row_factor, column_factor, *scales, sign, [] if plain else [draws()], None, form),
         ours.nvfp4_amax: (x, None, None, sign),
     }.items():
         torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))

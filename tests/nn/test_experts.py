@@ -14,9 +14,9 @@ from torch.nn.functional import silu
 from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
 from torchao.quantization.quantize_.common import KernelPreference
 
-from mxtrain import ConfigError, MXLinear
+from mxtrain import ConfigError, MXLinear, set_rounding_step
 from mxtrain.nn import experts as module
-from mxtrain.nn.experts import QuantizedExperts, check_experts
+from mxtrain.nn.experts import QuantizedExperts, check_experts, has_nvfp4
 from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops import grouped, mxfp8
 from mxtrain.recipes.parse import get_recipe
@@ -28,7 +28,7 @@ from tests.support.expert_checks import (
     heavy_tailed,
     quantized_experts,
 )
-from tests.support.layer_checks import assert_near, draw, fill
+from tests.support.layer_checks import FQN, SEED, assert_near, draw, fill
 
 E, D, H = len(UNEVEN), 64, 96
 BLOCK = 32
@@ -38,40 +38,59 @@ MIXED = [
     for a, b, c in itertools.product(("mxfp8", "bf16"), repeat=3)
     if len({a, b, c}) == 2
 ]
+# The last one casts weights in blocks, and neither transforms nor rounds stochastically.
+WITH_NVFP4 = [
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4",
+    "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
+    get_recipe("nvfp4_dynamic", weight_tiles=False, hadamard=False, stochastic_rounding=False),
+]
 
 pytestmark = pytest.mark.usefixtures("device")
 
 
 def results_of(experts, x, counts, dy) -> list[torch.Tensor]:
-    """Result, and gradients of x and of the weights."""
+    """Result, and gradients of x and of the weights, with the random bits of a step's first forward."""
+    set_rounding_step(5, microbatch=2, rank=1)
     x = x.detach().requires_grad_()
     y = experts(x, torch.tensor(counts))
     return [y.detach(), *torch.autograd.grad(y, [x, *experts.parameters()], dy)]
 
 
 def results_of_linears(experts: QuantizedExperts, x, counts, dy) -> list[torch.Tensor]:
-    """The same from two ``MXLinear`` per expert. Their rows are padded, because a GEMM of fp32 may sum in an order
-    that depends on the number of rows."""
+    """The same from two ``MXLinear`` per expert, or three with NVFP4.
+
+    Their rows are padded, because a GEMM of fp32 may sum in an order
+    that depends on the number of rows.
+    """
+    set_rounding_step(5, microbatch=2, rank=1)
     found = [[], [], [], [], []]
     parts = zip(*(t[: sum(counts)].split(counts) for t in (x, dy)), strict=True)
     for e, (own_x, own_dy) in enumerate(parts):
         padding = (0, 0, 0, -len(own_x) % BLOCK or BLOCK * (len(own_x) == 0))
         rows = nn.functional.pad(own_x, padding).requires_grad_()
-        w1, w2, w3 = (w[e] for w in experts.weights)
-        of_input, of_hidden = of_weight(experts, torch.cat((w1, w3))), of_weight(experts, w2)
-        gate, up = of_input(rows).chunk(2, 1)
-        y = of_hidden(silu(gate) * up)
-        leaves = [rows, of_input.weight, of_hidden.weight]
-        dx, dw13, dw2 = torch.autograd.grad(y, leaves, nn.functional.pad(own_dy, padding))
-        dw1, dw3 = dw13.chunk(2)
-        for of_all, own in zip(found, (y.detach()[: len(own_x)], dx[: len(own_x)], dw1, dw2, dw3), strict=True):
+        w1, w2, w3 = (of_weight(experts, w[e], i * len(w) + e) for i, w in enumerate(experts.weights))
+        if has_nvfp4(experts.recipe):
+            gate, up = w1(rows), w3(rows)
+            leaves = [linear.weight for linear in (w1, w2, w3)]
+        else:
+            of_input = of_weight(experts, torch.cat((w1.weight, w3.weight)))
+            gate, up = of_input(rows).chunk(2, 1)
+            leaves = [of_input.weight, w2.weight]
+        y = w2(silu(gate) * up)
+        dx, *dws = torch.autograd.grad(y, [rows, *leaves], nn.functional.pad(own_dy, padding))
+        if len(dws) == 2:
+            dws = [*dws[0].chunk(2)[:1], dws[1], *dws[0].chunk(2)[1:]]
+        for of_all, own in zip(found, (y.detach()[: len(own_x)], dx[: len(own_x)], *dws), strict=True):
             of_all.append(own)
     return [*map(torch.cat, found[:2]), *map(torch.stack, found[2:])]
 
 
-def of_weight(experts: QuantizedExperts, w: torch.Tensor) -> MXLinear:
+def of_weight(experts: QuantizedExperts, w: torch.Tensor, number: int = 0) -> MXLinear:
     linear = MXLinear(w.shape[1], w.shape[0], bias=False, recipe=experts.recipe, mode=experts.mode)
     linear.weight = nn.Parameter(w.detach().clone())
+    linear.set_seed(SEED, FQN)
+    if linear._seeds is not None:
+        linear._seeds[1] += number  # the signs of the layer, a key of its own
     return linear
 
 
@@ -92,6 +111,13 @@ CASES = [
     pytest.param(MIXED[0], "emulated", torch.float32, "uneven", marks=pytest.mark.sweep),
     ("bf16", "emulated", torch.bfloat16, "uneven"),
     ("bf16", "reference", torch.float32, "all on one"),
+    ("nvfp4", "reference", torch.float32, "uneven"),
+    *(("nvfp4", "reference", torch.bfloat16, counts) for counts in COUNTS),
+    *((recipe, "reference", torch.bfloat16, "uneven") for recipe in WITH_NVFP4),
+    *(
+        pytest.param(recipe, "emulated", torch.bfloat16, "uneven", marks=pytest.mark.sweep)
+        for recipe in ("nvfp4", WITH_NVFP4[0])
+    ),
 ]
 
 
@@ -100,6 +126,7 @@ def test_every_expert_has_the_bits_of_its_own_linears(recipe, mode, dtype, count
     """On tokens and weights of very different magnitudes; rows beyond the counts are NaN and give zeros."""
     counts, total = COUNTS[counts], sum(COUNTS[counts])
     experts = quantized_experts(D, H, len(counts), recipe, mode, dtype)
+    experts.set_seed(SEED, FQN)
     with torch.no_grad():
         for i, w in enumerate(experts.parameters()):
             w.copy_(heavy_tailed(*w.shape, seed=i))
@@ -144,8 +171,9 @@ def test_unquantized_experts_in_fp64_are_those_of_plain_pytorch():
     assert_near(results_of(experts, x, UNEVEN, dy), results_of(plain, x, UNEVEN, dy), 1e-12)
 
 
-def test_what_is_not_finite_in_one_expert_stays_there():
-    experts = quantized_experts(D, H, E, mode="reference")
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_what_is_not_finite_in_one_expert_stays_there(recipe):
+    experts = quantized_experts(D, H, E, recipe)
     x, dy = (heavy_tailed(sum(UNEVEN), D, seed=s) for s in (0, 1))
     want = results_of(experts, x, UNEVEN, dy)
     x[40] = float("nan")  # the only token of expert 1
@@ -153,6 +181,25 @@ def test_what_is_not_finite_in_one_expert_stays_there():
     tokens, others = torch.arange(len(x)) != 40, torch.arange(E) != 1
     for a, b, own in zip(got, want, (tokens, tokens, others, others, others), strict=True):
         assert torch.equal(a[own], b[own]) and a[~own].isnan().any()
+
+
+def test_small_experts_survive_beside_large_ones():
+    """In NVFP4, also for small tokens and gradients: a tensor scale that experts shared would make zeros of them."""
+    experts, exact = (quantized_experts(D, H, E, recipe) for recipe in ("nvfp4", "unquantized"))
+    factors = torch.logspace(-6, 0, E)
+    with torch.no_grad():
+        for w in (*experts.parameters(), *exact.parameters()):
+            w.mul_(factors[:, None, None])
+    x, dy = (draw(sum(UNEVEN), D, seed=s) * factors.repeat_interleave(torch.tensor(UNEVEN))[:, None] for s in (0, 1))
+    of_experts = [
+        [*y.split(UNEVEN), *dx.split(UNEVEN), *(part for dw in dws for part in dw)]
+        for y, dx, *dws in (results_of(experts, x, UNEVEN, dy), results_of(exact, x, UNEVEN, dy))
+    ]
+    for got, want in zip(*of_experts, strict=True):
+        assert_near([got], [want], 0.5)
+    before = results_of(experts, x, UNEVEN, dy)
+    experts.ready = experts.quantize_ahead(experts.gemms(x.device))
+    assert all(torch.equal(a, b) for a, b in zip(results_of(experts, x, UNEVEN, dy), before, strict=True))
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -187,13 +234,14 @@ def test_native_experts_need_whole_tiles(monkeypatch):
     with pytest.raises(ConfigError, match="192.*multiple of 128"):
         check_experts(Experts(192, 128, 2), get_recipe("mxfp8"))
     check_experts(Experts(192, 96, 2), get_recipe("bf16"))  # has no scales
+    with pytest.raises(ConfigError, match="NVFP4"):
+        check_experts(Experts(128, 128, 2), get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8"))
 
 
 @pytest.mark.parametrize(
     ("recipe", "hidden", "message"),
     [
-        ("nvfp4", 64, "NVFP4"),
-        ("fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8", 64, "NVFP4"),
+        ("nvfp4", 72, "72.*multiple of the block size 16"),
         ("mxfp8", 80, "80.*multiple of the block size 32"),
         ("mxfp9", 64, "mxfp9"),
     ],
@@ -260,11 +308,15 @@ def test_experts_are_those_that_were_given():
 
 
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("emulated", torch.bfloat16), pytest.param("reference", torch.float32, marks=pytest.mark.sweep)]
+    ("recipe", "mode", "dtype"),
+    [
+        ("mxfp8", "emulated", torch.bfloat16),
+        *(pytest.param(r, "reference", torch.float32, marks=pytest.mark.sweep) for r in ("mxfp8", "nvfp4")),
+    ],
 )
-def test_experts_compile_once_for_all_counts(mode, dtype, compile_backend):
+def test_experts_compile_once_for_all_counts(recipe, mode, dtype, compile_backend):
     """Without a graph break. The rules about shapes are PyTorch's: other numbers of tokens may need another graph."""
-    experts = quantized_experts(32, 32, 3, mode=mode, dtype=dtype)
+    experts = quantized_experts(32, 32, 3, recipe, mode, dtype)
     compiled = torch.compile(experts, backend=compile_backend, fullgraph=True, dynamic=True)
     compiled.parameters = experts.parameters
     counters.clear()

@@ -8,6 +8,8 @@ Several matrices can be cast into one image: each is read and written once, and 
 own tensor scale, its own random bits, and the bits that it has alone. One image holds them because its values include
 the tensor scales; codes would need one scale for all.
 
+Groups of rows of one matrix can likewise be as matrices of their own. Only the device knows where they end.
+
 Bytes per element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) written for each of the two casts.
 """
 
@@ -28,7 +30,7 @@ from mxtrain.kernels.casts import (
     flat,
     tile_start,
 )
-from mxtrain.kernels.device import cdiv, converts_fp4, round_up
+from mxtrain.kernels.device import cdiv, converts_fp4, next_power_of_2, round_up
 from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
@@ -43,7 +45,16 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, length_of, load_strip, store_columns, store_row, tile_columns
+from mxtrain.kernels.nvfp4.strip import (
+    WARPS,
+    group_of,
+    hadamard,
+    length_of,
+    load_strip,
+    store_columns,
+    store_row,
+    tile_columns,
+)
 
 
 @triton.jit
@@ -121,27 +132,32 @@ def _along_columns(
 def _nvfp4_cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, row_scale_ptr, column_scale_ptr,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, stride, signs_ptr, draws_ptr,
-    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
+    ends_ptr, groups, ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr,
+    COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr,
+    HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, 16, COLUMNS)
+    group, start = 0, 0
+    if GROUPS:
+        group, start = group_of(first_row, ends_ptr, groups, GROUPS)
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
     words = ()
     if STOCHASTIC:
+        own_draws, row = draws_ptr + 4 * group, first_row - start
         for i in tl.static_range(16):
-            words = words + (random_words(draws_ptr, first_row + i, column // 4, columns, COLUMNS // 4),)
+            words = words + (random_words(own_draws, row + i, column // 4, columns, COLUMNS // 4),)
     if ALONG_ROWS:
         _along_rows(
-            strip, words, row_scale_ptr, first_row, column, rows, columns, stride, row_data_ptr, row_scales_ptr,
+            strip, words, row_scale_ptr + group, first_row, column, rows, columns, stride, row_data_ptr, row_scales_ptr,
             STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         if HADAMARD:
             strip = hadamard(strip, tl.load(signs_ptr))
         _along_columns(
-            strip, words, column_scale_ptr, first_row, column, rows, columns, stride,
+            strip, words, column_scale_ptr + group, first_row, column, rows, columns, stride,
             column_data_ptr, column_scales_ptr, STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
 
@@ -155,6 +171,7 @@ def _launches(
     column_scales: list[torch.Tensor],
     signs: torch.Tensor | None,
     draws: list[torch.Tensor],
+    ends: torch.Tensor | None,
     form: str,
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
@@ -167,7 +184,7 @@ def _launches(
         by_row = empty_cast(NVFP4_STORAGE, rows, columns, form, parts[0].device)
     if column_scales:
         by_column = empty_column_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, parts[0].device)
-    launches, nothing = [], [None] * len(parts)
+    launches, nothing, groups = [], [None] * len(parts), 0 if ends is None else ends.shape[0]
     of_parts = zip(
         parts, places(by_row, sizes, axis), places(by_column, sizes, axis),
         row_scales or nothing, column_scales or nothing, draws or nothing,
@@ -183,12 +200,13 @@ def _launches(
             (
                 x, row_factor, column_factor, row_scale, column_scale,
                 *map(as_bytes, (row_place, by_row.scales, column_place, by_column.scales)),
-                *x.shape, image.stride(0), signs, bits,
+                *x.shape, image.stride(0), signs, bits, ends, groups,
             ),
             dict(
                 ALONG_ROWS=bool(row_scales), ALONG_COLUMNS=bool(column_scales), ROW_FACTOR=row_factor is not None,
                 COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None, STOCHASTIC=bits is not None,
-                FORM=form, HARDWARE=converts_fp4(x), COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
+                FORM=form, HARDWARE=converts_fp4(x), GROUPS=groups and next_power_of_2(groups), COLUMNS=tile,
+                num_warps=WARPS, enable_fp_fusion=False,
             ),
         ))  # fmt: skip
     return flat(*by_row, *by_column), launches
@@ -203,7 +221,7 @@ def places(cast: Cast, sizes: list[int], axis: int) -> Sequence[torch.Tensor | N
 
 _nvfp4_cast = register_op(
     "nvfp4_cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor[] row_scales,"
-    " Tensor[] column_scales, Tensor? signs, Tensor[] draws, str form) -> Tensor[]",
+    " Tensor[] column_scales, Tensor? signs, Tensor[] draws, Tensor? ends, str form) -> Tensor[]",
     _launches,
 )
 
@@ -218,6 +236,7 @@ def nvfp4_cast(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
     axis: int = 0,
+    ends: torch.Tensor | None = None,
 ) -> dict[int, Cast]:
     """Return the NVFP4 casts of X [R, C] in blocks of 16 along dimension 1, 0 or both, all from one read of X.
 
@@ -237,11 +256,14 @@ def nvfp4_cast(
         row_factor: bf16 or fp32 [R], multiplied in first, in fp32. For a single matrix only.
         column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
         axis: 0 for matrices one below the other, 1 for matrices side by side.
+        ends: int32 [G], multiples of 16, the ends of groups of rows of a single matrix, for form "image". Each group is
+            cast as a matrix of its own: tensor scales are fp32 [G], draws int64 [G, 4]. Rows beyond the last end: any
+            values.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
     """
     parts, factors = contiguous(*parts), contiguous(row_factor, column_factor)
     scales = [list(tensor_scales.get(dim, ())) for dim in (1, 0)]
-    results = _nvfp4_cast(parts, axis, *factors, *scales, signs, list(draws), form)
+    results = _nvfp4_cast(parts, axis, *factors, *scales, signs, list(draws), *contiguous(ends), form)
     return by_dim(results, tensor_scales, form)

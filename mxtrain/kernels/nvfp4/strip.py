@@ -29,6 +29,18 @@ def length_of(row, rows, columns):
 
 
 @triton.jit
+def group_of(first_row, ends_ptr, groups, SIZE: tl.constexpr):
+    """The group of rows that holds row ``first_row``, and that group's first row. The last group holds rows beyond it.
+
+    ``ends_ptr`` points to the ends of the groups, int32; SIZE is a power of two, at least ``groups``.
+    """
+    group = tl.arange(0, SIZE)
+    ends = tl.load(ends_ptr + group, mask=group < groups - 1, other=0x7FFFFFFF)
+    is_before = ends <= first_row
+    return tl.sum(is_before.to(tl.int32), 0), tl.max(tl.where(is_before, ends, 0), 0)
+
+
+@triton.jit
 def load_strip(
     x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns,
     ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr, COLUMNS: tl.constexpr,

@@ -82,10 +82,15 @@ def nvfp4_amax(
 
 
 @triton.jit
-def _tensor_scale_kernel(maxima_ptr, scale_ptr, count, SIZE: tl.constexpr):
+def _tensor_scale_kernel(maxima_ptr, scale_ptr, count, ends_ptr, tiles, GROUPED: tl.constexpr, SIZE: tl.constexpr):
+    group, start = tl.program_id(0), 0
+    if GROUPED:
+        # A strip of 16 rows has ``tiles`` maxima.
+        start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0) // 16 * tiles
+        count = tl.load(ends_ptr + group) // 16 * tiles
     # The bits of magnitudes have the order of the magnitudes, and those of NaN come last.
     largest = tl.zeros((SIZE,), tl.int32)
-    for first in range(0, count, SIZE):
+    for first in range(start, count, SIZE):
         at = first + tl.arange(0, SIZE)
         maxima = tl.load(maxima_ptr + at, mask=at < count, other=0.0)
         largest = tl.maximum(largest, maxima.to(tl.int32, bitcast=True))
@@ -94,28 +99,34 @@ def _tensor_scale_kernel(maxima_ptr, scale_ptr, count, SIZE: tl.constexpr):
     # The next power of two: carry any mantissa into the exponent, then drop the mantissa.
     bits = scale.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
-    tl.store(scale_ptr, bits.to(tl.float32, bitcast=True))
+    tl.store(scale_ptr + group, bits.to(tl.float32, bitcast=True))
 
 
-def _scale_launch(maxima: torch.Tensor) -> tuple[list[torch.Tensor], Launch | None]:
-    scale = torch.empty((), dtype=torch.float32, device=maxima.device)
-    count = maxima.numel()
+def _scale_launch(maxima: torch.Tensor, ends: torch.Tensor | None) -> tuple[list[torch.Tensor], Launch | None]:
+    scale = torch.empty(() if ends is None else ends.shape, dtype=torch.float32, device=maxima.device)
+    count, groups = maxima.numel(), scale.numel()
     if isinstance(count, torch.SymInt):  # its bit length would give a compiled graph one number of tokens
         return [scale], None
-    size = min(next_power_of_2(max(count, 1)), _MOST)
+    size = min(next_power_of_2(max(count // groups, 1)), _MOST)
     return [scale], Launch(
-        _tensor_scale_kernel, (1,), (maxima, scale, count), dict(SIZE=size, num_warps=max(size // 256, 1))
+        _tensor_scale_kernel,
+        (groups,),
+        (maxima, scale, count, ends, 1 if ends is None else maxima.shape[1]),
+        dict(GROUPED=ends is not None, SIZE=size, num_warps=max(size // 256, 1)),
     )
 
 
-_nvfp4_tensor_scale = register_op("nvfp4_tensor_scale(Tensor maxima) -> Tensor[]", _scale_launch)
+_nvfp4_tensor_scale = register_op("nvfp4_tensor_scale(Tensor maxima, Tensor? ends) -> Tensor[]", _scale_launch)
 
 
-def nvfp4_tensor_scale(maxima: torch.Tensor) -> torch.Tensor:
+def nvfp4_tensor_scale(maxima: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
     """Return the tensor scale of a matrix, fp32 []: that of ``reference.nvfp4.power_of_two_tensor_scale``.
+
+    With ``ends``, return the scale of each group of rows, fp32 [G]. Maxima beyond the last end are not read.
 
     Args:
         maxima: fp32, any shape: largest magnitudes of parts of the matrix (``nvfp4_amax``). NaN and infinity make the
-            scale NaN and infinity. No maxima stand for a matrix of zeros.
+            scale NaN and infinity. No maxima stand for a matrix of zeros. With ``ends``, [strips of 16 rows, any].
+        ends: int32 [G], the end of every group of rows, multiples of 16.
     """
-    return _nvfp4_tensor_scale(*contiguous(maxima))[0]
+    return _nvfp4_tensor_scale(*contiguous(maxima, ends))[0]

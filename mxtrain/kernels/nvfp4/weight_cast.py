@@ -24,7 +24,7 @@ from mxtrain.kernels.casts import (
     flat,
     tile_start,
 )
-from mxtrain.kernels.device import cdiv, converts_fp4
+from mxtrain.kernels.device import cdiv, converts_fp4, next_power_of_2
 from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
@@ -37,7 +37,16 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     scale_of_block,
 )
 from mxtrain.kernels.nvfp4.cast import places
-from mxtrain.kernels.nvfp4.strip import WARPS, length_of, load_strip, repeat_16, store_columns, store_row, tile_columns
+from mxtrain.kernels.nvfp4.strip import (
+    WARPS,
+    group_of,
+    length_of,
+    load_strip,
+    repeat_16,
+    store_columns,
+    store_row,
+    tile_columns,
+)
 
 
 @triton.jit
@@ -64,12 +73,15 @@ def _store_codes(
 
 @triton.jit
 def _nvfp4_weight_kernel(
-    w_ptr, gain_ptr, tensor_scale_ptr, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr, rows, columns,
-    GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
+    w_ptr, gain_ptr, tensor_scale_ptr, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr, rows, columns, ends_ptr, groups,
+    GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(w_ptr, None, gain_ptr, first_row, column, rows, columns, False, GAIN, COLUMNS)
-    tensor_scale = tl.load(tensor_scale_ptr)
+    group = 0
+    if GROUPS:
+        group, _ = group_of(first_row, ends_ptr, groups, GROUPS)
+    tensor_scale = tl.load(tensor_scale_ptr + group)
     inverse = inverse_of(tensor_scale)
     amax = tl.max(tl.reshape(amax_across(strip), (COLUMNS // 16, 16)), 1).to(tl.float32, bitcast=True)
     code, scale = scale_of_block(amax, inverse)
@@ -89,28 +101,35 @@ def _nvfp4_weight_kernel(
 
 
 def _launches(
-    parts: list[torch.Tensor], tensor_scales: list[torch.Tensor], gain: torch.Tensor | None, form: str
+    parts: list[torch.Tensor],
+    tensor_scales: list[torch.Tensor],
+    gain: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    form: str,
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     sizes, columns = [part.shape[0] for part in parts], parts[0].shape[1]
     cast, transposed = empty_cast(NVFP4_STORAGE, sum(sizes), columns, form, parts[0].device), Cast(None, None)
     if form != "image":
         transposed = empty_column_cast(NVFP4_STORAGE, sum(sizes), columns, form, parts[0].device)
-    launches, tile = [], tile_columns(columns)
+    launches, tile, groups = [], tile_columns(columns), 0 if ends is None else ends.shape[0]
     for w, tensor_scale, place in zip(parts, tensor_scales, places(cast, sizes, 0)):
         if w.numel():
             results = map(as_bytes, (place, cast.scales, *transposed))
             launches.append(Launch(
                 _nvfp4_weight_kernel,
                 (cdiv(w.shape[0], BLOCK) * cdiv(columns, tile),),
-                (w, gain, tensor_scale, *results, *w.shape),
-                dict(GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w), COLUMNS=tile, num_warps=WARPS),
+                (w, gain, tensor_scale, *results, *w.shape, ends, groups),
+                dict(
+                    GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w),
+                    GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
+                ),
             ))  # fmt: skip
     return flat(*cast, *transposed), launches
 
 
 _nvfp4_weight = register_op(
-    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, str form) -> Tensor[]", _launches
+    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, Tensor? ends, str form) -> Tensor[]", _launches
 )
 
 
@@ -119,6 +138,7 @@ def nvfp4_weight(
     tensor_scales: Sequence[torch.Tensor],
     form: str = "codes",
     gain: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
 ) -> dict[int, Cast]:
     """Return the NVFP4 cast of W, or of W diag(gain), in tiles of 16 x 16, rounded to nearest.
 
@@ -130,10 +150,11 @@ def nvfp4_weight(
             byte, and float8_e4m3fn scales [N, D / 16] and [D, N' / 16]; "blocked": the same codes, scales flat in the
             128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact.
         gain: bf16 or fp32 [D], multiplied in first, in fp32.
+        ends: int32 [G], as for ``nvfp4_cast``: each group of rows of W has its own tensor scale, fp32 [G].
 
     Returns:
         (data, scales) of W by dimension: 1 for fprop, 0 for its transpose, an operand of dgrad. One image serves both,
         not transposed.
     """
-    results = _nvfp4_weight(contiguous(*parts), list(tensor_scales), *contiguous(gain), form)
+    results = _nvfp4_weight(contiguous(*parts), list(tensor_scales), *contiguous(gain, ends), form)
     return by_dim(results * 2 if form == "image" else results, (1, 0), form)

@@ -91,7 +91,7 @@ def test_compiles_without_a_graph_break(compile_backend):
 @pytest.mark.parametrize("form", FORMS)
 def test_op_matches_its_schema_and_fake(form):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
-    arguments = ([draw(5, 32)], [torch.tensor(1.0)], None if form == "codes" else draw(32, seed=1), form)
+    arguments = ([draw(5, 32)], [torch.tensor(1.0)], None if form == "codes" else draw(32, seed=1), None, form)
     torch.library.opcheck(
         torch.ops.mxtrain.nvfp4_weight.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
