@@ -36,7 +36,7 @@ def launch_from_graphs(graph: Graph) -> None:
 
 def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
     leaves, spec = pytree.tree_flatten(node.args)
-    inputs = [leaf for leaf in leaves if isinstance(leaf, Node)]
+    nodes = [leaf for leaf in leaves if isinstance(leaf, Node)]
     can_state = True
 
     def run(*values) -> list[torch.Tensor]:
@@ -45,18 +45,19 @@ def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
         args = pytree.tree_unflatten([next(given) if isinstance(leaf, Node) else leaf for leaf in leaves], spec)
         results, launches = implementation(*args)
         launches = as_sequence(launches)
-        can_state = all(map(_can_state, launches))
+        inputs = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
+        can_state = all(_can_state(launch, inputs) for launch in launches)
         if not can_state:
             return results
-        filled = _run(launches, {_memory(value) for value in values if isinstance(value, torch.Tensor)})
+        filled = _run(launches, inputs)
         return pytree.tree_map(lambda result: _as(result, filled.get(_memory(result), result)), results)
 
-    values = [leaf.meta["val"] for leaf in inputs]
+    values = [leaf.meta["val"] for leaf in nodes]
     with values[0].fake_mode:
         traced = fwd_only(run, values, run_functional_passes=False).graph
     if not can_state:
         return
-    copies = dict(zip(traced.find_nodes(op="placeholder"), inputs, strict=True))
+    copies = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
     with graph.inserting_before(node):
         new = graph.graph_copy(traced, copies)
     for launch in traced.find_nodes(op="call_function", target=triton_kernel_wrapper_functional):
@@ -72,8 +73,12 @@ def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
     graph.erase_node(node)
 
 
-def _can_state(launch: Launch) -> bool:
-    return launch.constants.keys() <= {*launch.kernel.arg_names, WARPS} and _stands_alone(launch.kernel)
+def _can_state(launch: Launch, inputs: set[int]) -> bool:
+    """Whether the launch has no option but warps, and no two arguments for one result, which PyTorch would separate."""
+    tensors = [arg for arg in launch.args if isinstance(arg, torch.Tensor)]
+    written = [_memory(tensor) for tensor in tensors if _memory(tensor) not in inputs]
+    options = launch.constants.keys() - {*launch.kernel.arg_names, WARPS}
+    return not options and len({*written}) == len(written) and _stands_alone(launch.kernel)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ LAUNCH = "triton_kernel_wrapper_functional"
 def kernels_of_each_kind(x, w, gain):
     """An op with two launches, and ops whose result is one tensor, a list or a tuple."""
     from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast
     from mxtrain.kernels.mxnorm import mxnorm_cast
     from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
 
@@ -25,7 +26,8 @@ def kernels_of_each_kind(x, w, gain):
     normed = mxnorm_cast(x, RMSEstimate.for_recipe(recipe), recipe, "image")
     joined = cast([w, w + 1], recipe, (1, 0), "blocked", column_factor=gain)
     dx = norm_backward(normed.data * 2, x, normed.rho)
-    results = [*normed, *joined[1], *joined[0], dx, *fold_backward(w.float(), w, gain)]
+    halves = swiglu_backward_cast(x * 3, x, dx, True, True, True, True, "rceil", "image")
+    results = [*normed, *joined[1], *joined[0], dx, *fold_backward(w.float(), w, gain), *halves]
     return [each.view(torch.uint8) if each.itemsize == 1 else each for each in results if each is not None]
 
 
@@ -38,7 +40,7 @@ def test_the_bits_are_those_of_the_ops(monkeypatch):
     module = graph_after(launches.launch_from_graphs, kernels_of_each_kind, *inputs())
     names = operations(module)
     assert not any(name.startswith("mxtrain") for name in names)
-    assert sum(LAUNCH in name for name in names) == 5  # the cast of two matrices has two
+    assert sum(LAUNCH in name for name in names) == 6  # the cast of two matrices has two
     assert_same(module, kernels_of_each_kind, *inputs())
 
 

@@ -94,7 +94,8 @@ def faults(
     wide = [load for load in loads if is_wide.search(load)]
     if not wide and " one " not in case:
         found.append(f"no wide loads: {sorted(set(loads))}")
-    if casts and "factor" not in case and " one " not in case and len(wide) < len(loads):
+    reads_vectors = any(word in case for word in ("factor", "source", " one "))
+    if casts and not reads_vectors and len(wide) < len(loads):
         found.append(f"narrow loads: {sorted(set(loads) - set(wide))}")
     if case.startswith(("rms_norm_backward", "layer_norm_backward")) and " one " not in case and "launch" not in case:
         # Rows of 16384 fill the SM, so their plan has no second load in flight.

@@ -105,7 +105,7 @@ def _swiglu_backward_cast_kernel(
     dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
     dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
-    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
     FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
@@ -124,6 +124,9 @@ def _swiglu_backward_cast_kernel(
         ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     dh = _load(dh_ptr, dh_stride, row, across, mask)
+    if JOINED:
+        dup_row_data_ptr, dup_row_scales_ptr = dgate_row_data_ptr, dgate_row_scales_ptr
+        dup_column_data_ptr, dup_column_scales_ptr = dgate_column_data_ptr, dgate_column_scales_ptr
     _store_casts(
         swiglu(silu, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
         dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
@@ -194,16 +197,16 @@ def _backward(
     columns = gate.shape[1]
     left, width = (columns, 2 * columns) if joined else (0, columns)
     dgate = _casts(gate, width, along_rows, along_columns, form)
-    dup = dgate if joined else _casts(gate, width, along_rows, along_columns, form)
+    dup = (None,) * 4 if joined else _casts(gate, width, along_rows, along_columns, form)
     h = _casts(gate, columns, False, h_columns, form)[2:]
-    results = flat(*dgate, *(() if joined else dup), *h)
+    results = flat(*dgate, *dup, *h)
     if gate.numel() == 0:
         return results, None
     return results, _launch(
         _swiglu_backward_cast_kernel, (*dgate, *dup, *h), (dh, gate, up),
         (dh.stride(0), gate.stride(0), up.stride(0), left, width),
         _tile(along_columns or h_columns, True, form), form, scale_rounding,
-        ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns,
+        ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns, JOINED=joined,
     )  # fmt: skip
 
 
