@@ -3,7 +3,8 @@
     before    a graph calls an op of ours, whose Python allocates the results, looks the kernel up and launches it
     after     the graph's own code allocates the results and launches the kernel
 
-The kernels, and so the bits, are the same. A call took TODO us of the CPU's time and takes TODO.
+The kernels, and so the bits, are the same. Forward and backward of a norm and its feed-forward took 2.7 ms of the CPU's
+time and take less than 2 (H200). Layers of experts, whose kernels are short, would otherwise wait for the CPU.
 
 PyTorch knows such launches as those of a user's own kernels: as an operation that takes the results' memory, and
 returns it filled.
