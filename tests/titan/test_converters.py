@@ -241,9 +241,12 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
     routes = "decompose_k_router" in job_config.model.converters
     assert any(isinstance(module, DecomposeKRouter) for module in model.modules()) == routes
     stacks = sum(isinstance(module, QuantizedExperts) for module in model.modules())
-    assert stacks == (args.n_layers if routes and "mxnorm" in job_config.model.converters else 0)
+    dense = getattr(args, "n_dense_layers", 0)
+    assert stacks == (args.n_layers - dense if routes and "mxnorm" in job_config.model.converters else 0)
     mxnorm = {MXNorm: 2, MXNormLinear: 5, MXLinear: 2}
-    if routes:  # a mixture without shared experts takes the place of three linears
+    if dense:  # latent attention, with a norm of its own, and shared experts
+        mxnorm = {MXNorm: 3, MXNormLinear: 5, MXLinear: 2}
+    elif routes:  # a mixture without shared experts takes the place of three linears
         mxnorm = {MXNorm: 2, MXNormLinear: 3, MXLinear: 1}
     expected = {
         "mxnorm": mxnorm,
