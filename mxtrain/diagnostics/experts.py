@@ -23,7 +23,7 @@ from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.grouped import block_of_rows, make_groups
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.casts import at_least_fp32
+from mxtrain.reference.casts import at_least_fp32, joined
 
 _NAMES = {
     ("input", 1): "fprop_input",
@@ -72,11 +72,8 @@ class _MeasuredGEMMs(ThreeGEMMs):
     def _cast(self, parts, recipes, **settings) -> dict[int, Operand]:
         operands = super()._cast(parts, recipes, **settings)
         role = "weight" if settings.get("is_weight") else "grad" if "draws" in settings else "input"
-        parts = [at_least_fp32(part) for part in parts]
-        if role == "weight":  # of every expert, its matrices one below the other
-            values = torch.cat([part.unflatten(0, (self.found.experts, -1)) for part in parts], 1).flatten(0, 1)
-        else:
-            values = torch.cat(parts, 1)
+        axis = 0 if role == "weight" else 1
+        values = joined([at_least_fp32(part) for part in parts], axis, self.found.experts)
         if (source := settings.get("source")) is not None:
             if self.is_cast and role == "input":
                 return operands
