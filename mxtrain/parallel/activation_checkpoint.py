@@ -50,10 +50,21 @@ KEPT = (
 )
 """Operations whose results are always kept"""
 
+LABELS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""Labels in profiles. PyTorch 2.13 takes them for operations, and stops where FSDP gathers the weights of experts, with
+other labels, when a layer is computed again"""
+
 
 @contextmanager
 def knows_own_operations() -> Iterator[None]:
-    """While active, TorchTitan's ``apply_ac`` treats ``PRODUCTS`` as it treats ``aten.mm``, and keeps ``KEPT``."""
+    """While active, TorchTitan's ``apply_ac`` treats ``PRODUCTS`` as it treats ``aten.mm``, and keeps ``KEPT``.
+
+    From now on, all selective checkpointing of this process ignores ``LABELS``.
+    """
+    torch.utils.checkpoint.SAC_IGNORED_OPS.update(LABELS)
 
     def contexts(policy, *args, **kwargs):
         return create_selective_checkpoint_contexts(_with_own_operations(policy), *args, **kwargs)

@@ -1,6 +1,7 @@
 """What a layer keeps for its backward with selective activation checkpointing, and what it computes again."""
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -234,3 +235,19 @@ def test_the_wrapper_of_parallelize_functions_makes_them_known():
     with pytest.raises(Captured):
         checked_parallelize(parallelize)(torch.nn.Module(), parallel_dims, parse_job_config(["--model.converters="]))
     assert wrapped != [torch.utils.checkpoint.create_selective_checkpoint_contexts]
+
+
+def test_labels_of_profiles_may_differ_when_a_layer_is_computed_again():
+    """As those of FSDP do, which gathers the weights of experts in a layer at other times then."""
+    labels = []
+
+    def layer(x):
+        with torch.profiler.record_function(f"call {len(labels)}") if labels else nullcontext():
+            labels.append(x)
+            return x.sin().exp()
+
+    with knows_own_operations():
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert len(labels) == 2 and torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
