@@ -91,11 +91,8 @@ def _problems(settings: Settings, args, has_gpus: bool) -> Problems:
             yield TENSOR, f"does not divide the {number} {kind} of {model}"
     if degree(settings, "pipeline") > 1:
         yield from _pipeline_problems(settings, args, model)
-    moe = args.moe_args if getattr(args, "moe_enabled", hasattr(args, "moe_args")) else None
-    number = moe.num_experts if moe else 0
-    if moe and moe.top_k > number:
-        yield "model.flavor", f"has {number} experts, of which a token cannot use {moe.top_k}"
     if (experts := degree(settings, "expert")) > 1:
+        number = args.moe_args.num_experts if getattr(args, "moe_enabled", hasattr(args, "moe_args")) else 0
         if not number:
             yield EXPERT, f"needs experts, which {model} does not have: allowed is 1"
         elif number % experts:

@@ -1,9 +1,6 @@
 """Degrees of parallelism against the sizes of a model."""
 
-from dataclasses import replace
-
 import pytest
-from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError
 from mxtrain.settings.known import settings_of
@@ -109,11 +106,3 @@ def test_pytorch_2_11_takes_no_other_sizes_in_validation(monkeypatch):
         ConfigError, match="^validation.seq_len = 1024 differs from training.seq_len: .* allows only 2048"
     ):
         check(f"{validated}=1024")
-
-
-def test_a_flavor_whose_tokens_use_more_experts_than_there_are(monkeypatch):
-    flavors = get_train_spec("qwen3").model_args
-    args = flavors["debugmodel_moe_16"]
-    monkeypatch.setitem(flavors, "own", replace(args, moe_args=replace(args.moe_args, top_k=17)))
-    with pytest.raises(ConfigError, match="^model.flavor = 'own' has 16 experts, .* 17$"):
-        check("--model.name=qwen3 --model.flavor=own")
