@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from mxtrain.kernels.launch import Launch, as_sequence, implementations
 
-DEVICES, WARPS = ("cuda",), "num_warps"
+DEVICES = ("cuda",)
 
 
 def launch_from_graphs(graph: Graph) -> None:
@@ -78,8 +78,7 @@ def _can_state(launch: Launch, inputs: set[int]) -> bool:
     """Whether the launch has no option but warps, and no two arguments for one result, which PyTorch would separate."""
     tensors = [arg for arg in launch.args if isinstance(arg, torch.Tensor)]
     written = [_memory(tensor) for tensor in tensors if _memory(tensor) not in inputs]
-    options = launch.constants.keys() - {*launch.kernel.arg_names, WARPS}
-    return not options and len({*written}) == len(written) and _stands_alone(launch.kernel)
+    return not launch.options and len({*written}) == len(written) and _stands_alone(launch.kernel)
 
 
 @functools.cache
@@ -102,7 +101,7 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
     filled: dict[int, torch.Tensor] = {}
     for launch in launches:
         args = dict(zip(launch.kernel.arg_names, launch.args)) | launch.constants
-        kernel = _with_warps(launch.kernel, args.pop(WARPS))
+        kernel = _with_warps(launch.kernel, args.pop("num_warps"))
         tensors = {name: arg for name, arg in args.items() if isinstance(arg, torch.Tensor)}
         results = [name for name, tensor in tensors.items() if _memory(tensor) not in inputs]
         tensors |= {name: filled.get(_memory(tensors[name]), tensors[name]) for name in results}

@@ -53,6 +53,11 @@ class Launch(NamedTuple):
         """
         return {"enable_fp_fusion": True, **self.constants}
 
+    @property
+    def options(self) -> set[str]:
+        """Names of compile options besides the number of warps. Graphs launch kernels that have none themselves."""
+        return self.constants.keys() - {*self.kernel.arg_names, "num_warps"}
+
     def run(self, device: torch.device) -> None:
         """Launch on the current stream of ``device``, after the kernel's compilation in the background has finished."""
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -78,10 +83,11 @@ class Launch(NamedTuple):
         """Start compiling the kernel for these arguments in the background, once per set of argument properties.
 
         ``torch.compile`` asks an op for the shapes of its results while it traces. Compilation starts there, so the
-        kernels of a graph compile side by side while tracing and code generation go on.
+        kernels of a graph compile side by side while tracing and code generation go on. Kernels without options are
+        left to the graph, which compiles them as its own (``mxtrain.inductor.launches``).
         """
         dynamic = any(isinstance(a, torch.SymInt) for a in self.args)
-        if dynamic or device.type != "cuda" or not torch.cuda.is_available():
+        if dynamic or not self.options or device.type != "cuda" or not torch.cuda.is_available():
             return
         args = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in self.args)
         key = (self.kernel, device, *_kinds(args), *self.constants.items())

@@ -16,14 +16,16 @@ from triton.runtime.jit import JITFunction
 
 from mxtrain.kernels import device, launch
 from mxtrain.kernels.launch import Launch
-from mxtrain.kernels.mxfp8.cast import _cast_kernel, cast
-from tests.support.kernel_checks import RECIPES, draw, gpu_only
+from mxtrain.kernels.nvfp4.cast import _nvfp4_cast_kernel, nvfp4_cast
+from tests.support.kernel_checks import draw, gpu_only
 
 CUDA = torch.device("cuda", 0)
 
 
 class Kernel:
     """Records the arguments it is compiled for."""
+
+    arg_names = ()
 
     def __init__(self, error: Exception | None = None):
         self.compiled, self.error = [], error
@@ -70,9 +72,10 @@ def test_a_launch_is_compiled_once_per_specialization():
 
 
 @pytest.mark.usefixtures("pretended_gpu")
-def test_nothing_is_compiled_ahead_for_a_cpu():
+def test_nothing_is_compiled_ahead_for_a_cpu_or_for_graphs_that_launch_the_kernel():
     kernel = Kernel()
-    compile_ahead(kernel, torch.empty(4), device=torch.device("cpu"))
+    compile_ahead(kernel, torch.empty(4), device=torch.device("cpu"), WARPS=4)
+    compile_ahead(kernel, torch.empty(4), num_warps=4)
     assert not kernel.compiled
 
 
@@ -102,7 +105,7 @@ def current_gpu(pretended_gpu, monkeypatch):
 def test_a_launch_waits_for_its_own_compilation_only():
     slow, quick = Slow(), Slow()
     quick.go.set()
-    of_slow, of_quick = (Launch(kernel, (1,), (torch.empty(4),), {}) for kernel in (slow, quick))
+    of_slow, of_quick = (Launch(kernel, (1,), (torch.empty(4),), {"WARPS": 4}) for kernel in (slow, quick))
     of_slow.compile_ahead(CUDA)
     of_quick.compile_ahead(CUDA)
     of_quick.run(CUDA)
@@ -117,7 +120,7 @@ def test_a_launch_waits_for_its_own_compilation_only():
 def test_an_error_in_the_background_is_raised_again_where_the_kernel_is_launched():
     kernel = Slow(RuntimeError("out of shared memory"))
     kernel.go.set()
-    step = Launch(kernel, (1,), (torch.empty(4),), {})
+    step = Launch(kernel, (1,), (torch.empty(4),), {"WARPS": 4})
     step.compile_ahead(CUDA)
     with pytest.raises(RuntimeError, match="out of shared memory"):
         step.run(CUDA)
@@ -211,16 +214,18 @@ def test_floating_point_fusion_is_on_unless_a_launch_turns_it_off():
 @gpu_only
 @pytest.mark.usefixtures("device")
 def test_the_kernel_compiled_ahead_is_the_kernel_launched():
-    x, kernels = draw(96, 224), _cast_kernel.device_caches[torch.cuda.current_device()][0]
+    x, kernels = draw(96, 224), _nvfp4_cast_kernel.device_caches[torch.cuda.current_device()][0]
     # No other test compiles the kernel for these dtypes of the factors.
     factors = dict(row_factor=draw(96, dtype=torch.bfloat16), column_factor=draw(224))
+    scale = torch.ones(1, device=x.device)
     mode = FakeTensorMode()
     with mode:
-        cast(mode.from_tensor(x), RECIPES["floor"], **{k: mode.from_tensor(v) for k, v in factors.items()})
+        fakes = {name: mode.from_tensor(factor) for name, factor in factors.items()}
+        nvfp4_cast([mode.from_tensor(x)], {1: [mode.from_tensor(scale)]}, **fakes)
     for future in launch._compiling.values():
         future.result()
     count = len(kernels)
-    cast(x, RECIPES["floor"], **factors)
+    nvfp4_cast([x], {1: [scale]}, **factors)
     assert len(kernels) == count > 0
 
 
