@@ -47,7 +47,8 @@ def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
         results, launches = implementation(*args)
         launches = as_sequence(launches)
         inputs = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
-        can_state = all(_can_state(launch, inputs) for launch in launches)
+        # Without launches an op leaves open how it fills its results: some know none while sizes are symbolic.
+        can_state = bool(launches) and all(_can_state(launch, inputs) for launch in launches)
         if not can_state:
             return results
         filled = _run(launches, inputs)

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 T, D = 70, 128
 LAUNCH = "triton_kernel_wrapper_functional"
+RECIPE = get_recipe("mxfp8").fprop
+ESTIMATE = RMSEstimate.for_recipe(RECIPE)
 
 
 def kernels_of_each_kind(x, w, gain):
@@ -22,9 +24,8 @@ def kernels_of_each_kind(x, w, gain):
     from mxtrain.kernels.mxnorm import mxnorm_cast
     from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
 
-    recipe = get_recipe("mxfp8").fprop
-    normed = mxnorm_cast(x, RMSEstimate.for_recipe(recipe), recipe, "image")
-    joined = cast([w, w + 1], recipe, (1, 0), "blocked", column_factor=gain)
+    normed = mxnorm_cast(x, ESTIMATE, RECIPE, "image")
+    joined = cast([w, w + 1], RECIPE, (1, 0), "blocked", column_factor=gain)
     dx = norm_backward(normed.data * 2, x, normed.rho)
     halves = swiglu_backward_cast(x * 3, x, dx, True, True, True, True, "rceil", "image")
     results = [*normed, *joined[1], *joined[0], dx, *fold_backward(w.float(), w, gain), *halves]
@@ -50,7 +51,7 @@ def test_symbolic_rows(monkeypatch):
 
     def cast_in_order(x, source):
         torch._check(x.shape[1] == D)  # in a model, the weight says this
-        return [each.data for each in cast(x, get_recipe("mxfp8").fprop, (1, 0), "image", source=source).values()]
+        return [each.data for each in cast(x, RECIPE, (1, 0), "image", source=source).values()]
 
     monkeypatch.setattr(launches, "DEVICES", ("cpu", "cuda"))
     x, _, _ = inputs()
@@ -58,6 +59,21 @@ def test_symbolic_rows(monkeypatch):
     module = graph_after(launches.launch_from_graphs, cast_in_order, x, source, symbolic=True)
     assert any(LAUNCH in name for name in operations(module))
     assert_same(module, cast_in_order, x, torch.arange(128) - 70)
+
+
+def test_ops_that_know_no_launch_for_symbolic_rows_stay(monkeypatch):
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
+    from mxtrain.kernels.row_norms import row_norm
+
+    def ops(x, maxima):
+        y, _, rstd, _ = row_norm(x, None, None, 1e-5, None, False)
+        return y, rstd, nvfp4_tensor_scale(maxima).view(1)
+
+    monkeypatch.setattr(launches, "DEVICES", ("cpu", "cuda"))
+    x, _, _ = inputs()
+    module = graph_after(launches.launch_from_graphs, ops, x, x.float().abs(), symbolic=True)
+    assert not any(LAUNCH in name for name in operations(module))
+    assert_same(module, ops, x, x.float().abs())
 
 
 def test_compiled_code_calls_no_op(device):
