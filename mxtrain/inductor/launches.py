@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from mxtrain.kernels.launch import Launch, as_sequence, implementations
 
-DEVICES = ("cuda",)
+DEVICES, VIEW = ("cuda",), torch.ops.aten.view.dtype
 
 
 def launch_from_graphs(graph: Graph) -> None:
@@ -59,6 +59,7 @@ def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
         traced = fwd_only(run, values, run_functional_passes=False).graph
     if not can_state:
         return
+    _drop_views_back(traced)
     copies = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
     with graph.inserting_before(node):
         new = graph.graph_copy(traced, copies)
@@ -73,6 +74,16 @@ def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
             item.replace_all_uses_with(new[item.args[1]])
             graph.erase_node(item)
     graph.erase_node(node)
+
+
+def _drop_views_back(graph: Graph) -> None:
+    """Let kernels fill bytes, not a view as bytes of codes that are a view of bytes, which Inductor does not take."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.alias.default):
+        node.replace_all_uses_with(node.args[0])
+    for node in graph.find_nodes(op="call_function", target=VIEW):
+        source, dtype = node.args
+        if source.target is VIEW and source.args[0].meta["val"].dtype == dtype:
+            node.replace_all_uses_with(source.args[0])
 
 
 def _can_state(launch: Launch, inputs: set[int]) -> bool:

@@ -88,14 +88,14 @@ def empty_cast(storage: Storage, rows: int, columns: int, form: str, device: tor
     """Allocate the result of a cast of [rows, columns] along its rows."""
     if form == "image":
         return Cast(torch.empty(rows, columns, dtype=torch.bfloat16, device=device), None)
-    codes = torch.empty(rows, columns // storage.elements_per_code, dtype=storage.codes, device=device)
+    codes = torch.empty(rows, columns // storage.elements_per_code, dtype=torch.uint8, device=device)
     blocks = columns // storage.block_size
     shape, allocate = (rows, blocks), torch.empty
     if form == "blocked":
         shape = (round_up(rows, 128) * round_up(blocks, 4),)
         # The tensor cores read the padding of the blocked layout, so it must not hold NaN.
         allocate = torch.zeros if shape[0] != rows * blocks else torch.empty
-    return Cast(codes, allocate(shape, dtype=torch.uint8, device=device).view(storage.scales))
+    return Cast(codes.view(storage.codes), allocate(shape, dtype=torch.uint8, device=device).view(storage.scales))
 
 
 def empty_column_cast(storage: Storage, rows: int, columns: int, form: str, device: torch.device) -> Cast:

@@ -162,7 +162,8 @@ def _inverse_rms(row_sum, eps, FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR:
     mean_square = row_sum * FACTOR
     if P == 1 and ESTIMATOR != "exact":
         mean_square *= mean_square
-    return (1.0 / tl.sqrt(mean_square + eps)).to(tl.float32)
+    # Graphs that launch this kernel give numbers as fp64.
+    return (1.0 / tl.sqrt(mean_square + tl.cast(eps, tl.float32))).to(tl.float32)
 
 
 @triton.jit
@@ -190,6 +191,7 @@ def _store_nvfp4(
 ):  # fmt: skip
     """As ``_store_mxfp8``, to nearest."""
     block, offsets, block_mask, mask = _locate(row, rows, first_block, blocks, 0, 1, BLOCKS, 16)
+    tensor_scale = tl.cast(tensor_scale, tl.float32)
     inverse = inverse_of(tensor_scale)
     rho = rho[:, None]
     code, scale = scale_of_block(amax * rho, inverse)

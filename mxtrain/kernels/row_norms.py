@@ -202,14 +202,13 @@ def _inverse_root(mean_square, eps, PRECISE: tl.constexpr, NORMAL: tl.constexpr)
     PRECISE: round every step correctly, which shows only in fp32 results and takes longer than the GPU's instruction.
     NORMAL: eps is not a denormal number.
     """
+    shifted = mean_square + tl.cast(eps, tl.float32)  # graphs that launch this kernel give numbers as fp64
     if PRECISE:
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(shifted))
     else:
         # tl.rsqrt flushes denormals (ftz), so a small sum would count as zero. Without ftz rsqrt takes longer.
         name: tl.constexpr = "rsqrt.approx.ftz.f32" if NORMAL else "rsqrt.approx.f32"
-        rstd = tl.inline_asm_elementwise(
-            name + " $0, $1;", "=f,f", [mean_square + eps], tl.float32, is_pure=True, pack=1
-        )
+        rstd = tl.inline_asm_elementwise(name + " $0, $1;", "=f,f", [shifted], tl.float32, is_pure=True, pack=1)
     return rstd[:, None]
 
 

@@ -1,5 +1,11 @@
 """Graphs that launch kernels themselves have the bits of those that call ops."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
@@ -11,6 +17,7 @@ from tests.support.graph_checks import assert_same, draw, graph_after, operation
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
+REPOSITORY = Path(__file__).parents[2]
 T, D = 70, 128
 LAUNCH = "triton_kernel_wrapper_functional"
 RECIPE = get_recipe("mxfp8").fprop
@@ -41,7 +48,10 @@ def test_the_bits_are_those_of_the_ops(monkeypatch):
     module = graph_after(launches.launch_from_graphs, kernels_of_each_kind, *inputs())
     names = operations(module)
     assert not any(name.startswith("mxtrain") for name in names)
-    assert sum(LAUNCH in name for name in names) == 6  # the cast of two matrices has two
+    kernels = [node for node in module.graph.nodes if LAUNCH in str(node.target)]
+    assert len(kernels) == 6  # the cast of two matrices has two
+    filled = [kernel.kwargs["kwargs"][name] for kernel in kernels for name in kernel.kwargs["tensors_to_clone"]]
+    assert not any("view" in node.name or "alias" in node.name for node in filled)
     assert_same(module, kernels_of_each_kind, *inputs())
 
 
@@ -74,6 +84,17 @@ def test_ops_that_know_no_launch_for_symbolic_rows_stay(monkeypatch):
     module = graph_after(launches.launch_from_graphs, ops, x, x.float().abs(), symbolic=True)
     assert not any(LAUNCH in name for name in operations(module))
     assert_same(module, ops, x, x.float().abs())
+
+
+def test_inductor_compiles_the_kernels_for_a_gpu(device):
+    if device == "cuda":
+        pytest.skip("test_compiled_code_calls_no_op runs the code")
+    command = [sys.executable, "-m", "tests.support.inductor_for_gpu"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert len(found["compiled"]) == 11 and not found["ops"], found
 
 
 def test_compiled_code_calls_no_op(device):

@@ -1,0 +1,109 @@
+"""Compile a graph that launches kernels itself with Inductor for an H100, without a GPU.
+
+    TRITON_INTERPRET=0 python -m tests.support.inductor_for_gpu
+
+prints as JSON the kernels that Triton compiled from the graph's code, and the ops of mxtrain that it still calls.
+"""
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch._dynamo import device_interface
+from torch._inductor import async_compile
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.virtualized import V
+from torch._subclasses import fake_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from mxtrain.inductor import passes
+from mxtrain.kernels.mxnorm import nvfp4_norm
+from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.kernels.row_norms import row_norm, row_norm_backward
+from mxtrain.recipes.parse import get_recipe
+from mxtrain.recipes.recipe import RMSEstimate
+from tests.inductor.test_launches import inputs, kernels_of_each_kind
+
+H100 = SimpleNamespace(
+    name="H100", major=9, minor=0, multi_processor_count=132, max_threads_per_multi_processor=2048, warp_size=32,
+    max_threads_per_block=1024, regs_per_multiprocessor=65536, L2_cache_size=50 << 20, total_memory=80 << 30,
+    shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10, gcnArchName="",
+)  # fmt: skip
+ESTIMATE = RMSEstimate.for_recipe(get_recipe("nvfp4").fprop)
+
+
+def pretend_gpu() -> None:
+    cuda, interface = torch.cuda, device_interface.CudaInterface
+    cuda.is_available = interface.is_available = lambda: True
+    cuda.current_device = interface.current_device = lambda: 0
+    cuda.get_device_capability, interface.get_compute_capability = lambda *_: (9, 0), lambda *_: 90
+    cuda.get_device_properties = interface.get_device_properties = lambda *_: H100
+    interface.Worker.get_device_properties = staticmethod(lambda *_: H100)
+    fake_tensor.init_gpu_context = triton_helpers.set_driver_to_gpu = lambda *_: None
+    torch._C._cuda_getCurrentRawStream = lambda *_: 0
+    has_triton.cache_clear()
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
+
+
+def kernels(x, w, gain):
+    """Those of ``kernels_of_each_kind``, and others with numbers that are not integers or with padded scales."""
+    y, mean, rstd, total = row_norm(x, gain, gain, 1e-5, x, True)
+    scale = gain.max()
+    results = [y, mean, *row_norm_backward(y, total, mean, rstd, gain, None, torch.float32, torch.float32)]
+    results += [*nvfp4_norm(x, ESTIMATE, 0.5, "blocked"), *nvfp4_weight([w], [scale], "blocked", gain)[1]]
+    return [*kernels_of_each_kind(x, w, gain), *(result for result in results if result is not None)]
+
+
+def code_of(function, *arguments) -> str:
+    """What Inductor generates for a function of GPU tensors like ``arguments``."""
+    with fake_tensor.FakeTensorMode() as mode:
+        fakes = [torch.empty(each.shape, dtype=each.dtype, device="cuda") for each in arguments]
+        module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+    module.graph.eliminate_dead_code()
+    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+        post_grad_passes(module, False)
+        module.recompile()
+        graph = GraphLowering(module, example_inputs=fakes, is_inference=True)
+        with V.set_graph_handler(graph):
+            graph.run(*fakes)
+            code = graph.codegen()[0]
+    return getattr(code, "value", code)
+
+
+def compile_kernels(code: str) -> list[str]:
+    """Compile the Triton kernels that are not Inductor's own, and return their names."""
+    compiled = []
+
+    def compile_one(_, name, source, **options):
+        if "user_autotune" in source:
+            async_compile._load_triton_kernel_from_source(name, source)._precompile_worker()
+            compiled.append(name)
+
+    with (
+        patch.object(async_compile.AsyncCompile, "triton", compile_one),
+        patch.object(async_compile.AsyncCompile, "wait", lambda *_: None),
+    ):
+        exec(code, {"__name__": "generated"})
+    return compiled
+
+
+def main() -> None:
+    pretend_gpu()
+    passes.install()
+    code = code_of(kernels, *inputs())
+    json.dump({"compiled": compile_kernels(code), "ops": re.findall(r"torch\.ops\.mxtrain\.\w+", code)}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
