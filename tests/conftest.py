@@ -36,9 +36,13 @@ def no_rounding_step():
 
 @pytest.fixture
 def compile_backend(device):
-    """Inductor on a GPU; on a CPU, where Inductor is not used for training, the same graphs without its code."""
+    """Inductor with our passes on a GPU; on a CPU, where it serves no training, the same graphs without its code."""
+    from mxtrain.inductor import passes
+
     torch._dynamo.reset()
-    return "inductor" if device == "cuda" else "aot_eager"
+    passes.install()
+    yield "inductor" if device == "cuda" else "aot_eager"
+    passes.remove()
 
 
 @pytest.fixture
