@@ -35,13 +35,15 @@ def no_rounding_step():
 
 
 @pytest.fixture
-def compile_backend(device):
+def compile_backend(device, monkeypatch):
     """Inductor with our passes on a GPU; on a CPU, where it serves no training, the same graphs without its code."""
-    from mxtrain.inductor import passes
+    from mxtrain.inductor import launches, passes
+    from tests.support.graph_checks import graphs_after_all_passes
 
     torch._dynamo.reset()
+    monkeypatch.setattr(launches, "DEVICES", DEVICES)
     passes.install()
-    yield "inductor" if device == "cuda" else "aot_eager"
+    yield "inductor" if device == "cuda" else graphs_after_all_passes()
     passes.remove()
 
 

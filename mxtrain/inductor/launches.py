@@ -87,10 +87,13 @@ def _drop_views_back(graph: Graph) -> None:
 
 
 def _can_state(launch: Launch, inputs: set[int]) -> bool:
-    """Whether the launch has no option but warps, and no two arguments for one result, which PyTorch would separate."""
-    tensors = [arg for arg in launch.args if isinstance(arg, torch.Tensor)]
-    written = [_memory(tensor) for tensor in tensors if _memory(tensor) not in inputs]
-    return not launch.options and len({*written}) == len(written) and _stands_alone(launch.kernel)
+    """Whether the launch has no option but warps, and one argument for each result, which is the whole result."""
+    written = [arg for arg in launch.args if isinstance(arg, torch.Tensor) and _memory(arg) not in inputs]
+    if launch.options or len({*map(_memory, written)}) < len(written):
+        return False
+    # Of a result in parts, which a graph would take for the whole, one part begins behind another.
+    starts = [arg.storage_offset() for arg in written]
+    return all(isinstance(start, int) and start == 0 for start in starts) and _stands_alone(launch.kernel)
 
 
 @functools.cache

@@ -320,7 +320,8 @@ def test_experts_compile_once_for_all_counts(recipe, mode, dtype, compile_backen
     compiled = torch.compile(experts, backend=compile_backend, fullgraph=True, dynamic=True)
     compiled.parameters = experts.parameters
     counters.clear()
-    tolerance = 2e-2 if compile_backend == "inductor" else 1e-6
+    # SwiGLU and its cast are one kernel in the graph, and a code next to a rounding boundary may flip.
+    tolerance = 2e-2 if compile_backend == "inductor" or mode == "emulated" else 1e-6
     for counts in ((40, 0, 3), (1, 30, 30), (0, 50, 50)):
         x, dy = (heavy_tailed(max(70, sum(counts)), 32, seed=s, dtype=dtype) for s in (0, 1))
         assert_near(results_of(compiled, x, counts, dy), results_of(experts, x, counts, dy), tolerance)

@@ -1,6 +1,8 @@
 """Graphs of functions as Inductor's passes see them, and checks of what a pass made of them."""
 
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -35,3 +37,22 @@ def assert_same(module, function, *inputs):
         described = node.meta["val"]
         assert torch.equal(one, other) and one.dtype == other.dtype == described.dtype
         assert not isinstance(described.shape[0], int) or one.shape == described.shape
+
+
+def graphs_after_all_passes():
+    """A backend for ``torch.compile`` that runs the graphs that Inductor would generate code for."""
+    from mxtrain.inductor import passes
+
+    def after(some_passes, module):
+        for one in some_passes:
+            one(module.graph)
+        module.recompile()
+        return module
+
+    def partition(joint, inputs, **kwargs):
+        return min_cut_rematerialization_partition(after(passes.JOINT, joint), inputs, compiler="inductor", **kwargs)
+
+    def run(module, inputs):
+        return make_boxed_func(after(passes.POST_GRAD, module).forward)
+
+    return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition, decompositions=select_decomp_table)
