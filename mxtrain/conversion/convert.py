@@ -30,7 +30,6 @@ def convert(
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
       other linears into MXLinear.
     - ``"mx_linear"`` turns every linear into MXLinear and keeps the norms.
-
     - ``"fused_norm"`` turns every RMSNorm into a FusedRMSNorm and every LayerNorm into a FusedLayerNorm.
     - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
     - ``"decompose_k_router"`` turns every linear that is the gate of a router of experts into a DecomposeKRouter.
