@@ -363,10 +363,10 @@ def expert_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]
 
 def source_of_experts(tokens: int, device: str) -> torch.Tensor:
     """The token of every row, tokens in random order, of experts with numbers of tokens as by Zipf's law."""
-    share = 1 / torch.arange(1, EXPERTS + 1)
+    share = 1 / torch.arange(1, min(EXPERTS, tokens) + 1)
     counts = torch.bincount(
         torch.multinomial(share, tokens, replacement=True, generator=torch.Generator().manual_seed(0)),
-        minlength=EXPERTS,
+        minlength=len(share),
     )
     source = make_groups(counts, tokens, 32).source
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(1))

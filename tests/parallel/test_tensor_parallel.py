@@ -22,7 +22,6 @@ FLAGS = {
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
     "nvfp4_dynamic": ["--mxnorm.recipe=nvfp4_dynamic", NEAREST],
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", NEAREST],
-    "mx_linear nvfp4": ["--model.converters=mx_linear", "--mxnorm.recipe=nvfp4", NEAREST],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "both converters": ["--model.converters=mxnorm,fused_rmsnorm"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
@@ -38,7 +37,6 @@ TWO = {
 }
 QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router"]
 TWO_SWEEP = {
-    "unquantized, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL],
     "unquantized, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "unquantized, selective": [*oracle.layout(tensor=2), f"{AC}selective"],
     "mxfp8, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL, HIGH_PRECISION],
@@ -48,7 +46,6 @@ TWO_SWEEP = {
     "nvfp4": oracle.layout(tensor=2),
     "nvfp4_dynamic": oracle.layout(tensor=2),
     "mixed": oracle.layout(tensor=2),
-    "mx_linear nvfp4": oracle.layout(tensor=2),
     "quantized head": oracle.layout(tensor=2),
     "both converters": oracle.layout(tensor=2),
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],

@@ -41,11 +41,10 @@ def test_two_kills_do_no_harm(tmp_path, capsys):
     assert printed.splitlines()[-1] == "1 runs reached their end; 1 have the losses and gradient norms of the reference"
 
 
-@pytest.mark.parametrize("moment", ["upload", "nothing"])
-def test_moments_that_a_run_does_not_have_are_refused(moment, capsys):
+def test_moments_that_a_run_does_not_have_are_refused(capsys):
     with pytest.raises(SystemExit):
-        drill.main(["--moments", moment])
-    assert f"--moments: {moment} is not among random, first save, save begins" in capsys.readouterr().err
+        drill.main(["--moments", "upload"])
+    assert "--moments: upload is not among random, first save, save begins" in capsys.readouterr().err
 
 
 def test_what_a_folder_holds(tmp_path):

@@ -203,8 +203,9 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     add("one block", nvfp4_amax, one, number)
     add("maxima", nvfp4_tensor_scale, vector(65536))
     scales, ends = vector(60), vector(60, torch.int32)
-    of_groups = dict(signs=number, draws=[vector((60, 4), torch.int64)], ends=ends)
-    add("bf16 groups gradient", nvfp4_cast, [x], {1: [scales], 0: [scales]}, "image", **of_groups)
+    if everything:
+        of_groups = dict(signs=number, draws=[vector((60, 4), torch.int64)], ends=ends)
+        add("bf16 groups gradient", nvfp4_cast, [x], {1: [scales], 0: [scales]}, "image", **of_groups)
     add("bf16 groups", nvfp4_weight, [x], [scales], "image", ends=ends)
     add("maxima of groups", nvfp4_tensor_scale, matrix(torch.float32, 32), ends)
 

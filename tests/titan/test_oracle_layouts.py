@@ -34,28 +34,21 @@ def test_gradients_on_four_processes_match_one(base, one, name):
 @pytest.mark.sweep
 def test_every_recipe_on_every_sharded_layout(base, one):
     """And with activation checkpointing. Four sequence parts need longer sequences: two recipes only."""
-    layouts = {
-        "fsdp 2": (2, oracle.layout(shard=2)),
-        "cp 2": (2, oracle.layout(context=2)),
-        "cp 2 x fsdp 2": (4, oracle.layout(shard=2, context=2)),
-        "cp 4": (4, [*oracle.layout(context=4), "--training.seq_len=256"]),
-    }
     long = ["--training.seq_len=256"]
+    layouts = {"cp 2 x fsdp 2": oracle.layout(shard=2, context=2), "cp 4": [*oracle.layout(context=4), *long]}
     ones = {recipe: [*oracle.layout(), *long, *oracle.RECIPES[recipe]] for recipe in WHEN_LONG}
     long_ones = oracle.train(base, LONG, 1, ones)
-    for processes in (2, 4):
-        runs = {
-            f"{name}, {mode}, {recipe}": [*flags, f"--activation_checkpoint.mode={mode}", *oracle.RECIPES[recipe]]
-            for name, (count, flags) in layouts.items()
-            if count == processes
-            for mode, recipe in zip(itertools.cycle(("none", "selective", "full")), oracle.RECIPES)
-            if name != "cp 4" or recipe in WHEN_LONG
-        }
-        longer = {name: flags for name, flags in runs.items() if name.startswith("cp 4")}
-        runs = oracle.following(base, runs) | oracle.following(base, longer, LONG)
-        for name, found in oracle.train(base, f"every recipe on {processes}", processes, runs).items():
-            recipe = name.rpartition(", ")[2]
-            oracle.require_match((long_ones if name in longer else one)[recipe], found, recipe)
+    runs = {
+        f"{name}, {mode}, {recipe}": [*flags, f"--activation_checkpoint.mode={mode}", *oracle.RECIPES[recipe]]
+        for name, flags in layouts.items()
+        for mode, recipe in zip(itertools.cycle(("none", "selective", "full")), oracle.RECIPES)
+        if name != "cp 4" or recipe in WHEN_LONG
+    }
+    longer = {name: flags for name, flags in runs.items() if name.startswith("cp 4")}
+    runs = oracle.following(base, runs) | oracle.following(base, longer, LONG)
+    for name, found in oracle.train(base, "every recipe on four", 4, runs).items():
+        recipe = name.rpartition(", ")[2]
+        oracle.require_match((long_ones if name in longer else one)[recipe], found, recipe)
 
 
 def test_the_oracle_names_the_worst_parameter(one):

@@ -68,7 +68,6 @@ SWEEP = {
             "mx_linear", f"{SCHEDULE}=Interleaved1F1B", pipeline=2, accumulate=2
         ),
         "large chunks, mxfp8": run("mxfp8", "--parallelism.pipeline_parallel_microbatch_size=2", pipeline=2),
-        "full checkpointing, nvfp4": run("nvfp4", "--activation_checkpoint.mode=full", pipeline=2),
         "selective checkpointing, mixed": run("mixed", "--activation_checkpoint.mode=selective", pipeline=2),
         "interleaved, compiled, checkpointed, nvfp4": run(
             "nvfp4",
