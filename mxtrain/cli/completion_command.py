@@ -66,7 +66,7 @@ def _print(shell: str, parsers: dict[str, argparse.ArgumentParser]) -> int:
 
 def completion_script(parsers: dict[str, argparse.ArgumentParser]) -> str:
     """Return the script for bash: command -> its options, and option -> its values."""
-    from mxtrain.settings.known import known_fields  # takes seconds
+    from mxtrain.settings.known import known_fields  # takes time
 
     known = known_fields()
     settings = [flag for field in known.values() for flag in field.flags]
