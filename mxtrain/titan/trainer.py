@@ -1,283 +1,39 @@
-"""mxtrain's trainer: TorchTitan's, with schedules, guards, diagnostics, whole checkpoints and exact resumption."""
-
-from collections.abc import Callable
-from functools import partial
-from itertools import chain
-from pathlib import Path
+"""mxtrain's trainer: TorchTitan's with what ``TrainingRun`` adds, and right gradients of replicas and pipelines."""
 
 import torch
 from torchtitan import train as titan
 
-from mxtrain.analysis.metrics_file import lacks_validation
-from mxtrain.analysis.runs import NONFINITE
-from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
-from mxtrain.checkpoints.ending import (
-    STOP,
-    LossWatch,
-    NonFiniteError,
-    Stop,
-    StopSignals,
-    describe,
-    nonfinite,
-    over_ranks,
-)
-from mxtrain.checkpoints.folder import set_aside
-from mxtrain.checkpoints.manifest import Manifest, package_versions
-from mxtrain.checkpoints.optimizer import EarlySteps, apply_settings
-from mxtrain.checkpoints.random_state import RandomState
-from mxtrain.checkpoints.start import Start
-from mxtrain.checkpoints.token_count import TokenCount
-from mxtrain.conversion.schedule import RecipeSwitch
-from mxtrain.files import sync_file
+from mxtrain.checkpoints.optimizer import EarlySteps
 from mxtrain.nn.buffers import kept_buffers
-from mxtrain.nn.ready_weights import ReadyWeights
-from mxtrain.ranks import from_first_rank, is_first
-from mxtrain.reports import terminal
-from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.run_folder.files import METRICS_FILE
-from mxtrain.settings.fields import Settings
-from mxtrain.settings.known import resolved_settings
-from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
-from mxtrain.settings.resume import kept_defaults, moved_entries
-from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.repairs.patches import own_parts
-from mxtrain.titan.repairs.pinned_memory import KeptStager
-from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN, share_loss
-from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
+from mxtrain.titan.repairs.pipeline import share_loss
+from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
 
 
-class _Checkpointer(Checkpointer):
-    make_stager = KeptStager
+class Trainer(TrainingRun, titan.Trainer):
+    """See ``TrainingRun``."""
 
-
-class Trainer(titan.Trainer):
-    """TorchTitan's trainer with right gradients of replicas and pipelines, and these additions:
-
-    - recipes by step, from the schedule and the guard, and the position of a step in the random sequence
-    - weights cast once per step, where a step has several microbatches
-    - whole checkpoints with the random generators' states and the tokens of all ranks, verified before they are loaded,
-      and the optimizer's present settings; the validation of the checkpoint's step if a kill came before that
-    - a look for losses, weights and optimizer states that are not finite, which are never saved
-    - the extra pass of a step with diagnostics (``mxtrain.diagnostics.recording``)
-    - a stop, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how
-    """
-
-    stop: Stop | None = None
-    _last_step = 0
-    _looked_at: int | None = None
-
-    def __init__(self, job_config, settings: Settings, find: Callable[[dict[str, str]], Start], found: Start | None):
-        """``settings`` are those of ``job_config``; the other arguments are ``verified_start``'s."""
-        self._settings, self._find, self._start = settings, find, found
-        # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
-        # the speed at 125M.
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        with own_parts(_Checkpointer):
-            super().__init__(job_config)
-        self.checkpointer.start = self._start
-        self.checkpointer.run = _manifest(job_config, settings, self.dataloader)
-        self.checkpointer.may_save = self._is_finite
-        # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
-        self.checkpointer.before_save = partial(sync_file, Path(job_config.job.dump_folder) / METRICS_FILE)
-        self._watch = LossWatch(self.device, stops=job_config.metrics.on_nonfinite_loss == STOP)
+    def _build(self) -> None:
+        job_config = self.job_config
+        with own_parts(RunCheckpointer):
+            titan.Trainer.__init__(self, job_config)
         correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
-        self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
-        self.checkpointer.after_load = self._after_load
-        self.checkpointer.states[RANDOM_STATE] = RandomState()
         if job_config.optimizer.early_step_in_backward:
             self.checkpointer.states["optimizer"] = EarlySteps(self.optimizers)
-        self._switch = RecipeSwitch(
-            schedule_in(job_config),
-            guard := guard_in(job_config),
-            self.model_parts,
-            partial(log_event, self.metrics_processor),
-            moved_entries(self._start, settings),
-        )
-        mesh = self.parallel_dims.get_optional_mesh("loss")
-        if guard is not None:
-            spikes, _ = guard
-            # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
-            copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
-            self._watch.on_losses = lambda step, losses: spikes.observe(step, sum(losses) / copies)
-            self.checkpointer.states[GUARD_STATE] = spikes
-        has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
-        changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
-        caches = job_config.mxnorm.cache_weights and has_microbatches and not changes_between
-        self._ready = ReadyWeights(self.model_parts) if caches else None
-        self._tokens = TokenCount(mesh.size(), mesh.get_local_rank()) if mesh is not None else TokenCount(1, 0)
-        self._signals = StopSignals()
-        self._numerics = numerics_of(job_config, self.model_parts)
-        # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
-        self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
         if self.parallel_dims.pp_enabled:
             self._loss = share_loss(self)
         if job_config.validation.enable:
-            self.metrics_processor.log_validation = partial(self._log_validation, self.metrics_processor.log_validation)
             # Tokens of a validation would count for the next step's load balance of experts.
             self.validator.validate = kept_buffers(self.model_parts)(self.validator.validate)
-
-    def init_distributed(self):
-        parallel_dims = super().init_distributed()
-        # As soon as all ranks have met: what is built next looks into the run's folder, too.
-        require_same_settings(self._settings, resolved_settings(self.job_config))
-        self._start = begin_run(self.job_config, self._find, self._start)
-        for line in without_effect(self.job_config):
-            terminal.note(line)
-        return parallel_dims
-
-    def train(self):
-        try:
-            super().train()
-            self._is_finite(self._last_step or self.step)  # which need not be saved, nor last where the text ends
-        except NonFiniteError as error:
-            self._log_end(error)
-            self.checkpointer.finish()  # the last checkpoint, with finite weights, becomes complete
-            raise
-        finally:
-            if self.stop is None:
-                self._signals.restore()
-        self.checkpointer.finish()
-
-    def _log_end(self, error: NonFiniteError) -> None:
-        """Log what ends the run; a loss unless its row or that of the step after it is there, as a validation's is.
-
-        A comparison does not start such a run again, and a report does not count it.
-        """
-        if error.what:
-            log_event(self.metrics_processor, error.step, f"{error.what}{NONFINITE}")
-        if error.loss is None or any(map(self.metrics_processor.should_log, {error.step, self._last_step})):
-            return
-        tokens = self._tokens.of_all_ranks(self.ntokens_seen)
-        # A GPU has done the next step, too. Steps have as many tokens, unless a resumed run has changed that.
-        log_loss(self.metrics_processor, error.step, error.loss, tokens * error.step // self._last_step)
-
-    def should_continue_training(self) -> bool:
-        if not super().should_continue_training():
-            return False
-        if self._watch.stop_signal is None:
-            return True
-        self._signals.ignore()
-        self.stop = Stop(self._watch.stop_signal, self.step, is_saved=self.checkpointer.saved_step == self.step)
-        return False
-
-    def _after_load(self) -> None:
-        if is_first():
-            # Only now: a run that was refused or failed before leaves the folder as it was.
-            for path in self._start.abandoned:
-                set_aside(path)
-        self._validate_if_missing()
-        if self.step >= self.job_config.training.steps:
-            return  # nothing is left to train, and TorchTitan's schedule fails for steps after its end
-        kept, present = apply_settings(self.optimizers, self.lr_schedulers)
-        if self.step > 0 and kept != present:
-            terminal.note(f"learning rate of step {self.step + 1}: {present:.4g} (was {kept:.4g})")
-        if self.step > 0 and self._start.changes:
-            # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
-            log_event(self.metrics_processor, self.step + 1, "; ".join(self._start.changes))
-
-    def _validate_if_missing(self) -> None:
-        """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
-        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == self.checkpointer.folder
-        if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
-            return
-        metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
-        if not from_first_rank(lambda: lacks_validation(metrics, self.step)):
-            return
-        if self.parallel_dims.pp_enabled and not FINDS_SHAPES_AGAIN:
-            terminal.note(f"step {self.step} was saved and not validated: this PyTorch cannot begin a pipeline so")
-            return
-        terminal.note(f"step {self.step} was saved and not validated: its validation comes first")
-        self._switch.return_to(self.step)
-        self.validator.validate(self.model_parts, self.step)
 
     def batch_generator(self, data_iterable):
         for inputs, labels in super().batch_generator(data_iterable):
             self.ntokens_seen -= tokens_of_other_ranks(labels, self.parallel_dims.cp)
             yield inputs, labels
 
-    def train_step(self, data_iterator):
-        self._losses = []
-        self._switch.begin_step(self.step)
-        super().train_step(data_iterator)
-        if self._last_step == 0 and is_first():
-            write_resolved_config(self.job_config)  # only now: a start that fails leaves an earlier one's settings
-        self._watch.record(self.step, self._losses, self._signals.received)
-        self._last_step = self.step  # TorchTitan counts one more step where the text ends
-        # A CPU has finished the step, and logging waited for the device.
-        waited = self.device.type == "cpu" or self.metrics_processor.should_log(self.step)
-        self._watch.look(at_last_step=waited)
-        # Until the first step is done, which compiles the model, there is nothing to save, and a signal stops at once.
-        self._signals.install()
-
-    def forward_backward_step(self, **kwargs):
-        if self._numerics is not None and self._numerics.is_due(self.step) and not self._losses:
-            self._measure(**kwargs)
-        set_rounding_step(self.step, microbatch=len(self._losses), rank=self._rank_in_stage)
-        if self._ready is not None:
-            self._ready.refresh()
-        loss = self._forward_and_backward(**kwargs)
-        self._losses.append(loss.detach())
-        if self._ready is not None and len(self._losses) == self.gradient_accumulation_steps:
-            self._ready.drop()
-        return loss
-
     def _forward_and_backward(self, *, global_valid_tokens, **kwargs) -> torch.Tensor:
         if self.parallel_dims.pp_enabled:
             with self._loss.divided_by(global_valid_tokens):
-                return super().forward_backward_step(global_valid_tokens=1.0, **kwargs)
-        return super().forward_backward_step(global_valid_tokens=global_valid_tokens, **kwargs)
-
-    def _measure(self, *, input_dict, labels, global_valid_tokens) -> None:
-        if not self.parallel_dims.pp_enabled:  # whose schedule takes whole microbatches
-            input_dict, labels = self._numerics.sample(input_dict, labels)
-        set_rounding_step(self.step, rank=self._rank_in_stage)
-        with self._numerics.recording():
-            self._forward_and_backward(
-                input_dict=dict(input_dict), labels=labels, global_valid_tokens=global_valid_tokens
-            )
-        if figures := self._numerics.figures():
-            self.metrics_processor.logger.log(figures, self.step)
-
-    def state_dict(self):
-        return {**super().state_dict(), "ntokens_seen": self._tokens.of_all_ranks(self.ntokens_seen)}
-
-    def load_state_dict(self, state_dict):
-        super().load_state_dict({**state_dict, "ntokens_seen": self._tokens.share(state_dict["ntokens_seen"])})
-
-    def _is_finite(self, step: int) -> bool:
-        """Return whether weights and optimizer states after this step are finite. Raise for them and earlier losses."""
-        if self._looked_at == step:  # before it was validated, or before the end: one warning is enough
-            return self._was_finite
-        self._watch.look(at_last_step=True)
-        # A loss says nothing about the weights after its step, nor about infinite second moments, which freeze weights.
-        states = (state for optimizer in self.optimizers.optimizers for state in optimizer.state.values())
-        tensors = (value for state in states for value in state.values() if torch.is_tensor(value) and value.ndim)
-        weights = (tensor for part in self.model_parts for tensor in chain(part.parameters(), part.buffers()))
-        found = nonfinite({"weights": weights, "optimizer states": tensors}, self.device)
-        if found is not None:
-            error = NonFiniteError(f"step {step}: the {found[0]} after this step hold {found[1]}", step, what=found[0])
-            self._watch.end(error, "no checkpoint is saved")
-        self._looked_at, self._was_finite = step, found is None
-        return self._was_finite
-
-    def _log_validation(self, log: Callable, loss: float, step: int, **more) -> None:
-        """Log a validation, and stop or warn if its loss is not finite and the weights, which say more, are."""
-        log(loss, step, **more)
-        found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
-        if found and self._is_finite(step):
-            self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))
-
-
-def _manifest(job_config, settings: Settings, dataloader) -> Manifest:
-    """Return what the manifests of all checkpoints of a run have in common."""
-    return Manifest(
-        step=0,
-        holds_trainer=False,
-        files={},
-        settings=resolved_settings(job_config),
-        defaults=kept_defaults(settings.known),
-        versions=package_versions(),
-        tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
-        processes=torch.distributed.get_world_size(),
-    )
+                return super()._forward_and_backward(global_valid_tokens=1.0, **kwargs)
+        return super()._forward_and_backward(global_valid_tokens=global_valid_tokens, **kwargs)

@@ -1,4 +1,4 @@
-"""What mxtrain's trainer adds to TorchTitan's, on a tiny model without TorchTitan's own parts."""
+"""What mxtrain adds to a trainer of TorchTitan, on a tiny model without TorchTitan's own parts."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ def trainer(monkeypatch, tmp_path):
         titan.Trainer, "forward_backward_step", lambda self, loss, global_valid_tokens: torch.tensor(loss)
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr("mxtrain.titan.trainer._manifest", lambda *_: None)
+    monkeypatch.setattr("mxtrain.titan.training_run._manifest", lambda *_: None)
     made = []
 
     def make(*flags):
@@ -91,7 +91,7 @@ def test_deterministic_runs_do_not_fill_new_memory(trainer, monkeypatch):
 def test_a_loss_that_ends_a_run_has_a_row_unless_it_was_logged(trainer, monkeypatch):
     """Where the text ends, TorchTitan counts a step that was not done."""
     rows = []
-    monkeypatch.setattr("mxtrain.titan.trainer.log_loss", lambda _, *row: rows.append(row))
+    monkeypatch.setattr("mxtrain.titan.training_run.log_loss", lambda _, *row: rows.append(row))
     one = trainer()
     one.step, one._last_step, one.ntokens_seen = 4, 3, 96
     for logged in (2, 3, 4):
@@ -105,7 +105,7 @@ def test_a_loss_that_ends_a_run_has_a_row_unless_it_was_logged(trainer, monkeypa
 def test_weights_and_states_that_end_a_run_are_an_event(trainer, monkeypatch, saves, what):
     """Also without a checkpoint: the loss of the last step is from before its update."""
     logged = []
-    monkeypatch.setattr("mxtrain.titan.trainer.log_event", lambda _, *event: logged.append(event))
+    monkeypatch.setattr("mxtrain.titan.training_run.log_event", lambda _, *event: logged.append(event))
     one = trainer()
     one.checkpointer.finish = lambda: None
 
@@ -134,7 +134,7 @@ def state_of(one, parameter) -> dict:
 def test_a_validation_loss_that_is_not_finite_stops_the_run(trainer, monkeypatch, caplog, bad):
     """The weights say more, where they are the cause."""
     logged, found = [], "step 4: the validation loss is inf on rank 0"
-    monkeypatch.setattr("mxtrain.titan.trainer.log_event", lambda _, *event: logged.append(event))
+    monkeypatch.setattr("mxtrain.titan.training_run.log_event", lambda _, *event: logged.append(event))
     monkeypatch.setattr(titan.Trainer, "train", lambda self: self.validator.validate(self.model_parts, self.step))
     runs = [trainer("--validation.enable", f"--metrics.on_nonfinite_loss={then}") for then in ("stop", "continue")]
     for one in runs:
@@ -175,7 +175,7 @@ def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer
 @pytest.mark.parametrize("pipeline, can_validate", [(False, False), (True, True), (True, False)])
 def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, tmp_path, pipeline, can_validate):
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
-    monkeypatch.setattr("mxtrain.titan.trainer.FINDS_SHAPES_AGAIN", can_validate)
+    monkeypatch.setattr("mxtrain.titan.training_run.FINDS_SHAPES_AGAIN", can_validate)
     one, validated = trainer(), []
     one.job_config.validation.enable = True
     one.validator = SimpleNamespace(
