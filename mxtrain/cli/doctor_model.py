@@ -42,17 +42,16 @@ def report(arguments: list[str]) -> str:
 
 def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.settings.known import settings_of
-    from mxtrain.titan.check_job import check_model_layout
-    from mxtrain.titan.converters import build_on_meta, convert_on_meta
+    from mxtrain.titan.converters import convert_on_meta
+    from mxtrain.titan.engine import engine
     from mxtrain.titan.job_config import parse_job_config
-    from mxtrain.titan.parallelize import try_plan
 
     job_config = parse_job_config(words)
     settings = settings_of(job_config)
     raise_first(pipeline_problems(settings), settings)
-    check_model_layout(settings, has_gpus=True)
+    engine().check_model_layout(settings, has_gpus=True)
     raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes
-    model, name = build_on_meta(job_config), job_config.model.name
+    model, name = engine().build_on_meta(job_config), job_config.model.name
     if missing := [part for part in ("tok_embeddings", "layers", "output") if getattr(model, part, None) is None]:
         raise ConfigError(
             f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
@@ -72,7 +71,7 @@ def _sections(words: list[str]) -> Iterator[str]:
             yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
         else:
             yield f"{name}: {plan.headline}\n{_grouped(plan.details)}"
-    try_plan(model, job_config)  # at last, because it splits the model
+    engine().try_plan(model, job_config)  # at last, because it splits the model
     if entries := schedule_in(job_config):
         yield "\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)])
 
@@ -156,7 +155,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.check_job import modules_of_stages
+    from mxtrain.titan.engine import engine
 
     ranks = parallelism.pipeline_parallel_degree
     if ranks == 1:
@@ -164,7 +163,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
         return [[model.output, *model.layers.values(), *([] if is_tied else [model.tok_embeddings])]]
     modules = dict(model.named_modules())
     groups: list[list[nn.Module]] = [[] for _ in range(ranks)]
-    for number, names in enumerate(modules_of_stages(len(model.layers), parallelism)):
+    for number, names in enumerate(engine().modules_of_stages(len(model.layers), parallelism)):
         groups[number % ranks] += [modules[name] for name in names if name != "norm"]
     return groups
 

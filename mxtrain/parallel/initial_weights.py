@@ -8,7 +8,7 @@ The model's own code still decides on the distribution: only the source of its r
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,18 +23,25 @@ from mxtrain.rng.seeds import weight_seed
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
-def draw_by_name(model: torch.nn.Module, seed: int, device: torch.device) -> None:
+def plain_name(fqn: str) -> str:
+    """Return the FQN of a parameter without the names of modules that wrap others."""
+    return ".".join(segment for segment in fqn.split(".") if segment not in WRAPPERS)
+
+
+def draw_by_name(
+    model: torch.nn.Module, seed: int, device: torch.device, renamed: Callable[[str], str] = plain_name
+) -> None:
     """Make ``model.init_weights`` draw the same weights on every layout.
 
     Args:
         model: a parallelized model, or the part of it that belongs to a pipeline stage.
         seed: the same on all ranks.
-        device: where to draw; see ``DrawsByName``.
+        device, renamed: see ``DrawsByName``.
     """
     init_weights = model.init_weights
 
     def init_weights_by_name(*args, **kwargs):
-        with DrawsByName(model, seed, device):
+        with DrawsByName(model, seed, device, renamed):
             return init_weights(*args, **kwargs)
 
     model.init_weights = init_weights_by_name
@@ -57,16 +64,23 @@ class DrawsByName(TorchDispatchMode):
         seed: seed of all parameters.
         device: where to draw. CPU and GPU generators differ, so this is the device that trains, also while the weights
             are on a CPU.
+        renamed: FQN of a parameter in ``model`` -> the name that counts.
     """
 
-    def __init__(self, model: torch.nn.Module, seed: int, device: torch.device):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        seed: int,
+        device: torch.device,
+        renamed: Callable[[str], str] = plain_name,
+    ):
         super().__init__()
         self._seed = seed
         self._device = device
         self._draws = Counter()
         self._names = WeakTensorKeyDictionary()
         for name, parameter in model.named_parameters():  # a shared parameter once, under its first name
-            self._names[parameter] = plain_name(name)
+            self._names[parameter] = renamed(name)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -101,11 +115,6 @@ class DrawsByName(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor not in self._names:
                 self._names[tensor] = name
-
-
-def plain_name(fqn: str) -> str:
-    """Return the FQN of a parameter without the names of modules that wrap others."""
-    return ".".join(segment for segment in fqn.split(".") if segment not in WRAPPERS)
 
 
 @contextmanager

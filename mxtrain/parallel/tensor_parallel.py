@@ -10,8 +10,8 @@ for the swapped module:
     wq, wk, wv, w1    ColwiseParallel       Columnwise          local tensors inside, DTensors of the plan outside
     wo, w2            RowwiseParallel       Rowwise             the same; sums the parts of the result as planned
 
-``mxtrain.titan.parallelize`` puts these styles into TorchTitan's plans, ``mxtrain.titan.repairs.expert_gradients`` has
-those within mixtures of experts.
+``mxtrain.titan.v02.parallelize`` puts these styles into TorchTitan's plans,
+``mxtrain.titan.v02.repairs.expert_gradients`` has those within mixtures of experts.
 """
 
 import copy

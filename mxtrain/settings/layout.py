@@ -1,6 +1,6 @@
 """Checks of a layout of processes that need no model: degrees, sequences, batches, chunks of a pipeline.
 
-``mxtrain.titan.check_job`` compares a layout with the model. TorchTitan itself checks the number of chunks.
+``mxtrain.titan.v02.check_job`` compares a layout with the model. TorchTitan itself checks the number of chunks.
 """
 
 import math

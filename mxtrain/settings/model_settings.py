@@ -54,6 +54,12 @@ def given_model_args(settings: Settings) -> dict[str, object]:
     return {name: value for name, value in vars(settings.section(SECTION)).items() if value is not None}
 
 
+def given_in(job_config) -> dict[str, object]:
+    """Return the settings of ``[model_args]`` that a job config gives."""
+    section = getattr(job_config, SECTION, None)  # plain -m torchtitan.train may declare other sections
+    return {} if section is None else {name: value for name, value in vars(section).items() if value is not None}
+
+
 def model_problems(settings: Settings) -> Problems:
     """Settings of ``[model_args]`` that the model does not have."""
     s, model = settings.values, settings["model.name"]

@@ -1,21 +1,23 @@
 """mxtrain in TorchTitan. A config enables it with ``experimental.custom_import = "mxtrain.titan"``.
 
-Importing this package makes TorchTitan use the CPU if there is no accelerator, and registers mxtrain's converters and
-its versions of the models. It works under ``-m mxtrain.train`` and ``-m torchtitan.train`` alike.
+Importing this package makes TorchTitan use the CPU if there is no accelerator. With release 0.2.2 it registers
+mxtrain's converters and its versions of the models, under ``-m mxtrain.train`` and ``-m torchtitan.train`` alike.
 """
 
 import torch
 
-from mxtrain.titan.repairs import cpu
+from mxtrain.titan import cpu
+from mxtrain.titan.engine import RELEASE
 
 # First, because TorchTitan's modules copy the device type when they are imported.
 if not torch.cuda.is_available():
     cpu.use_cpu()
 
-from mxtrain.titan.converters import register_converters  # noqa: E402
-from mxtrain.titan.models.train_specs import register_train_specs, with_mxtrain  # noqa: E402
+__all__ = []
 
-__all__ = ["with_mxtrain"]
+if RELEASE == "v02":
+    from mxtrain.titan.v02.models.train_specs import with_mxtrain
+    from mxtrain.titan.v02.register import register
 
-register_converters()
-register_train_specs()
+    __all__ += ["with_mxtrain"]
+    register()

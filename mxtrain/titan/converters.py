@@ -2,15 +2,8 @@
 
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
 
-import torch
 import torch.nn as nn
-from torch.nn.attention.flex_attention import create_block_mask
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.models.attention import VarlenMetadata
-from torchtitan.protocols.model_converter import register_model_converter
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
@@ -28,6 +21,7 @@ from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import GUARD, guard_in, quantizing_among, schedule_in
+from mxtrain.titan.engine import engine
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0
@@ -122,7 +116,7 @@ class TitanConverter:
     def apply_to(self, model: nn.Module) -> Plan:
         """Convert one of TorchTitan's language models in place, and return the plan that was carried out."""
         with self._full_names():
-            return apply(self.converter, model, _example_inputs(model))
+            return apply(self.converter, model, engine().example_inputs(model))
 
     def _description(self) -> str:
         """The converter in a few words, for the terminal."""
@@ -182,41 +176,14 @@ def titan_converter(name: str, job_config, parallel_dims=None) -> TitanConverter
     return kind(name, job_config)
 
 
-def register_converters() -> None:
-    """Make all converters known to TorchTitan."""
-    for name in CONVERTERS:
-        register_model_converter(partial(titan_converter, name), name)
-
-
-def build_on_meta(job_config) -> nn.Module:
-    """Return a job's model as TorchTitan builds it before converters, on the meta device."""
-    spec = get_train_spec(job_config.model.name)
-    args = spec.model_args[job_config.model.flavor]
-    args.update_from_config(job_config)
-    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
-        return spec.model_cls(args)
-
-
 def convert_on_meta(job_config, model: nn.Module) -> dict[str, Plan | None]:
     """Apply a job's converters to its model in order. Return their plans by name; None for TorchTitan's own, left out.
 
     Raises:
         ConfigError: a converter refuses the model.
     """
-    return {
-        name: titan_converter(name, job_config).apply_to(model) if name in CONVERTERS else None
-        for name in job_config.model.converters
-    }
-
-
-def _example_inputs(model: nn.Module) -> tuple:
-    """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention takes."""
-    tokens = torch.zeros(1, 32, dtype=torch.long)
-    attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
-    if attn_type == "flex":
-        causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, device="cpu")
-        return tokens, causal
-    if attn_type == "varlen":
-        offsets = torch.tensor([0, 32], dtype=torch.int32)
-        return tokens, VarlenMetadata(offsets, offsets, 32, 32)
-    return (tokens,)
+    with engine().convertible(model):
+        return {
+            name: titan_converter(name, job_config).apply_to(model) if name in CONVERTERS else None
+            for name in job_config.model.converters
+        }

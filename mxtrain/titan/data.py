@@ -1,4 +1,4 @@
-"""Build TorchTitan's tokenizer, data loader and validator from mxtrain's data.
+"""Build TorchTitan's tokenizer and data loaders from mxtrain's data.
 
 ``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or the name of a
 dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.dataset``.
@@ -11,8 +11,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.components.validate import BaseValidator, Validator
-from torchtitan.components.validate import build_validator as build_titan_validator
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 from torchtitan.tools.logging import logger
 
@@ -28,8 +26,7 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import is_first, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
-from mxtrain.titan.models.model_args import vocab_size
-from mxtrain.titan.repairs.context_parallel import share_of_validation_loss
+from mxtrain.titan.engine import engine
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:
@@ -45,14 +42,14 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
     if not given:  # a prepared text may have a larger one than the model
         setting = f"the tokenizer of data.prepared = {job_config.data.prepared!r}"
         _require_fitting_tokenizer(folder, job_config, setting)
-    tokenizer = HuggingFaceTokenizer(str(folder))
+    tokenizer = engine().hugging_face_tokenizer(str(folder))
     tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, _ = load_tokenizer(folder)  # as for prepared text
     tokenizer.hf_adds_bos = tokenizer.hf_adds_eos = False
     return tokenizer
 
 
 def _require_fitting_tokenizer(folder: Path, job_config, setting: str) -> None:
-    size, model_size = load_tokenizer(folder).size, vocab_size(job_config)
+    size, model_size = load_tokenizer(folder).size, engine().vocab_size(job_config)
     if size > model_size:
         raise ConfigError(
             f"{setting} has {size:,} tokens, more than the model's {model_size:,}; set data.vocab_size to {size} or "
@@ -102,20 +99,18 @@ def _note_epochs(training, chunks: int, ranks: int) -> None:
         )
 
 
-def build_validator(
-    job_config, dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, **parts
-) -> BaseValidator:
-    """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``.
+def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: tuple[int, int]) -> Loader | None:
+    """Return the loader of held-out text of one rank; None if ``validation.dataset`` is one of TorchTitan's.
+
+    Args:
+        rank: the rank among those that read different text, and their number.
 
     Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
     per rank.
     """
-    name, validation, rank = _validation_dataset(job_config), job_config.validation, (dp_rank, dp_world_size)
-    parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
+    name, validation = validation_dataset(job_config), job_config.validation
     if name not in DATASETS:
-        job_config = replace(job_config, validation=replace(validation, dataset=name))
-        with _opening("validation", name, validation.dataset_path):
-            return build_titan_validator(job_config, dp_world_size, dp_rank, tokenizer, **parts)
+        return None
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, rank, note_progress)
     else:
@@ -125,34 +120,11 @@ def build_validator(
         facts = {"validation_text": tokens.sha256, "validation_sequences": str(dataset.samples(validation.steps))}
         _on_first_rank(RunData(job_config, prepare_from_job(job_config)).keep_facts, **facts)
     options = {"num_workers": 0} if name == "hf" and held_out_share(job_config) else {}
-    return LoaderValidator(job_config, Loader(dataset, validation, **options), tokenizer=tokenizer, **parts)
+    return Loader(dataset, validation, **options)
 
 
 def _on_first_rank(work: Callable, **facts: str) -> None:
     run_on_all_ranks(partial(work, **facts) if is_first() else None)
-
-
-class LoaderValidator(Validator):
-    """TorchTitan's Validator over a given loader, with the attributes that TorchTitan's ``__init__`` stores."""
-
-    def __init__(self, job_config, loader: Loader, **parts):
-        BaseValidator.__init__(self, job_config)
-        self.validation_dataloader = loader
-        self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
-        vars(self).update(parts)
-
-    def post_dataloading_process(self, input_dict, labels, model_parts):
-        # DeepSeek V3 and Llama 4 make a mask for every attention, and then their "sdpa" attention refuses the mask.
-        args = getattr(model_parts[0], "model_args", None)
-        if getattr(args, "attn_type", "sdpa") not in ("flex", "varlen"):
-            model_parts = [_ModelWithoutMasks]
-        return super().post_dataloading_process(input_dict, labels, model_parts)
-
-
-class _ModelWithoutMasks:
-    @staticmethod
-    def get_attention_masks(**inputs):
-        raise TypeError("attention takes no mask")  # TorchTitan's validator expects this error
 
 
 def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress) -> Prepared:
@@ -165,7 +137,7 @@ def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress
     data.
     """
     check_datasets(job_config)
-    return _prepare(config_of(job_config, vocab_size(job_config)), progress)
+    return _prepare(config_of(job_config, engine().vocab_size(job_config)), progress)
 
 
 def check_datasets(job_config) -> None:
@@ -174,7 +146,7 @@ def check_datasets(job_config) -> None:
     require_one_of("training.dataset", job_config.training.dataset, allowed)
     if not job_config.validation.enable:
         return
-    if not (name := _validation_dataset(job_config)):
+    if not (name := validation_dataset(job_config)):
         raise ConfigError(
             f"validation.dataset = '' holds nothing out of training.dataset = {job_config.training.dataset!r}, which "
             f"is not mxtrain's: set it to one of: {', '.join(map(repr, allowed))}"
@@ -182,7 +154,7 @@ def check_datasets(job_config) -> None:
     require_one_of("validation.dataset", name, allowed)
 
 
-def _validation_dataset(job_config) -> str:
+def validation_dataset(job_config) -> str:
     """Return ``validation.dataset``, or if that is "", the dataset that training leads to.
 
     Documents are held out of mxtrain's datasets, and TorchTitan's have a split of their own. Of a user's own dataset
@@ -213,19 +185,19 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
 def _titan_rows(name: str, path: str | None) -> tuple[Iterable, Callable]:
     """Open a dataset of TorchTitan. Also return the function that takes the text out of a row."""
     dataset = TITAN_DATASETS[name]
-    with _opening("training", name, path):
+    with opening("training", name, path):
         return dataset.loader(path or dataset.path), dataset.sample_processor
 
 
-def _opening(section: str, name: str, path: str | None):
+def opening(section: str, name: str, path: str | None):
     """Turn a failure to open a dataset of TorchTitan into a ConfigError."""
     return raised_as(f"{section}.dataset = {name!r} cannot be opened at {path or TITAN_DATASETS[name].path!r}")
 
 
 def _held_out(job_config) -> TokenFile:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
-    training, prepared = config_of(job_config, vocab_size(job_config)), prepare_from_job(job_config)
-    dataset = _validation_dataset(job_config)
+    training, prepared = config_of(job_config, engine().vocab_size(job_config)), prepare_from_job(job_config)
+    dataset = validation_dataset(job_config)
     path = path_of(job_config, "validation", dataset)
     own = {"dataset": dataset, "path": path, "section": "validation"}
     # A prepared text is that of training.

@@ -7,12 +7,11 @@ merges into its own.
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from importlib import import_module
 
-from torchtitan.config import JobConfig as TitanJobConfig
-
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.sections import JobConfig
 from mxtrain.titan.check_job import check_model
+from mxtrain.titan.engine import engine
 
 __all__ = ["JobConfig", "job_config_of", "parse_job_config"]
 
@@ -30,7 +29,7 @@ def parse_job_config(args: list[str]):
 
 def job_config_of(settings: Settings):
     """Return TorchTitan's job config with the values of ``settings``."""
-    kind = _merged(TitanJobConfig, JobConfig)
+    kind = _merged(engine().JobConfig, JobConfig)
     if module := settings["job.custom_config_module"]:
         kind = _merged(kind, import_module(module).JobConfig)
     job_config = _filled(kind, settings.tables())

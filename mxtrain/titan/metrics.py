@@ -4,10 +4,8 @@
 ``metrics.jsonl``, the progress line and wandb are loggers of it, so they show the numbers of TensorBoard.
 """
 
-import copy
 import json
 import os
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -32,10 +30,10 @@ from mxtrain.reports.terminal import go_on_without, note
 from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wandb_facts
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
+from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import guard_in, quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.models.model_args import given_in
-from mxtrain.titan.repairs.pipeline import Stage
+from mxtrain.titan.engine import engine
 
 
 class Loggers(LoggerContainer):
@@ -77,10 +75,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         steps_done = resumed_step(folder, checkpoint)
         earlier = earlier_run(folder) if steps_done > 0 else None
 
-    others = copy.copy(job_config)
-    others.metrics = replace(job_config.metrics, enable_wandb=False)
-    processor = MetricsProcessor(others, parallel_dims, tag)
-    processor.job_config = job_config
+    processor = engine().metrics_processor(job_config, parallel_dims, tag)
     loggers = Loggers()
     loggers.has_gradient_norm = not job_config.optimizer.early_step_in_backward
     loggers.add_logger(processor.logger)  # TensorBoard's
@@ -151,7 +146,7 @@ def numerics_of(job_config, model_parts: list[torch.nn.Module]) -> Numerics | No
     settings = job_config.mxnorm.diagnostics
     if settings.every == 0 or not quantizing_among(job_config.model.converters):
         return None
-    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, lambda: Stage.finds_shapes)
+    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, engine().finds_shapes)
 
 
 def run_facts(job_config) -> dict:

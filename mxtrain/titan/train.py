@@ -27,9 +27,9 @@ from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
 from mxtrain.titan.check_job import check_job
+from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.run_start import write_resolved_config
-from mxtrain.titan.trainer import Trainer
 
 FIRST_WORD_SECONDS = 3.0
 
@@ -75,7 +75,7 @@ def train(args: list[str], verbose: bool) -> Stop | None:
         if warning:
             logger.warning(warning)
         try:
-            stop = _train(partial(Trainer, job_config, settings, find, found))
+            stop = _train(partial(engine().Trainer, job_config, settings, find, found))
         except (NonFiniteError, SaveError) as error:
             if is_first():
                 terminal.Screen().line(closing_summary(folder))

@@ -37,9 +37,9 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
+from mxtrain.titan.engine import engine
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
-from mxtrain.titan.repairs.pinned_memory import KeptStager
-from mxtrain.titan.repairs.pipeline import FINDS_SHAPES_AGAIN
+from mxtrain.titan.pinned_memory import KeptStager
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
 
 
@@ -178,7 +178,7 @@ class TrainingRun:
         metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
         if not from_first_rank(lambda: lacks_validation(metrics, self.step)):
             return
-        if self.parallel_dims.pp_enabled and not FINDS_SHAPES_AGAIN:
+        if self.parallel_dims.pp_enabled and not engine().FINDS_SHAPES_AGAIN:
             terminal.note(f"step {self.step} was saved and not validated: this PyTorch cannot begin a pipeline so")
             return
         terminal.note(f"step {self.step} was saved and not validated: its validation comes first")

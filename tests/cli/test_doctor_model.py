@@ -12,9 +12,9 @@ from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.check_job import check_model_layout
-from mxtrain.titan.converters import build_on_meta
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.v02.check_job import check_model_layout
+from mxtrain.titan.v02.models.on_meta import build_on_meta
 
 GIB = 2**30
 DEBUG = "train_configs/llama3_debug.toml"

@@ -16,7 +16,7 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.recipes.schedule import parse_entries
-from mxtrain.titan.repairs.cpu import histc
+from mxtrain.titan.cpu import histc
 
 DIM, HIDDEN = 64, 96
 AFTER = dict(num_experts=8, top_k=2, use_grouped_mm=False, score_before_experts=False)

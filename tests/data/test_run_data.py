@@ -16,7 +16,8 @@ from mxtrain.data import run_data
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
-from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validator, prepare_from_job
+from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
+from mxtrain.titan.v02.validator import build_validator
 from tests.support import data_checks
 from tests.support.hostile_pickles import NAME, Code
 

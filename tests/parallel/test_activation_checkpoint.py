@@ -29,8 +29,8 @@ from mxtrain.parallel.activation_checkpoint import (
 )
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.parallelize import checked_parallelize
-from mxtrain.titan.repairs.replicas import Layout
+from mxtrain.titan.v02.parallelize import checked_parallelize
+from mxtrain.titan.v02.repairs.replicas import Layout
 
 TOKENS = 8192
 MIB = 2**20

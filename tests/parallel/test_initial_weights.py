@@ -15,9 +15,9 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.parallel.initial_weights import DrawsByName, draw_by_name, plain_name
 from mxtrain.rng.seeds import weight_seed
-from mxtrain.titan.converters import build_on_meta
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.repairs.patches import meshes_on_cpu
+from mxtrain.titan.v02.models.on_meta import build_on_meta
+from mxtrain.titan.v02.repairs.patches import meshes_on_cpu
 from tests.support import training_worker
 from tests.support.forked import forking_context
 

@@ -10,8 +10,8 @@ from mxtrain.nn import gathered_norm, mxnorm
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference.mxnorm import inverse_rms, norm_backward
-from mxtrain.titan.converters import build_on_meta
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.v02.models.on_meta import build_on_meta
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
 RECIPE = get_recipe("mxfp8").fprop

@@ -10,7 +10,8 @@ from torch import nn
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 
-from mxtrain.titan.data import build_tokenizer, build_validator
+from mxtrain.titan.data import build_tokenizer
+from mxtrain.titan.v02.validator import build_validator
 
 VOCABULARY = 300
 

@@ -16,7 +16,7 @@ def record_all() -> None:
     """Make every trainer of this process write its full gradients before they are clipped, and follow another run."""
     import torchtitan.distributed.utils as dist_utils
 
-    from mxtrain.titan.trainer import Trainer
+    from mxtrain.titan.v02.trainer import Trainer
 
     clip, train_step = dist_utils.clip_grad_norm_, Trainer.train_step
     trainers = []
@@ -35,7 +35,7 @@ def record_all() -> None:
 
 def record_perturbed() -> None:
     """Do as ``record_all``, and change the initial weights by normal random shares with a deviation of 1e-7."""
-    from mxtrain.titan.trainer import Trainer
+    from mxtrain.titan.v02.trainer import Trainer
 
     record_all()
     train_step = Trainer.train_step

@@ -8,8 +8,9 @@ import torch
 from mxtrain import MXNorm
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.titan.converters import build_on_meta, convert_on_meta
+from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.v02.models.on_meta import build_on_meta
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])

@@ -11,7 +11,8 @@ from torchtitan.tools import utils
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
-from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validator, prepare_from_job
+from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
+from mxtrain.titan.v02.validator import build_validator
 from tests.support.data_checks import VOCABULARY, Bigrams, job, rows_of, take, text, validator
 
 

@@ -6,9 +6,10 @@ import pytest
 
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
-from mxtrain.titan.converters import build_on_meta, convert_on_meta
+from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor
+from mxtrain.titan.v02.models.on_meta import build_on_meta
 from tests.support.training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
 EVENTS = [

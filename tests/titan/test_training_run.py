@@ -16,7 +16,7 @@ from mxtrain.rng.rounding import position_as_set
 from mxtrain.settings.known import settings_of
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.train import _train
-from mxtrain.titan.trainer import Trainer
+from mxtrain.titan.v02.trainer import Trainer
 
 
 def one_process() -> SimpleNamespace:

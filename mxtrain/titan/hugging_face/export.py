@@ -27,13 +27,13 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.known import resolved_settings
+from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import active_settings, convert_on_meta
 from mxtrain.titan.hugging_face.models import meta_model, parameters, require_exportable, shape_of
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.models.llama3 import is_tied
-from mxtrain.titan.models.model_args import given_in
+from mxtrain.titan.v02.models.llama3 import is_tied
 
 
 def export(

@@ -14,8 +14,8 @@ from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling
 from mxtrain.hugging_face.text import from_pretrained
 from mxtrain.settings.model_settings import PLACES
-from mxtrain.titan.models.llama3 import is_tied
-from mxtrain.titan.models.model_args import wrong_size
+from mxtrain.titan.v02.models.llama3 import is_tied
+from mxtrain.titan.v02.models.model_args import wrong_size
 
 MODELS = ("llama3", "qwen3")
 """The supported models of TorchTitan"""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from unittest.mock import patch
 
-from mxtrain.titan.repairs.pipeline import Stage
-from mxtrain.titan.repairs.replicas import Layout
+from mxtrain.titan.v02.repairs.pipeline import Stage
+from mxtrain.titan.v02.repairs.replicas import Layout
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from mxtrain.errors import ConfigError
-from mxtrain.titan.models.llama3 import Llama3, Llama3Args
-from mxtrain.titan.repairs.tied_weights import shared_group, stays_tied
+from mxtrain.titan.v02.models.llama3 import Llama3, Llama3Args
+from mxtrain.titan.v02.repairs.tied_weights import shared_group, stays_tied
 from tests.support.forked import forking_context
 
 SMALL = dict(dim=64, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=32)

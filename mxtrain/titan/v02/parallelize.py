@@ -32,15 +32,15 @@ from mxtrain.reports.terminal import note_model
 from mxtrain.settings.known import settings_of
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
-from mxtrain.titan.check_job import check_model_layout
-from mxtrain.titan.expert_dispatch import choose_exchange
 from mxtrain.titan.metrics import describe_model
-from mxtrain.titan.repairs.context_parallel import prepare_context_parallelism
-from mxtrain.titan.repairs.expert_gradients import boundary, inner_style, is_boundary
-from mxtrain.titan.repairs.patches import in_every_module, meshes_on_cpu
-from mxtrain.titan.repairs.qwen3_heads import with_local_heads
-from mxtrain.titan.repairs.replicas import Layout
-from mxtrain.titan.repairs.tied_weights import shared_group, stays_tied
+from mxtrain.titan.v02.check_job import check_model_layout
+from mxtrain.titan.v02.expert_dispatch import choose_exchange
+from mxtrain.titan.v02.repairs.context_parallel import prepare_context_parallelism
+from mxtrain.titan.v02.repairs.expert_gradients import boundary, inner_style, is_boundary
+from mxtrain.titan.v02.repairs.patches import in_every_module, meshes_on_cpu
+from mxtrain.titan.v02.repairs.qwen3_heads import with_local_heads
+from mxtrain.titan.v02.repairs.replicas import Layout
+from mxtrain.titan.v02.repairs.tied_weights import shared_group, stays_tied
 
 
 def checked_parallelize(parallelize_fn):
@@ -100,7 +100,7 @@ def check_layout(parallel_dims, job_config) -> None:
     """Check a layout that another trainer than mxtrain's, which has checked its own, has made.
 
     With ``-m torchtitan.train`` nobody divides a pipeline's loss by the number of tokens, and replicas average their
-    gradients (``mxtrain.titan.repairs``).
+    gradients (``mxtrain.titan.v02.repairs``).
 
     Raises:
         ConfigError: the layout does not fit the processes or the model, or gives wrong gradients.

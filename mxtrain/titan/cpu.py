@@ -2,12 +2,10 @@
 
 ``torchtitan.tools.utils`` falls back to the device type "cuda", and other modules of TorchTitan import the device type
 and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``. For mixtures of experts,
-``torch.histc`` counts integers as it does on CUDA, and expert parallelism orders its tokens without Triton. Under
-context parallelism attention gathers keys and values.
+``torch.histc`` counts integers as it does on CUDA.
 """
 
 import ctypes
-import functools
 import math
 import os
 import platform
@@ -36,13 +34,6 @@ def use_cpu() -> None:
             if hasattr(module, "device_module"):
                 module.device_module = CpuDevice
     torch.histc = histc
-    # Imported here because these modules may import the device by name.
-    from torchtitan.models.moe import kernels, utils
-
-    utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
-    from mxtrain.titan.repairs.cpu_attention import use_gathered_attention
-
-    use_gathered_attention()
     keep_freed_memory()
 
 

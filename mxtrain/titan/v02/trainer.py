@@ -5,10 +5,10 @@ from torchtitan import train as titan
 
 from mxtrain.checkpoints.optimizer import EarlySteps
 from mxtrain.nn.buffers import kept_buffers
-from mxtrain.titan.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
-from mxtrain.titan.repairs.patches import own_parts
-from mxtrain.titan.repairs.pipeline import share_loss
 from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
+from mxtrain.titan.v02.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
+from mxtrain.titan.v02.repairs.patches import own_parts
+from mxtrain.titan.v02.repairs.pipeline import share_loss
 
 
 class Trainer(TrainingRun, titan.Trainer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxtrain.analysis import load_run
-from mxtrain.titan.repairs.context_parallel import share_of_validation_loss, tokens_of_other_ranks
+from mxtrain.titan.v02.repairs.context_parallel import share_of_validation_loss, tokens_of_other_ranks
 from tests.support import sharded_runs
 
 

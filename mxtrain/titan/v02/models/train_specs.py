@@ -10,11 +10,12 @@ from torchtitan.models.llama4 import get_train_spec as llama4_spec
 from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validator
+from mxtrain.titan.data import build_dataloader, build_tokenizer
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter
-from mxtrain.titan.models.model_args import EXTRA_FLAVORS, Flavors
-from mxtrain.titan.parallelize import checked_parallelize, checked_pipeline
+from mxtrain.titan.v02.models.llama3 import Llama3, Llama3Adapter
+from mxtrain.titan.v02.models.model_args import EXTRA_FLAVORS, Flavors
+from mxtrain.titan.v02.parallelize import checked_parallelize, checked_pipeline
+from mxtrain.titan.v02.validator import build_validator
 
 
 def _llama3_spec() -> TrainSpec:

@@ -4,9 +4,9 @@ import pytest
 
 from mxtrain import ConfigError
 from mxtrain.settings.known import settings_of
-from mxtrain.titan import check_job
-from mxtrain.titan.check_job import check_model_layout
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.v02 import check_job
+from mxtrain.titan.v02.check_job import check_model_layout
 
 
 def check(flags: str, has_gpus: bool = True) -> None:

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from mxtrain.titan.repairs.cpu import histc
+from mxtrain.titan.cpu import histc
 
 CODE = """
 import ctypes
@@ -14,7 +14,7 @@ import torch
 torch.cuda.is_available = lambda: False
 import torchtitan.components.metrics  # imports the device by name before mxtrain is
 import mxtrain.titan
-from mxtrain.titan.repairs.cpu import CpuDevice
+from mxtrain.titan.cpu import CpuDevice
 import torchtitan.tools.utils as utils
 from torchtitan.components import metrics
 assert utils.device_type == metrics.device_type == "cpu", (utils.device_type, metrics.device_type)

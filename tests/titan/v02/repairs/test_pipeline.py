@@ -11,9 +11,9 @@ from torchtitan.config.job_config import Parallelism
 from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
 from mxtrain.checkpoints.manifest import read_manifest
-from mxtrain.titan.check_job import modules_of_stages
-from mxtrain.titan.repairs import pipeline
-from mxtrain.titan.repairs.pipeline import LossPerToken
+from mxtrain.titan.v02.check_job import modules_of_stages
+from mxtrain.titan.v02.repairs import pipeline
+from mxtrain.titan.v02.repairs.pipeline import LossPerToken
 from tests.support import oracle, training_runs
 from tests.support.recording import record_all
 from tests.support.training_runs import SCHEDULE, Outcome, Resumed, done_once, steps

@@ -18,10 +18,11 @@ from torchtitan.distributed.expert_parallel import TensorParallel
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError
-from mxtrain.titan import parallelize
-from mxtrain.titan.converters import build_on_meta, convert_on_meta
+from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.parallelize import (
+from mxtrain.titan.v02 import parallelize
+from mxtrain.titan.v02.models.on_meta import build_on_meta
+from mxtrain.titan.v02.parallelize import (
     check_gates,
     check_layout,
     checked_parallelize,
@@ -30,8 +31,8 @@ from mxtrain.titan.parallelize import (
     shared_seed,
     try_plan,
 )
-from mxtrain.titan.repairs.expert_gradients import Replicated, SplitExperts
-from mxtrain.titan.repairs.replicas import Layout
+from mxtrain.titan.v02.repairs.expert_gradients import Replicated, SplitExperts
+from mxtrain.titan.v02.repairs.replicas import Layout
 
 ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None)
 

@@ -4,7 +4,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import FeedForward, Transformer
 
 from mxtrain import convert
-from mxtrain.titan.models.llama3 import Llama3, Llama3Adapter, Llama3Args, hidden_dim
+from mxtrain.titan.v02.models.llama3 import Llama3, Llama3Adapter, Llama3Args, hidden_dim
 
 SMALL = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, max_seq_len=32)
 

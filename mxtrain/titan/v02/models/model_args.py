@@ -14,8 +14,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.settings.model_settings import PLACES, SECTION
-from mxtrain.titan.models.llama3 import Llama3Args
+from mxtrain.settings.model_settings import PLACES, SECTION, given_in
+from mxtrain.titan.v02.models.llama3 import Llama3Args
 
 _LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled four times as far as Llama 3.1's
     n_kv_heads=8,
@@ -139,12 +139,6 @@ def vocab_size(job_config) -> int:
             "is 0; with_mxtrain from mxtrain.titan lets a model of your own take any size"
         )
     return own_size
-
-
-def given_in(job_config) -> dict[str, object]:
-    """Return the settings of ``[model_args]`` that a job config gives."""
-    section = getattr(job_config, SECTION, None)  # plain -m torchtitan.train may declare other sections
-    return {} if section is None else {name: value for name, value in vars(section).items() if value is not None}
 
 
 def check_model_args(job_config) -> None:

@@ -13,10 +13,10 @@ from torchtitan.protocols.train_spec import get_train_spec
 import mxtrain.titan  # noqa: F401  registers the flavors
 from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
-from mxtrain.titan.converters import build_on_meta
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.models.model_args import vocab_size
-from mxtrain.titan.models.train_specs import with_mxtrain
+from mxtrain.titan.v02.models.model_args import vocab_size
+from mxtrain.titan.v02.models.on_meta import build_on_meta
+from mxtrain.titan.v02.models.train_specs import with_mxtrain
 
 FAMILY = {name: ["--model.name", name, "--model.flavor", "debugmodel"] for name in PLACES}
 GIVEN = {
@@ -193,7 +193,7 @@ def test_a_separate_head_makes_a_tied_model_larger():
 def test_experts_run_one_by_one_where_there_is_no_grouped_product(name, flavor, monkeypatch, caplog):
     models = [f"torchtitan.models.{model}.model.args" for model in ("deepseek_v3", "llama4")]
     for capability in ((8, 0), (9, 0)):
-        for module in ("mxtrain.titan.models.model_args", *models):
+        for module in ("mxtrain.titan.v02.models.model_args", *models):
             monkeypatch.setattr(f"{module}.has_cuda_capability", lambda *needed, has=capability: has >= needed)
         model, args, _ = build(f"--model.name={name}", f"--model.flavor={flavor}")
         experts = [layer.moe.experts for layer in model.layers.values() if layer.moe_enabled]

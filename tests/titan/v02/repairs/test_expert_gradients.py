@@ -9,8 +9,8 @@ from torchtitan.models.moe.moe import GroupedExperts
 
 from mxtrain import ConfigError
 from mxtrain.nn.experts import QuantizedExperts
-from mxtrain.titan.repairs import expert_gradients
-from mxtrain.titan.repairs.expert_gradients import inner_style
+from mxtrain.titan.v02.repairs import expert_gradients
+from mxtrain.titan.v02.repairs.expert_gradients import inner_style
 from tests.parallel.test_tensor_parallel import COMPILED
 from tests.support import oracle
 

@@ -1,7 +1,7 @@
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-from mxtrain.titan.repairs.qwen3_heads import with_local_heads
+from mxtrain.titan.v02.repairs.qwen3_heads import with_local_heads
 
 
 def plan(**norms):

@@ -16,7 +16,7 @@ def _attend(folder, rank: int) -> None:
     os.environ.update(ENVIRONMENT)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     import mxtrain.titan  # noqa: F401
-    from mxtrain.titan.repairs.cpu_attention import GatheredAttention
+    from mxtrain.titan.v02.repairs.cpu_attention import GatheredAttention
 
     mesh = dist.init_device_mesh("cpu", (RANKS,))
     attention = GatheredAttention(mesh)

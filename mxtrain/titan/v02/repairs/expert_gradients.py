@@ -40,7 +40,7 @@ from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, check_blocks, restyled
-from mxtrain.titan.expert_dispatch import CodesExpertParallel
+from mxtrain.titan.v02.expert_dispatch import CodesExpertParallel
 
 
 class Boundary(PrepareModuleInput):

@@ -1,0 +1,54 @@
+"""What the rest of mxtrain uses of TorchTitan 0.2.2."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch.nn as nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer as hugging_face_tokenizer
+from torchtitan.config import JobConfig
+
+from mxtrain.titan.v02.check_job import check_model_layout, check_names, modules_of_stages
+from mxtrain.titan.v02.models.model_args import check_model_args, vocab_size
+from mxtrain.titan.v02.models.on_meta import build_on_meta, example_inputs
+from mxtrain.titan.v02.parallelize import try_plan
+from mxtrain.titan.v02.repairs.pipeline import FINDS_SHAPES_AGAIN, Stage
+from mxtrain.titan.v02.trainer import Trainer
+
+__all__ = [
+    "FINDS_SHAPES_AGAIN",
+    "JobConfig",
+    "Trainer",
+    "build_on_meta",
+    "check_model_args",
+    "check_model_layout",
+    "check_names",
+    "convertible",
+    "example_inputs",
+    "finds_shapes",
+    "hugging_face_tokenizer",
+    "metrics_processor",
+    "modules_of_stages",
+    "try_plan",
+    "vocab_size",
+]
+
+
+def convertible(model: nn.Module) -> nullcontext:
+    """Context in which converters know the modules of ``model``."""
+    return nullcontext()
+
+
+def finds_shapes() -> bool:
+    """Whether a stage of this process now runs a forward that finds out shapes."""
+    return Stage.finds_shapes
+
+
+def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:
+    """TorchTitan's metrics of a job, without its logger for wandb."""
+    others = copy.copy(job_config)
+    others.metrics = replace(job_config.metrics, enable_wandb=False)
+    processor = MetricsProcessor(others, parallel_dims, tag)
+    processor.job_config = job_config
+    return processor

@@ -1,0 +1,81 @@
+"""What the rest of mxtrain uses of TorchTitan 0.3."""
+
+import torch
+import torch.nn as nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from mxtrain.errors import require_one_of
+from mxtrain.settings.fields import Settings
+from mxtrain.settings.model_settings import given_in
+from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
+from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, model_spec
+from mxtrain.titan.v03.parallelize import convertible
+
+__all__ = ["FINDS_SHAPES_AGAIN", "JobConfig", "convertible"]
+
+FINDS_SHAPES_AGAIN = True
+
+
+def __getattr__(name: str):
+    # The trainer imports what imports this module.
+    if name == "Trainer":
+        from mxtrain.titan.v03.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(name)
+
+
+def finds_shapes() -> bool:
+    return False
+
+
+def example_inputs(model: nn.Module) -> tuple:
+    """Arguments for one forward pass of a language model: token ids."""
+    return (torch.zeros(1, 32, dtype=torch.long),)
+
+
+def vocab_size(job_config) -> int:
+    """The model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0."""
+    name, flavor = job_config.model.name, job_config.model.flavor
+    return job_config.data.vocab_size or {**DEFAULTS[name], **FLAVORS[name][flavor]}["vocab_size"]
+
+
+def check_names(job) -> None:
+    """Raise ConfigError for a model, flavor or converter that nobody has registered, or what 0.3 does not have."""
+    from mxtrain.conversion.converters import CONVERTERS
+    from mxtrain.titan.data import check_datasets
+
+    refuse_gone(job)
+    require_one_of("model.name", job.model.name, FLAVORS)
+    require_one_of("model.flavor", job.model.flavor, FLAVORS[job.model.name])
+    for name in job.model.converters:
+        require_one_of("model.converters", name, CONVERTERS)
+    check_datasets(job)
+
+
+def check_model_args(job) -> None:
+    pass
+
+
+def check_model_layout(settings: Settings, has_gpus: bool) -> None:
+    pass
+
+
+def build_on_meta(job_config) -> nn.Module:
+    """Return a job's model as TorchTitan builds it before converters, on the meta device."""
+    with torch.device("meta"):
+        return model_spec(job_config.model.name, job_config.model.flavor, given_in(job_config)).model.build()
+
+
+def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:
+    """TorchTitan's metrics of a job, without its logger for wandb."""
+    settings = same(MetricsProcessor.Config, job_config.metrics, enable_wandb=False)
+    parallelism, folder = job_config.parallelism, job_config.job.dump_folder
+    schedule = parallelism.pipeline_parallel_schedule
+    return MetricsProcessor(settings, parallel_dims=parallel_dims, dump_folder=folder, pp_schedule=schedule, tag=tag)
+
+
+def hugging_face_tokenizer(folder: str) -> HuggingFaceTokenizer:
+    """The tokenizer in a folder."""
+    return HuggingFaceTokenizer(HuggingFaceTokenizer.Config(), tokenizer_path=folder)

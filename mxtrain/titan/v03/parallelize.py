@@ -1,0 +1,64 @@
+"""What mxtrain adds to TorchTitan 0.3's models before and after they are parallelized."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from unittest.mock import patch
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils
+
+from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
+from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.reports.terminal import note_model
+from mxtrain.titan.converters import titan_converter
+from mxtrain.titan.metrics import describe_model
+from mxtrain.titan.v03.modules import plain_modules
+from mxtrain.titan.v03.names import name_in_022, names_of_022
+
+
+@contextmanager
+def convertible(model: nn.Module) -> Iterator[None]:
+    """Context in which converters know the modules of ``model``, under the names of TorchTitan 0.2.2."""
+    with plain_modules(model), names_of_022(model):
+        yield
+
+
+def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
+    """Return the spec of a model that is converted as soon as it is built, and gets mxtrain's additions."""
+    kind = type(spec.model)
+
+    class Config(kind):
+        def build(self, **kwargs) -> nn.Module:
+            model = kind.build(self, **kwargs)
+            with convertible(model):
+                for name in job_config.model.converters:
+                    titan_converter(name, job_config).convert(model)
+            return model
+
+    spec.model = Config(**{f.name: getattr(spec.model, f.name) for f in fields(kind)})
+    spec.parallelize_fn = _parallelized(spec.parallelize_fn, job_config)
+    return spec
+
+
+def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
+    def parallelize(model: nn.Module, *, parallel_dims, **configs) -> nn.Module:
+        note_model(describe_model(job_config, model))
+        with knows_own_operations():
+            contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
+            with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
+                model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
+        if job_config.activation_checkpoint.mode == "selective":
+            multiply_one_by_one(model)
+        if torch.distributed.get_backend() == "gloo":
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        seed = torch.initial_seed() if job_config.debug.seed is None else job_config.debug.seed
+        draw_by_name(model, seed, torch.device(utils.device_type), name_in_022)
+        return model
+
+    return parallelize
