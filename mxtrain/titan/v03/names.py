@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch.nn as nn
 
+from mxtrain.parallel.initial_weights import plain_name
+
 _RENAMED = (
     (re.compile(r"(^|\.)qkv_linear\.(w[qkv])\b"), r"\1\2"),
     (re.compile(r"^lm_head\b"), "output"),
@@ -17,7 +19,8 @@ _RENAMED = (
 
 
 def name_in_022(name: str) -> str:
-    """The name in 0.2.2 of a module or parameter."""
+    """The name in 0.2.2 of a module or parameter, without the names of modules that wrap others."""
+    name = plain_name(name)
     for pattern, replacement in _RENAMED:
         name = pattern.sub(replacement, name)
     return name
