@@ -34,6 +34,7 @@ from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import guard_in, quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.engine import engine
+from mxtrain.titan.pipeline_stage import Stage
 
 
 class Loggers(LoggerContainer):
@@ -146,7 +147,7 @@ def numerics_of(job_config, model_parts: list[torch.nn.Module]) -> Numerics | No
     settings = job_config.mxnorm.diagnostics
     if settings.every == 0 or not quantizing_among(job_config.model.converters):
         return None
-    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, engine().finds_shapes)
+    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, lambda: Stage.finds_shapes)
 
 
 def run_facts(job_config) -> dict:

@@ -1,5 +1,6 @@
 """What mxtrain adds to a trainer of TorchTitan: schedules, guards, diagnostics, whole checkpoints, exact resumption."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -37,9 +38,9 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
-from mxtrain.titan.engine import engine
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.pinned_memory import KeptStager
+from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
 
 
@@ -178,7 +179,7 @@ class TrainingRun:
         metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
         if not from_first_rank(lambda: lacks_validation(metrics, self.step)):
             return
-        if self.parallel_dims.pp_enabled and not engine().FINDS_SHAPES_AGAIN:
+        if self.parallel_dims.pp_enabled and not FINDS_SHAPES_AGAIN:
             terminal.note(f"step {self.step} was saved and not validated: this PyTorch cannot begin a pipeline so")
             return
         terminal.note(f"step {self.step} was saved and not validated: its validation comes first")
@@ -218,10 +219,12 @@ class TrainingRun:
         if not self.parallel_dims.pp_enabled:  # whose schedule takes whole microbatches
             input_dict, labels = self._numerics.sample(input_dict, labels)
         set_rounding_step(self.step, rank=self._rank_in_stage)
+        tokens = self.ntokens_seen
         with self._numerics.recording():
             self._forward_and_backward(
-                input_dict=dict(input_dict), labels=labels, global_valid_tokens=global_valid_tokens
+                input_dict=copy.copy(input_dict), labels=labels, global_valid_tokens=global_valid_tokens
             )
+        self.ntokens_seen = tokens
         if figures := self._numerics.figures():
             self.metrics_processor.logger.log(figures, self.step)
 

@@ -14,8 +14,8 @@ from mxtrain.settings.layout import ONE_STAGE, degree, parts_problem
 from mxtrain.settings.model_settings import given_model_args
 from mxtrain.settings.read import import_own
 from mxtrain.titan.data import check_datasets
+from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 from mxtrain.titan.v02.models.llama3 import is_tied
-from mxtrain.titan.v02.repairs.pipeline import FINDS_SHAPES_AGAIN
 
 TENSOR, PIPELINE, CONTEXT, EXPERT = (
     f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context", "expert")

@@ -13,11 +13,9 @@ from mxtrain.titan.v02.check_job import check_model_layout, check_names, modules
 from mxtrain.titan.v02.models.model_args import check_model_args, vocab_size
 from mxtrain.titan.v02.models.on_meta import build_on_meta, example_inputs
 from mxtrain.titan.v02.parallelize import try_plan
-from mxtrain.titan.v02.repairs.pipeline import FINDS_SHAPES_AGAIN, Stage
 from mxtrain.titan.v02.trainer import Trainer
 
 __all__ = [
-    "FINDS_SHAPES_AGAIN",
     "JobConfig",
     "Trainer",
     "build_on_meta",
@@ -26,7 +24,6 @@ __all__ = [
     "check_names",
     "convertible",
     "example_inputs",
-    "finds_shapes",
     "hugging_face_tokenizer",
     "metrics_processor",
     "modules_of_stages",
@@ -38,11 +35,6 @@ __all__ = [
 def convertible(model: nn.Module) -> nullcontext:
     """Context in which converters know the modules of ``model``."""
     return nullcontext()
-
-
-def finds_shapes() -> bool:
-    """Whether a stage of this process now runs a forward that finds out shapes."""
-    return Stage.finds_shapes
 
 
 def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:

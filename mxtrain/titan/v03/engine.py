@@ -12,9 +12,7 @@ from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, model_spec
 from mxtrain.titan.v03.parallelize import convertible
 
-__all__ = ["FINDS_SHAPES_AGAIN", "JobConfig", "convertible"]
-
-FINDS_SHAPES_AGAIN = True
+__all__ = ["JobConfig", "convertible"]
 
 
 def __getattr__(name: str):
@@ -24,10 +22,6 @@ def __getattr__(name: str):
 
         return Trainer
     raise AttributeError(name)
-
-
-def finds_shapes() -> bool:
-    return False
 
 
 def example_inputs(model: nn.Module) -> tuple:

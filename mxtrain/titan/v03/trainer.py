@@ -3,17 +3,21 @@
 import math
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import torch
 import torchtitan.trainer as titan
 from torchtitan.components.validate import Validator
 
 from mxtrain.settings.model_settings import given_in
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
+from mxtrain.titan.pipeline_stage import Stage
 from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
 from mxtrain.titan.v03.parallelize import with_converters
+from mxtrain.titan.v03.shared_loss import SharedLoss, shared
 
 # The trainer stops at a loss that is not finite before it logs it. ``LossWatch`` does both, or goes on.
 titan.math = SimpleNamespace(**{**vars(math), "isfinite": lambda loss: True})
@@ -23,7 +27,26 @@ class Trainer(TrainingRun, titan.Trainer):
     """See ``TrainingRun``."""
 
     def _build(self) -> None:
-        titan.Trainer.__init__(self, trainer_config(self.job_config, _spec(self.job_config), self._parts()))
+        config = trainer_config(self.job_config, _spec(self.job_config), self._parts())
+        with patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage):
+            titan.Trainer.__init__(self, config)
+        if self.parallel_dims.pp_enabled and self.job_config.validation.enable:
+            group = self.parallel_dims.get_mesh("pp").get_group()
+            self.validator.pp_schedule = SharedLoss(self.pp_schedule, self.pp_has_last_stage, group, self.device)
+            self.validator.pp_has_last_stage = True
+
+    def batch_generator(self, data_iterable):
+        """Yield microbatches of a pipeline, and whole batches without one."""
+        batches = super().batch_generator(data_iterable)
+        settings, has_stages = self.job_config.parallelism, self.parallel_dims.pp_enabled
+        return iter(_Rows(batches, settings.pipeline_parallel_microbatch_size)) if has_stages else batches
+
+    def _forward_and_backward(self, **kwargs) -> torch.Tensor:
+        loss = super()._forward_and_backward(**kwargs)
+        if self.parallel_dims.pp_enabled:
+            group = self.parallel_dims.get_mesh("pp").get_group()
+            loss = shared(loss if self.pp_has_last_stage else None, group, self.device)
+        return loss
 
     def _parts(self) -> dict:
         job_config = self.job_config
@@ -52,8 +75,21 @@ class HeldOutValidator(Validator):
         loader = build_validation_loader(job_config, tokenizer, (dp_rank, dp_world_size))
         self.config, self.tokenizer = job_config.validation, tokenizer
         self.dp_world_size, self.dp_rank = dp_world_size, dp_rank
-        self.dl_config = SimpleNamespace(build=lambda **_: loader)
+        self.dl_config = SimpleNamespace(build=lambda local_batch_size, **_: _Rows(loader, local_batch_size))
         vars(self).update(parts)
+
+
+class _Rows:
+    """The batches of a loader in parts of so many rows."""
+
+    def __init__(self, loader, rows: int):
+        self._loader, self._rows = loader, rows
+
+    def __iter__(self):
+        for inputs, labels in self._loader:
+            for i in range(0, len(labels), self._rows):
+                part = slice(i, i + self._rows)
+                yield {name: value[part] for name, value in inputs.items()}, labels[part]
 
 
 def _spec(job_config):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from unittest.mock import patch
 
-from mxtrain.titan.v02.repairs.pipeline import Stage
+from mxtrain.titan.pipeline_stage import Stage
 from mxtrain.titan.v02.repairs.replicas import Layout
 
 
