@@ -310,7 +310,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         """Return weight and bias; if the matrices are split, this process's parts."""
         if self.split == WHOLE:
             return self.weight, self.bias
-        return self.weight.to_local(), None if self.bias is None else self.bias.to_local()
+        own = (p.to_local() if isinstance(p, DTensor) else p for p in (self.weight, self.bias))
+        return tuple(own)
 
 
 def check_features(in_features: int, out_features: int, recipe: LinearRecipe) -> None:

@@ -131,10 +131,7 @@ def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_m
         for own in (GatheringNorm, Columnwise, Rowwise):
             if type(style) is own.__base__:
                 return restyled(style, own)
-        raise ConfigError(
-            f"{DEGREE} = {device_mesh.size()} splits {fqn} by {type(style).__name__}, which works in high precision "
-            f"only, and it is an {type(module).__name__}: allowed is 1, or mxnorm.filter_fqns that match it"
-        )
+        raise no_split(fqn, module, type(style).__name__, device_mesh.size())
     if type(style) is RowwiseParallel and isinstance(module, nn.Embedding):
         return restyled(style, WaitingEmbedding)
     if type(style) is PrepareModuleInput and any(isinstance(child, MXNormLinear) for child in module.children()):
@@ -143,6 +140,14 @@ def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_m
         new.desired_input_layouts = (None, *style.desired_input_layouts[1:])
         return new
     return style
+
+
+def no_split(fqn: str, module: nn.Module, how: str, processes: int) -> ConfigError:
+    """The error for a swapped module that a layout splits in a way that it has no counterpart for."""
+    return ConfigError(
+        f"{DEGREE} = {processes} splits {fqn} by {how}, which works in high precision only, and it is an "
+        f"{type(module).__name__}: allowed is 1, or mxnorm.filter_fqns that match it"
+    )
 
 
 def choose_gathers(model: nn.Module, gather: str) -> None:
@@ -164,14 +169,18 @@ def choose_gathers(model: nn.Module, gather: str) -> None:
             module.split = replace(module.split, gather=sent, forwards=2 if module in repeated else 1)
 
 
-def check_part(fqn: str, linear: QuantizedLinear, style: ParallelStyle, processes: int) -> None:
-    """Raise ConfigError unless every process's part of a linear is whole blocks, and a bias is added once."""
-    if linear.bias is not None and isinstance(style, Rowwise):
+def check_part(fqn: str, linear: QuantizedLinear, by_output: bool, processes: int) -> None:
+    """Raise ConfigError unless every process's part of a linear is whole blocks, and a bias is added once.
+
+    Args:
+        by_output: whether the linear is split by output features, not by input features.
+    """
+    if linear.bias is not None and not by_output:
         raise ConfigError(
             f"{DEGREE} = {processes} splits {fqn} by input features, and every process would add its bias: allowed is "
             "1, or mxnorm.filter_fqns that match it"
         )
-    name = "out_features" if isinstance(style, Columnwise) else "in_features"
+    name = "out_features" if by_output else "in_features"
     features = getattr(linear, name)
     check_blocks(f"{name} = {features} of {fqn}", features, processes, linear.recipes)
 

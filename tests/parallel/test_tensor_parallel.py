@@ -183,26 +183,24 @@ def test_styles_follow_the_swapped_modules():
 
 def test_a_bias_that_every_process_would_add_is_refused():
     biased = MXLinear(64, 64, device="meta")
-    check_part("wq", biased, style_for("wq", biased, ColwiseParallel(), TWO_PROCESSES), 2)
+    check_part("wq", biased, True, 2)
     message = (
         "tensor_parallel_degree = 2 splits wo by input features, and every process would add its bias: allowed is 1,"
     )
     with pytest.raises(ConfigError, match=message):
-        check_part("wo", biased, style_for("wo", biased, RowwiseParallel(), TWO_PROCESSES), 2)
+        check_part("wo", biased, False, 2)
 
 
 @pytest.mark.parametrize(
-    "style, recipe, processes, allowed",
-    [(ColwiseParallel, "mxfp8", 4, 6), (RowwiseParallel, "mxfp8", 8, 4), (ColwiseParallel, "nvfp4", 8, 12)],
+    "by_output, recipe, processes, allowed", [(True, "mxfp8", 4, 6), (False, "mxfp8", 8, 4), (True, "nvfp4", 8, 12)]
 )
-def test_parts_that_are_no_whole_blocks_are_refused(style, recipe, processes, allowed):
-    own = style_for("wq", linear(recipe), style(), TWO_PROCESSES)
+def test_parts_that_are_no_whole_blocks_are_refused(by_output, recipe, processes, allowed):
     match = f"tensor_parallel_degree = {processes} splits .* of wq .* allowed is a divisor of {allowed}$"
     with pytest.raises(ConfigError, match=match):
-        check_part("wq", linear(recipe), own, processes)
-    check_part("wq", linear(recipe), own, processes // 2)
-    check_part("wq", linear("unquantized"), own, processes)
+        check_part("wq", linear(recipe), by_output, processes)
+    check_part("wq", linear(recipe), by_output, processes // 2)
+    check_part("wq", linear("unquantized"), by_output, processes)
     later = linear("unquantized")
     later.timeline = Timeline({1: later.layer_state, 9: LayerState(get_recipe(recipe))})
     with pytest.raises(ConfigError, match=match):
-        check_part("wq", later, own, processes)
+        check_part("wq", later, by_output, processes)

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.protocols.train_spec import get_train_spec
@@ -160,7 +160,7 @@ def plans_with_own_styles() -> Iterator[set[nn.Module]]:
             parallelize_plan = _own_plan(modules, parallelize_plan, inner, device_mesh)
             for fqn, style in parallelize_plan.items():
                 if isinstance(linear := modules.get(fqn), QuantizedLinear):
-                    check_part(fqn, linear, style, device_mesh.size())
+                    check_part(fqn, linear, isinstance(style, ColwiseParallel), device_mesh.size())
         elif module in inner or type(parallelize_plan) is ExpertParallel:
             parallelize_plan = inner_style(parallelize_plan)
         with stays_tied(module):

@@ -5,19 +5,28 @@ from contextlib import contextmanager
 from dataclasses import fields
 from unittest.mock import patch
 
+import spmd_types as spmd
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
+from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
+from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.parallel.tensor_parallel import check_part, choose_gathers, no_split
 from mxtrain.reports.terminal import note_model
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v03.modules import plain_modules
 from mxtrain.titan.v03.names import name_in_022, names_of_022
+
+TP = MeshAxisName.TP
 
 
 @contextmanager
@@ -44,13 +53,40 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
     return spec
 
 
+def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Tell swapped layers which of their matrices the processes of ``mesh`` split, as TorchTitan's sharding says.
+
+    Raises:
+        ConfigError: for a layer whose parts are not whole blocks, or that is split in another way than ours can be.
+    """
+    group, processes = mesh.get_group().group_name, mesh.size()
+    for fqn, module in model.named_modules():
+        fqn = name_in_022(fqn)
+        if isinstance(module, MXNorm):
+            sequences = module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP]
+            if sequences != spmd.S(1):
+                raise no_split(fqn, module, "features", processes)
+            module.split = SplitSequences(group, processes, mesh.get_local_rank())
+        elif isinstance(module, QuantizedLinear):
+            weight = module._sharding_config and module._sharding_config.state_shardings["weight"].axis_types[TP]
+            if weight not in (spmd.S(0), spmd.S(1)):
+                raise no_split(fqn, module, "replicas", processes)
+            by_output = weight == spmd.S(0)
+            module.split = by_output_features(group) if by_output else by_input_features(group)
+            check_part(fqn, module, by_output, processes)
+
+
 def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
     def parallelize(model: nn.Module, *, parallel_dims, **configs) -> nn.Module:
         note_model(describe_model(job_config, model))
+        if parallel_dims.tp_enabled:
+            split_layers(model, parallel_dims.get_mesh("tp"))
         with knows_own_operations():
             contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
+        if parallel_dims.tp_enabled:
+            choose_gathers(model, job_config.mxnorm.gather)
         if job_config.activation_checkpoint.mode == "selective":
             multiply_one_by_one(model)
         if torch.distributed.get_backend() == "gloo":
