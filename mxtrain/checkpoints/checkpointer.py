@@ -75,6 +75,8 @@ class Checkpointer:
     is_stopping: Callable[[], bool]
     after_load: Callable[[], None]
     saved_step: int | None = None
+    renamed: Callable[[str], str] = str
+    """Name of a weight in the model -> its name in checkpoints"""
     make_stager = DefaultStager
     """What copies a GPU's state for asynchronous saves, a class that takes PyTorch's ``StagingOptions``"""
 
@@ -166,11 +168,15 @@ class Checkpointer:
         self._set_weights(adapter.from_hf(weights))
 
     def _weights(self) -> dict:
-        return {name: value for part in self.model_parts for name, value in get_model_state_dict(part).items()}
+        return {
+            self.renamed(name): value for part in self.model_parts for name, value in get_model_state_dict(part).items()
+        }
 
     def _set_weights(self, weights: dict) -> None:
-        for part in self.model_parts:  # each takes its own
-            set_model_state_dict(part, dict(weights), options=StateDictOptions(strict=False))
+        for part in self.model_parts:
+            names = {name: self.renamed(name) for name in get_model_state_dict(part)}
+            own = {name: weights[saved] for name, saved in names.items() if saved in weights}
+            set_model_state_dict(part, own, options=StateDictOptions(strict=False))
 
     def _require_same_model(self, weights: dict) -> None:
         checkpoint, saved = self.start.checkpoint, self.start.manifest.tensors

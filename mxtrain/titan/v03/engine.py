@@ -8,6 +8,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import given_in
+from mxtrain.settings.read import import_own
 from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, model_spec
 from mxtrain.titan.v03.parallelize import convertible
@@ -40,12 +41,19 @@ def check_names(job) -> None:
     from mxtrain.conversion.converters import CONVERTERS
     from mxtrain.titan.data import check_datasets
 
+    import_custom(job)
     refuse_gone(job)
     require_one_of("model.name", job.model.name, FLAVORS)
     require_one_of("model.flavor", job.model.flavor, FLAVORS[job.model.name])
     for name in job.model.converters:
         require_one_of("model.converters", name, CONVERTERS)
     check_datasets(job)
+
+
+def import_custom(job) -> None:
+    """Import the user's module that ``experimental.custom_import`` names, if there is one."""
+    if own := job.experimental.custom_import:
+        import_own("experimental.custom_import", own)
 
 
 def check_model_args(job) -> None:

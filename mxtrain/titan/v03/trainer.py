@@ -10,26 +10,42 @@ import torchtitan.trainer as titan
 from torchtitan.components.validate import Validator
 
 from mxtrain.settings.model_settings import given_in
+from mxtrain.settings.read import import_own
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.pipeline_stage import Stage
 from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
+from mxtrain.titan.v03.names import name_in_022
 from mxtrain.titan.v03.parallelize import with_converters
 from mxtrain.titan.v03.shared_loss import SharedLoss, shared
+from mxtrain.titan.v03.states import OptimizerStates, SchedulerStates
 
 # The trainer stops at a loss that is not finite before it logs it. ``LossWatch`` does both, or goes on.
 titan.math = SimpleNamespace(**{**vars(math), "isfinite": lambda loss: True})
+
+
+class NamedCheckpointer(RunCheckpointer):
+    """A checkpoint manager whose checkpoints have the names of TorchTitan 0.2.2."""
+
+    renamed = staticmethod(name_in_022)
 
 
 class Trainer(TrainingRun, titan.Trainer):
     """See ``TrainingRun``."""
 
     def _build(self) -> None:
+        if own := self.job_config.experimental.custom_import:
+            import_own("experimental.custom_import", own)
         config = trainer_config(self.job_config, _spec(self.job_config), self._parts())
         with patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage):
             titan.Trainer.__init__(self, config)
+        for optimizer in self.optimizers:
+            (group,) = optimizer.param_groups  # settings that a checkpoint does not replace
+            optimizer.defaults |= {name: group[name] for name in optimizer.defaults} | {"lr": group["initial_lr"]}
+        schedule = self.lr_schedulers.schedulers[0]
+        self.lr_schedulers.get_metrics = lambda: {"lr": schedule.get_last_lr()[0]}
         if self.parallel_dims.pp_enabled and self.job_config.validation.enable:
             group = self.parallel_dims.get_mesh("pp").get_group()
             self.validator.pp_schedule = SharedLoss(self.pp_schedule, self.pp_has_last_stage, group, self.device)
@@ -51,10 +67,9 @@ class Trainer(TrainingRun, titan.Trainer):
     def _parts(self) -> dict:
         job_config = self.job_config
 
-        def checkpoint(sd_adapter, base_folder, **parts):
-            return RunCheckpointer(
-                checkpoint_config=job_config.checkpoint, sd_adapter=sd_adapter, base_folder=base_folder, **parts
-            )
+        def checkpoint(optimizers, lr_schedulers, **parts):
+            states = {"optimizers": OptimizerStates(optimizers), "lr_schedulers": SchedulerStates(lr_schedulers)}
+            return NamedCheckpointer(checkpoint_config=job_config.checkpoint, **states, **parts)
 
         def dataloader(dp_world_size, dp_rank, tokenizer, **_):
             return build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
