@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
 
-# The stacked experts that are swapped, by name: this folder knows TorchTitan's models without its code.
-EXPERTS = "torchtitan.models.moe.moe.GroupedExperts"
-# Mixtures of them, whose use of their input is known: their parts read it, and nothing else but its shape and dtype.
-MIXTURE = "torchtitan.models.moe.moe.MoE"
+# TorchTitan's modules of mixtures, by name, in releases 0.2 and 0.3: this folder knows its models without its code.
+_PLACES = ("torchtitan.models.moe.moe", "torchtitan.models.common.moe")
+EXPERTS = "GroupedExperts"
+"""Name of the class of stacked experts that are swapped"""
+# Of mixtures of them, whose use of their input is known: their parts read it, and nothing else but its shape and dtype.
 _PARTS = [
-    EXPERTS,
-    *(f"torchtitan.models.moe.moe.{name}" for name in ("TokenChoiceTopKRouter", "TokenReorderer", "FeedForward")),
+    *(f"{_PLACES[0]}.{name}" for name in (EXPERTS, "TokenChoiceTopKRouter", "TokenReorderer", "FeedForward")),
+    *(f"{_PLACES[1]}.{name}" for name in ("RoutedExperts", "TokenChoiceTopKRouter")),
+    "torchtitan.models.common.feed_forward.FeedForward",
 ]
 # Names of the output head in TorchTitan's models and in Hugging Face's.
 HEAD_NAMES = ("output", "lm_head")
@@ -29,7 +31,7 @@ class LinearFacts:
     Attributes:
         in_features, out_features: of experts, the last two dimensions of their first weight.
         kind: name of its class; with its module if the class has the name of a class that is swapped.
-        is_plain: whether its class is ``nn.Linear`` or ``EXPERTS`` itself.
+        is_plain: whether its class is ``nn.Linear`` or TorchTitan's ``EXPERTS`` itself.
         is_gate: whether it is the gate of a router.
         shares_weight: whether another module owns its weight, too.
         is_in_gate: whether it lies in a module that is called as a gate is.
@@ -86,7 +88,7 @@ def find_experts(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
             experts[fqn] = LinearFacts(
                 in_features=in_features,
                 out_features=out_features,
-                kind=_kind(module, are_plain_experts(module), EXPERTS.rpartition(".")[2]),
+                kind=_kind(module, are_plain_experts(module), EXPERTS),
                 is_plain=are_plain_experts(module),
                 is_gate=False,
                 shares_weight=any(owners[id(parameter)] > 1 for parameter in parameters),
@@ -111,22 +113,26 @@ class MixtureFacts:
 
 
 def find_mixtures(modules: Mapping[str, nn.Module]) -> dict[str, MixtureFacts]:
-    """Every mixture of class ``MIXTURE``."""
+    """Every mixture of TorchTitan's own class ``MoE``."""
     return {
         fqn: MixtureFacts(
             gate=f"{fqn}.router.gate",
             experts=f"{fqn}.experts",
             linears=tuple(f"{fqn}.shared_experts.{name}" for name in ("w1", "w3")) if module.shared_experts else (),
-            scores_first=module.score_before_experts,
+            scores_first=getattr(module, "score_before_experts", False),
         )
         for fqn, module in modules.items()
-        if _full_name(type(module)) == MIXTURE and all(_full_name(type(part)) in _PARTS for part in module.children())
+        if _is_titans(module, "MoE") and all(_full_name(type(part)) in _PARTS for part in module.children())
     }
 
 
 def are_plain_experts(module: nn.Module) -> bool:
-    """Whether the class of a module is ``EXPERTS`` itself."""
-    return _full_name(type(module)) == EXPERTS
+    """Whether the class of a module is TorchTitan's ``EXPERTS`` itself."""
+    return _is_titans(module, EXPERTS)
+
+
+def _is_titans(module: nn.Module, name: str) -> bool:
+    return _full_name(type(module)) in [f"{place}.{name}" for place in _PLACES]
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> Counter[int]:

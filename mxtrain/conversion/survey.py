@@ -29,7 +29,7 @@ from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.selection import names_of
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
-from mxtrain.nn.experts import WEIGHTS
+from mxtrain.nn.experts import weight_names
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
@@ -255,7 +255,7 @@ def _why_it_must_stay(module: nn.Module) -> str | None:
     if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
         return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
     if type(module) in STANDARD or are_plain_experts(module):
-        usual = STANDARD[type(module)]._parameters if type(module) in STANDARD else WEIGHTS
+        usual = STANDARD[type(module)]._parameters if type(module) in STANDARD else weight_names(module)
         if absent := [name for name in usual if name not in module._parameters]:
             return f"has no parameter called {absent[0]}"
         if added := [name for name in (*module._parameters, *module._buffers, *module._modules) if name not in usual]:

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mxtrain.diagnostics.totals import Totals, ratio
-from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
+from mxtrain.nn.experts import WEIGHTS, QuantizedExperts, weight_names
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import own_part
 from mxtrain.nn.three_gemms import ThreeGEMMs
@@ -114,7 +114,8 @@ def expert_totals(experts: QuantizedExperts, x: torch.Tensor, counts: torch.Tens
 def _results(experts, gemms: ThreeGEMMs, x: torch.Tensor, counts: torch.Tensor, dy: torch.Tensor):
     """y and the gradients of x, w1, w2 and w3, without hooks."""
     weights = [own_part(weight).detach().requires_grad_() for weight in experts.weights]
-    again = _changed(experts, gemms=lambda device: gemms, ready=None, _parameters=dict(zip(WEIGHTS, weights)))
+    parameters = dict(zip(weight_names(experts), weights))
+    again = _changed(experts, gemms=lambda device: gemms, ready=None, _parameters=parameters)
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         y = again.forward(x, counts)

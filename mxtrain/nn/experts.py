@@ -180,7 +180,7 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
     @property
     def weights(self) -> tuple[torch.Tensor, ...]:
         """w1, w2 and w3."""
-        return tuple(getattr(self, name) for name in WEIGHTS)
+        return tuple(getattr(self, name) for name in weight_names(self))
 
     def quantize_ahead(self, gemms: ThreeGEMMs) -> tuple[ReadyOperands, ...]:
         """Cast the weights, which are not DTensors, for several forwards (``mxtrain.nn.ready_weights``)."""
@@ -252,9 +252,14 @@ def _empty(kind: type[nn.Module]) -> QuantizedExperts:
     return object.__new__(_quantized(kind))
 
 
+def weight_names(experts: nn.Module) -> tuple[str, ...]:
+    """The names of w1, w2 and w3 in stacked experts: TorchTitan 0.3 adds the dimensions ("w1_EFD")."""
+    return tuple(next((own for own in experts._parameters if own.startswith(name)), name) for name in WEIGHTS)
+
+
 def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") -> None:
     """Raise ConfigError unless this recipe computes the GEMMs of these experts in this mode."""
-    _, hidden, features = experts.w1.shape
+    _, hidden, features = getattr(experts, weight_names(experts)[0]).shape
     check_features(features, hidden, recipe)
     check_tiles(features, hidden, recipe, resolve_mode(mode) if mode == "auto" else mode)
 

@@ -99,7 +99,7 @@ class ReadyWeights:
         if is_parametrized(experts) or experts.layer_state.is_plain:
             experts.ready = None
         else:
-            gemms = experts.gemms(experts.w1.device)
+            gemms = experts.gemms(experts.weights[0].device)
             self._cast(experts, (*experts.weights, experts.gain), gemms, partial(experts.quantize_ahead, gemms))
 
     def _cast(

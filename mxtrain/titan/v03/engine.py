@@ -7,7 +7,6 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import import_own
 from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, model_spec
@@ -67,7 +66,7 @@ def check_model_layout(settings: Settings, has_gpus: bool) -> None:
 def build_on_meta(job_config) -> nn.Module:
     """Return a job's model as TorchTitan builds it before converters, on the meta device."""
     with torch.device("meta"):
-        return model_spec(job_config.model.name, job_config.model.flavor, given_in(job_config)).model.build()
+        return model_spec(job_config).model.build()
 
 
 def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:

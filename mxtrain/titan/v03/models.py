@@ -30,6 +30,8 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
+from mxtrain.settings.model_settings import given_in
+
 DEFAULTS = {
     "llama3": dict(
         norm_eps=1e-5, rope_theta=500000.0, n_kv_heads=None, enable_weight_tying=False, vocab_size=128256,
@@ -209,7 +211,7 @@ def _deepseek_v3(s: dict) -> DeepSeekV3Model.Config:
         dim=s["qk_rope_head_dim"],
         max_seq_len=_LONGEST,
         theta=s["rope_theta"],
-        scaling="yarn",
+        scaling="yarn" if s["seq_len"] > s["rope_original_seq_len"] else "none",
         rope_factor=s["rope_factor"],
         original_seq_len=s["rope_original_seq_len"],
     )
@@ -242,7 +244,9 @@ def _deepseek_v3(s: dict) -> DeepSeekV3Model.Config:
                 moe=None if dense else _mixture(s, layer, s["score_func"], s["route_norm"], **router),
             )
         )
-    return _decoder(DeepSeekV3Model, s, blocks)
+    decoder = _decoder(DeepSeekV3Model, s, blocks)
+    decoder.norm.eps = None  # as in 0.2.2, which gives PyTorch none
+    return decoder
 
 
 _MODELS = {
@@ -252,18 +256,15 @@ _MODELS = {
 }
 
 
-def model_spec(name: str, flavor: str, given: dict[str, object]) -> ModelSpec:
-    """TorchTitan's spec of a model.
-
-    Args:
-        name, flavor: keys of ``FLAVORS``.
-        given: sizes instead of the flavor's, by their names in ``[model_args]``, and ``vocab_size``.
-    """
+def model_spec(job_config) -> ModelSpec:
+    """TorchTitan's spec of a job's model."""
+    name, flavor, seq_len = job_config.model.name, job_config.model.flavor, job_config.training.seq_len
+    given = {**given_in(job_config), **({"vocab_size": size} if (size := job_config.data.vocab_size) else {})}
     build, parallelize, adapter = _MODELS[name]
     return ModelSpec(
         name=name,
         flavor=flavor,
-        model=build({**DEFAULTS[name], **FLAVORS[name][flavor], **given}),
+        model=build({**DEFAULTS[name], **FLAVORS[name][flavor], **given, "seq_len": seq_len}),
         parallelize_fn=parallelize,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None if name == "llama3" else register_moe_load_balancing_hook,

@@ -9,7 +9,6 @@ import torch
 import torchtitan.trainer as titan
 from torchtitan.components.validate import Validator
 
-from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import import_own
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
@@ -38,7 +37,9 @@ class Trainer(TrainingRun, titan.Trainer):
     def _build(self) -> None:
         if own := self.job_config.experimental.custom_import:
             import_own("experimental.custom_import", own)
-        config = trainer_config(self.job_config, _spec(self.job_config), self._parts())
+        config = trainer_config(
+            self.job_config, with_converters(model_spec(self.job_config), self.job_config), self._parts()
+        )
         with patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage):
             titan.Trainer.__init__(self, config)
         for optimizer in self.optimizers:
@@ -105,11 +106,3 @@ class _Rows:
             for i in range(0, len(labels), self._rows):
                 part = slice(i, i + self._rows)
                 yield {name: value[part] for name, value in inputs.items()}, labels[part]
-
-
-def _spec(job_config):
-    given = given_in(job_config)
-    if job_config.data.vocab_size > 0:
-        given["vocab_size"] = job_config.data.vocab_size
-    spec = model_spec(job_config.model.name, job_config.model.flavor, given)
-    return with_converters(spec, job_config)
