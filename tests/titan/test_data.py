@@ -6,12 +6,14 @@ import datasets as hf_datasets
 import pytest
 import torch
 from torch import nn
+from torchtitan.components.validate import Validator
 from torchtitan.tools import utils
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
+from mxtrain.titan.v02 import validator as titan_validator
 from mxtrain.titan.v02.validator import build_validator
 from tests.support.data_checks import VOCABULARY, Bigrams, job, rows_of, take, text, validator
 
@@ -175,7 +177,7 @@ def test_nothing_held_out_is_a_config_error(corpus):
 def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(
-        titan_data, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
+        titan_validator, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
     )
     config = job("--training.dataset=c4", "--validation.enable")
     build_validator(config, 1, 0, None, loss_fn=None, parallel_dims=SimpleNamespace(cp=1))
@@ -203,7 +205,7 @@ def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
     assert type(loader.dataset) is titan_data.Stream
     first = take(loader, 1)[0][0]["input"][0]
     assert first.tolist() == tokenizer.encode(text(0), add_bos=True, add_eos=True)[:16]
-    assert type(validator(config)) is titan_data.Validator
+    assert type(validator(config)) is Validator
     (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
     for section, build in {
         "training": lambda: build_dataloader(1, 0, tokenizer, config),

@@ -11,6 +11,7 @@ from torchtitan.config.job_config import Parallelism
 from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
 from mxtrain.checkpoints.manifest import read_manifest
+from mxtrain.titan import pipeline_stage
 from mxtrain.titan.v02.check_job import modules_of_stages
 from mxtrain.titan.v02.repairs import pipeline
 from mxtrain.titan.v02.repairs.pipeline import LossPerToken
@@ -35,7 +36,7 @@ def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
 
 def validate(base) -> list[str]:
     """Validation after every second step, in other sizes than training where PyTorch's pipelines can."""
-    sizes = [] if pipeline.FINDS_SHAPES_AGAIN else ["--validation.local_batch_size=2", "--validation.seq_len=128"]
+    sizes = [] if pipeline_stage.FINDS_SHAPES_AGAIN else ["--validation.local_batch_size=2", "--validation.seq_len=128"]
     return [*training_runs.validate(base), "--validation.freq=2", *sizes]
 
 
@@ -249,7 +250,7 @@ def test_every_rank_gets_the_loss_of_all_chunks_and_a_validation_that_of_a_part(
 @pytest.mark.parametrize("finds_again", [True, False])
 def test_finding_shapes_leaves_the_buffers_as_they_were(monkeypatch, finds_again):
     """Also in PyTorch 2.11, which has one pass and no clean-up after it."""
-    stage = object.__new__(pipeline.Stage)
+    stage = object.__new__(pipeline_stage.Stage)
     stage.submod = torch.nn.BatchNorm1d(2)
 
     def find(self, *args, **kwargs):
@@ -257,7 +258,7 @@ def test_finding_shapes_leaves_the_buffers_as_they_were(monkeypatch, finds_again
 
     monkeypatch.setattr(PipelineStage, "_prepare_forward_infra", find)
     monkeypatch.setattr(PipelineStage, "_post_metadata_inference_cleanup", lambda self: None, raising=False)
-    monkeypatch.setattr(pipeline, "FINDS_SHAPES_AGAIN", finds_again)
+    monkeypatch.setattr(pipeline_stage, "FINDS_SHAPES_AGAIN", finds_again)
     stage._prepare_forward_infra()
     assert stage.submod.num_batches_tracked == finds_again
     stage._post_metadata_inference_cleanup()
