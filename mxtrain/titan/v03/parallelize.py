@@ -53,8 +53,10 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
     return spec
 
 
-def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
+def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: bool) -> None:
     """Tell swapped layers which of their matrices the processes of ``mesh`` split, as TorchTitan's sharding says.
+
+    With expert parallelism, a mixture keeps shards of the sequences.
 
     Raises:
         ConfigError: for a layer whose parts are not whole blocks, or that is split in another way than ours can be.
@@ -66,6 +68,12 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> None:
             sequences = module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP]
             if sequences != spmd.S(1):
                 raise no_split(fqn, module, "features", processes)
+            if has_expert_parallelism and module.feeds_mixture:
+                if module.group is not None:
+                    raise no_split(
+                        fqn, module, "sequences for routed experts and by features for shared ones", processes
+                    )
+                continue
             module.split = SplitSequences(group, processes, mesh.get_local_rank())
         elif isinstance(module, QuantizedLinear):
             weight = module._sharding_config and module._sharding_config.state_shardings["weight"].axis_types[TP]
@@ -80,7 +88,7 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
     def parallelize(model: nn.Module, *, parallel_dims, **configs) -> nn.Module:
         note_model(describe_model(job_config, model))
         if parallel_dims.tp_enabled:
-            split_layers(model, parallel_dims.get_mesh("tp"))
+            split_layers(model, parallel_dims.get_mesh("tp"), parallel_dims.ep_enabled)
         with knows_own_operations():
             contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
