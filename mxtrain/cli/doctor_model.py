@@ -155,7 +155,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.engine import engine
+    from mxtrain.titan.model_layout import modules_of_stages
 
     ranks = parallelism.pipeline_parallel_degree
     if ranks == 1:
@@ -163,7 +163,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
         return [[model.output, *model.layers.values(), *([] if is_tied else [model.tok_embeddings])]]
     modules = dict(model.named_modules())
     groups: list[list[nn.Module]] = [[] for _ in range(ranks)]
-    for number, names in enumerate(engine().modules_of_stages(len(model.layers), parallelism)):
+    for number, names in enumerate(modules_of_stages(len(model.layers), parallelism)):
         groups[number % ranks] += [modules[name] for name in names if name != "norm"]
     return groups
 

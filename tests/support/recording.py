@@ -16,8 +16,9 @@ def record_all() -> None:
     """Make every trainer of this process write its full gradients before they are clipped, and follow another run."""
     import torchtitan.distributed.utils as dist_utils
 
-    from mxtrain.titan.v02.trainer import Trainer
+    from mxtrain.titan.engine import engine
 
+    Trainer = engine().Trainer
     clip, train_step = dist_utils.clip_grad_norm_, Trainer.train_step
     trainers = []
 
@@ -35,8 +36,9 @@ def record_all() -> None:
 
 def record_perturbed() -> None:
     """Do as ``record_all``, and change the initial weights by normal random shares with a deviation of 1e-7."""
-    from mxtrain.titan.v02.trainer import Trainer
+    from mxtrain.titan.engine import engine
 
+    Trainer = engine().Trainer
     record_all()
     train_step = Trainer.train_step
 
@@ -72,9 +74,10 @@ def _named_parameters(trainer) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _named(trainer, of_module) -> list[tuple[str, torch.Tensor]]:
-    from mxtrain.parallel.initial_weights import plain_name
+    from mxtrain.titan.engine import engine
 
-    return [(plain_name(name), value) for part in trainer.model_parts for name, value in of_module(part)]
+    name_of = engine().saved_name
+    return [(name_of(name), value) for part in trainer.model_parts for name, value in of_module(part)]
 
 
 @torch.no_grad()
@@ -95,7 +98,7 @@ def _record(trainer) -> None:
     record = {
         "digests": {name: sha256(tensor.cpu().numpy().tobytes()).hexdigest() for name, tensor in full.items()},
         "gradients": {name: tensor.cpu() for name, tensor in full.items() if name not in others},
-        "weights": {name: parameter.detach().cpu() for name, parameter in parameters} if len(names) == 1 else {},
+        "weights": {name: _full(parameter).cpu() for name, parameter in parameters} if len(names) == 1 else {},
     }
     torch.save(record, Path(trainer.job_config.job.dump_folder) / f"gradients-{trainer.step}-{rank}.pt")
 

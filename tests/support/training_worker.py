@@ -102,6 +102,7 @@ def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Ca
     os.chdir(REPOSITORY)
     sys.path.insert(0, str(REPOSITORY))
     import torch
+    from torch.distributed.tensor import debug
 
     import mxtrain.titan.train
     from mxtrain.analysis import tables
@@ -131,6 +132,7 @@ def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Ca
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         status = 1
+        debug._clear_sharding_prop_cache()  # PyTorch keeps meshes of the run before in it
         verbose, flags = take_verbose(flags)
         try:
             mxtrain.titan.train.main([*own, *flags], verbose)
@@ -143,18 +145,28 @@ def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Ca
 
 def add_tiny_models() -> None:
     """Add the flavor "tiny" to every model: two layers, one of them dense where the others are experts."""
+    from mxtrain.titan.engine import RELEASE
+
+    few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
+    # Feed-forward layers of 384 features, of which a quarter still holds whole blocks.
+    latent = {"moe_inter_dim": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "qk_rope_head_dim": 16}
+    qwen3 = {**few_heads, "head_dim": 32, "n_kv_heads": 2, "moe_inter_dim": 64}
+    if RELEASE == "v03":
+        from mxtrain.titan.v03.models import FLAVORS
+
+        debug = {"llama3": "debugmodel", "deepseek_v3": "debugmodel", "qwen3": "debugmodel_moe_16"}
+        sizes = {"llama3": {**few_heads, "hidden_dim": 384}, "deepseek_v3": {**few_heads, **latent, "hidden_dim": 256}}
+        for name, flavor in debug.items():
+            FLAVORS[name]["tiny"] = {**FLAVORS[name][flavor], **sizes.get(name, qwen3)}
+        return
     from torchtitan.protocols.train_spec import get_train_spec
 
     debug = {name: get_train_spec(name).model_args for name in ("llama3", "llama4", "deepseek_v3", "qwen3")}
-    few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
-    latent = {"inter_dim": 256, "moe_inter_dim": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     tiny = {
-        # Feed-forward layers of 384 features, of which a quarter still holds whole blocks.
         "llama3": replace(debug["llama3"]["debugmodel"], **few_heads, multiple_of=128),
         "llama4": replace(debug["llama4"]["debugmodel"], **few_heads, multiple_of=32),
-        "deepseek_v3": replace(debug["deepseek_v3"]["debugmodel"], **few_heads, **latent, qk_rope_head_dim=16),
-        "qwen3": replace(debug["qwen3"]["debugmodel_moe_16"], n_layers=2, dim=128, n_heads=4, head_dim=32,
-                         n_kv_heads=2, hidden_dim=256, moe_inter_dim=64),
-    }  # fmt: skip
+        "deepseek_v3": replace(debug["deepseek_v3"]["debugmodel"], **few_heads, **latent, inter_dim=256),
+        "qwen3": replace(debug["qwen3"]["debugmodel_moe_16"], **qwen3, hidden_dim=256),
+    }
     for name, args in tiny.items():
         debug[name]["tiny"] = args

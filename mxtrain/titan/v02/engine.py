@@ -8,8 +8,10 @@ import torch.nn as nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer as hugging_face_tokenizer
 from torchtitan.config import JobConfig
+from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part as names_of_stages
 
-from mxtrain.titan.v02.check_job import check_model_layout, check_names, modules_of_stages
+from mxtrain.parallel.initial_weights import plain_name as saved_name
+from mxtrain.titan.v02.check_job import check_model_layout, check_names
 from mxtrain.titan.v02.models.model_args import check_model_args, vocab_size
 from mxtrain.titan.v02.models.on_meta import build_on_meta, example_inputs
 from mxtrain.titan.v02.parallelize import try_plan
@@ -26,7 +28,8 @@ __all__ = [
     "example_inputs",
     "hugging_face_tokenizer",
     "metrics_processor",
-    "modules_of_stages",
+    "names_of_stages",
+    "saved_name",
     "try_plan",
     "vocab_size",
 ]

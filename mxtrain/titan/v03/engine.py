@@ -4,15 +4,18 @@ import torch
 import torch.nn as nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part as names_of_stages
 
-from mxtrain.errors import require_one_of
-from mxtrain.settings.fields import Settings
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.settings.fields import Settings, raise_first
 from mxtrain.settings.read import import_own
+from mxtrain.titan.model_layout import ModelFacts, layout_problems
 from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
-from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, model_spec
+from mxtrain.titan.v03.models import FLAVORS, model_spec, sizes_of
+from mxtrain.titan.v03.names import name_in_022 as saved_name
 from mxtrain.titan.v03.parallelize import convertible
 
-__all__ = ["JobConfig", "convertible"]
+__all__ = ["JobConfig", "convertible", "names_of_stages", "saved_name"]
 
 
 def __getattr__(name: str):
@@ -31,8 +34,8 @@ def example_inputs(model: nn.Module) -> tuple:
 
 def vocab_size(job_config) -> int:
     """The model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0."""
-    name, flavor = job_config.model.name, job_config.model.flavor
-    return job_config.data.vocab_size or {**DEFAULTS[name], **FLAVORS[name][flavor]}["vocab_size"]
+    require_one_of("model.flavor", job_config.model.flavor, FLAVORS[job_config.model.name])
+    return sizes_of(job_config)["vocab_size"]
 
 
 def check_names(job) -> None:
@@ -60,7 +63,21 @@ def check_model_args(job) -> None:
 
 
 def check_model_layout(settings: Settings, has_gpus: bool) -> None:
-    pass
+    """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow."""
+    if (context := settings["parallelism.context_parallel_degree"]) > 1:
+        raise ConfigError(
+            f"parallelism.context_parallel_degree = {context} needs flex attention in TorchTitan 0.3, which is not "
+            "supported here: allowed is 1"
+        )
+    sizes = sizes_of(settings.values)
+    facts = ModelFacts(
+        n_layers=sizes["n_layers"],
+        heads={"heads": sizes["n_heads"], "key-value heads": sizes.get("n_kv_heads")},
+        experts=sizes.get("num_experts", 0),
+        is_tied=sizes.get("enable_weight_tying", False),
+        has_stages=True,
+    )
+    raise_first(layout_problems(settings, facts), settings)
 
 
 def build_on_meta(job_config) -> nn.Module:

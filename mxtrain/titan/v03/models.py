@@ -256,17 +256,23 @@ _MODELS = {
 }
 
 
-def model_spec(job_config) -> ModelSpec:
+def sizes_of(job) -> dict[str, object]:
+    """The sizes of a job's model, by their names in ``[model_args]``; also those that only flavors have."""
+    name, given = job.model.name, given_in(job)
+    if job.data.vocab_size > 0:
+        given["vocab_size"] = job.data.vocab_size
+    return {**DEFAULTS[name], **FLAVORS[name][job.model.flavor], **given, "seq_len": job.training.seq_len}
+
+
+def model_spec(job) -> ModelSpec:
     """TorchTitan's spec of a job's model."""
-    name, flavor, seq_len = job_config.model.name, job_config.model.flavor, job_config.training.seq_len
-    given = {**given_in(job_config), **({"vocab_size": size} if (size := job_config.data.vocab_size) else {})}
-    build, parallelize, adapter = _MODELS[name]
+    build, parallelize, adapter = _MODELS[job.model.name]
     return ModelSpec(
-        name=name,
-        flavor=flavor,
-        model=build({**DEFAULTS[name], **FLAVORS[name][flavor], **given, "seq_len": seq_len}),
+        name=job.model.name,
+        flavor=job.model.flavor,
+        model=build(sizes_of(job)),
         parallelize_fn=parallelize,
         pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None if name == "llama3" else register_moe_load_balancing_hook,
+        post_optimizer_build_fn=None if job.model.name == "llama3" else register_moe_load_balancing_hook,
         state_dict_adapter=adapter,
     )

@@ -27,6 +27,7 @@ def plain_modules(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if not isinstance(module, Module):
                 module.__class__ = titan.get(type(module)) or _with_module(type(module))
+                module._pos_arg_list = ["input"]  # the name of the argument in TorchTitan's shardings
 
 
 @cache

@@ -12,7 +12,7 @@ from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
 from mxtrain.checkpoints.manifest import read_manifest
 from mxtrain.titan import pipeline_stage
-from mxtrain.titan.v02.check_job import modules_of_stages
+from mxtrain.titan.model_layout import modules_of_stages
 from mxtrain.titan.v02.repairs import pipeline
 from mxtrain.titan.v02.repairs.pipeline import LossPerToken
 from tests.support import oracle, training_runs
