@@ -36,9 +36,3 @@ def test_all_linears_of_a_converted_model_are_cast_ahead(converter):
         assert layer.attention_norm.group.linears[0] is layer.attention.wq
     norm = layer.attention_norm
     assert layer.attention.wq.fed_by == ((norm,) if converter == "mxnorm" else ())
-
-
-def test_weights_that_change_after_every_microbatch_are_cast_every_time(one):
-    """PyTorch does not count the writes of a fused optimizer, so nothing else would tell that they changed."""
-    found, expected = one["early steps"].losses, one["early steps, resumed"].losses  # the second caches none
-    assert found == expected and len(found) == 2

@@ -72,10 +72,6 @@ def test_a_validation_in_which_a_kill_came_is_made_up_for(one, name, step):
     assert "not validated" not in one["validated, resumed"].output[0]
 
 
-def test_a_run_with_an_optimizer_per_parameter_resumes_with_all_their_states(one):
-    require_exact(one["early steps, resumed"], one["early steps"], 2)
-
-
 def test_a_resumed_run_draws_the_random_bits_of_every_microbatch(one):
     require_exact(one["microbatches, resumed"], one["microbatches"], 2)
 
