@@ -26,14 +26,15 @@ from torchtitan.trainer import Trainer
 from mxtrain.errors import ConfigError
 from mxtrain.settings.titan import TITAN
 
-EXPERTS_SPLIT = "experts are split by parallelism.expert_parallel_degree alone"
 GONE = {
-    "parallelism.expert_tensor_parallel_degree": EXPERTS_SPLIT,
+    "parallelism.expert_tensor_parallel_degree": "experts are split by parallelism.expert_parallel_degree alone",
     "parallelism.disable_loss_parallel": "the loss of tensor parallelism is always parallel",
     "parallelism.context_parallel_rotate_method": "keys and values are always gathered",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "schedules that overlap experts are not used",
     "optimizer.early_step_in_backward": "the optimizer steps after the backward",
     "activation_checkpoint.early_stop": "a layer is always computed again as a whole",
+    "model.print_after_conversion": "conversion.txt in the run's folder says what was converted",
+    "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not part of it",
     "job.save_config_file": "config.toml in the run's folder has all settings",
     "experimental.custom_args_module": "job.custom_config_module declares settings",
 }
@@ -82,6 +83,12 @@ def refuse_gone(job_config) -> None:
         instead = GONE.get(name) or GONE_SECTIONS.get(table)
         if instead and value != default:
             raise ConfigError(f"{name} = {value!r} is not a setting of TorchTitan 0.3: {instead}")
+    option = job_config.activation_checkpoint.selective_ac_option
+    if option not in ("op", TITAN["activation_checkpoint.selective_ac_option"][1]):
+        raise ConfigError(
+            f"activation_checkpoint.selective_ac_option = {option!r} is for layers, and TorchTitan 0.3 chooses "
+            "operations in every layer: allowed is 'op'"
+        )
 
 
 def built(kind: type, build: Callable, **values):

@@ -1,0 +1,70 @@
+"""Settings of TorchTitan 0.2.2 under 0.3: passed on, used by mxtrain itself, or refused by name."""
+
+from dataclasses import is_dataclass
+
+import pytest
+
+from mxtrain import ConfigError
+from mxtrain.settings.titan import TITAN
+from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.v03.config import GONE, GONE_SECTIONS, trainer_config
+from mxtrain.titan.v03.models import model_spec
+
+# What mxtrain's own parts read: its command, its loaders, its converters, its checkpoint manager.
+OWN = {
+    *("job.config_file", "job.description", "job.custom_config_module", "experimental.custom_import"),
+    *("model.name", "model.flavor", "model.tokenizer_path", "model.converters"),
+    *(name for name in TITAN if name.startswith(("training.dataset", "training.dataloader.", "validation."))),
+    *("parallelism.expert_parallel_comm_backend", "activation_checkpoint.selective_ac_option"),
+}
+
+
+class Recorded:
+    """A job config that remembers which of its settings were read."""
+
+    def __init__(self, section, name: str, seen: set[str]):
+        self._section, self._name, self._seen = section, name, seen
+
+    def __getattr__(self, name: str):
+        value, name = getattr(self._section, name), f"{self._name}.{name}".removeprefix(".")
+        if is_dataclass(value):
+            return Recorded(value, name, self._seen)
+        self._seen.add(name)
+        return value
+
+
+def test_no_setting_is_ignored():
+    job, seen = parse_job_config(["--model.converters=", "--compile.enable"]), set()
+    parts = dict.fromkeys(("metrics", "tokenizer", "dataloader", "checkpoint", "validator"))
+    for mode in ("selective", "memory_budget"):
+        job.activation_checkpoint.mode = mode
+        trainer_config(Recorded(job, "", seen), model_spec(job), parts)
+    gone = {name for name in TITAN if any(name.startswith(f"{table}.") for table in GONE_SECTIONS)} | GONE.keys()
+    assert TITAN.keys() - seen - OWN - gone == set()
+
+
+def test_values_arrive():
+    flags = ["--training.steps=7", "--optimizer.lr=1e-4", "--optimizer.beta2=0.99", "--profiling.profile_freq=3"]
+    job = parse_job_config(["--model.converters=", *flags, "--job.dump_folder=here", "--checkpoint.interval=9"])
+    config = trainer_config(
+        job, model_spec(job), dict.fromkeys(("metrics", "tokenizer", "dataloader", "checkpoint", "validator"))
+    )
+    (group,) = config.optimizer.param_groups
+    assert group.optimizer_kwargs["lr"] == 1e-4 and group.optimizer_kwargs["betas"] == (0.9, 0.99)
+    assert (config.training.steps, config.profiler.profile_freq, config.checkpoint.interval) == (7, 3, 9)
+    assert config.dump_folder == "here" and config.loss.global_vocab_size == 2048
+
+
+@pytest.mark.parametrize(
+    "flag, instead",
+    [
+        ("--parallelism.expert_tensor_parallel_degree=2", "expert_parallel_degree"),
+        ("--parallelism.disable_loss_parallel", "always parallel"),
+        ("--fault_tolerance.enable", "torchft"),
+        ("--activation_checkpoint.selective_ac_option=3", "allowed is 'op'"),
+    ],
+)
+def test_what_03_does_not_have_is_refused_by_name(flag, instead):
+    name = flag[2:].partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{name} = .*{instead}"):
+        parse_job_config(["--model.converters=", flag])
