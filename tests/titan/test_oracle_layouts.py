@@ -32,8 +32,8 @@ def test_gradients_on_four_processes_match_one(base, one, name):
 
 
 @pytest.mark.sweep
-def test_every_recipe_on_every_sharded_layout(base, one):
-    """And with activation checkpointing. Four sequence parts need longer sequences: two recipes only."""
+def test_every_recipe_with_context_parallelism(base, one):
+    """And FSDP, or on four parts of longer sequences, those with two recipes only. With activation checkpointing."""
     long = ["--training.seq_len=256"]
     layouts = {"cp 2 x fsdp 2": oracle.layout(shard=2, context=2), "cp 4": [*oracle.layout(context=4), *long]}
     ones = {recipe: [*oracle.layout(), *long, *oracle.RECIPES[recipe]] for recipe in WHEN_LONG}
