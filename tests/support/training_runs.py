@@ -21,7 +21,7 @@ from filelock import FileLock
 from mxtrain.analysis import load_run
 from mxtrain.titan.engine import RELEASE
 from tests.support.forked import ENVIRONMENT, forking_context
-from tests.support.training_worker import REPOSITORY, Resumed, Runs, free_port, train_all
+from tests.support.training_worker import REPOSITORY, Configured, Resumed, Runs, free_port, train_all
 
 TEXT = ("asyncio", "email", "http", "xml")
 """Packages of the standard library, 1.4 MB: the text that the runs read"""
@@ -336,7 +336,7 @@ def done_once(
             raise AssertionError("\n".join([f"{run} did not run: a run before it broke the processes", *output]))
         statuses = [json.loads((base / name / run / f"rank{rank}.status").read_text()) for rank in range(processes)]
         output = [(base / name / run / f"rank{rank}.txt").read_text() for rank in range(processes)]
-        flags = flags.flags if isinstance(flags, Resumed) else flags
+        flags = flags if isinstance(flags, list) else flags.flags
         own = [flag.partition("=")[2] for flag in flags if flag.startswith("--job.dump_folder=")]
         outcomes[run] = Outcome(Path(own[0]) if own else base / name / run, statuses, output)
     return outcomes
@@ -353,6 +353,11 @@ def copy_text(base: Path) -> None:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(source, base / "text (being copied)" / package, ignore=ignored)
         (base / "text (being copied)").rename(base / "text")
+
+
+def _write_config(path: Path, config: dict, text: Path) -> None:
+    data = {**config["training"], "dataset_path": f"{text}/**/*.py"}
+    path.write_text(tomli_w.dumps({**config, "training": data}))
 
 
 def wait_for_lines(path: Path, count: int) -> None:
@@ -375,12 +380,12 @@ def launch(
     ``prepare``, a function of a module, is called in every worker before its first run.
     """
     folder.mkdir(parents=True)
-    data = {**CONFIG["training"], "dataset_path": f"{folder.parent / 'text'}/**/*.py"}
-    with open(folder / "job.toml", "wb") as file:
-        tomli_w.dump({**CONFIG, "training": data}, file)
+    _write_config(folder / "job.toml", CONFIG, folder.parent / "text")
     for name, run in runs.items():
         if not isinstance(run, Resumed):
             (folder / name).mkdir()
+        if isinstance(run, Configured):
+            _write_config(folder / name / "job.toml", run.config, folder.parent / "text")
     environment = {
         **os.environ,
         "WORLD_SIZE": str(processes),

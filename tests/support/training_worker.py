@@ -28,8 +28,16 @@ class Resumed:
     """Else the run was killed before the validation of this step"""
 
 
-Runs = dict[str, list[str] | Resumed]
-"""Name -> flags, or what to resume"""
+@dataclass(frozen=True)
+class Configured:
+    """Train with a config of the run's own."""
+
+    config: dict
+    flags: list[str]
+
+
+Runs = dict[str, list[str] | Resumed | Configured]
+"""Name -> flags, what to resume, or a config and flags"""
 
 
 def free_port() -> str:
@@ -125,6 +133,8 @@ def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Ca
         if isinstance(flags, Resumed):
             _copy_to_resume(folder, name, flags, is_first=rank == "0")
             own, flags = ["--resume", str(folder / name)], flags.flags
+        elif isinstance(flags, Configured):
+            own[0], flags = f"--job.config_file={folder / name / 'job.toml'}", flags.flags
         os.environ["MASTER_PORT"] = _agree_on_port(folder / name, rank == "0")
         statuses = [folder / name / f"rank{other}.status" for other in range(1, int(environment["WORLD_SIZE"]))]
         time.sleep = partial(_sleep, sleep, rank, statuses)

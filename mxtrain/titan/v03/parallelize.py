@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from unittest.mock import patch
 
 import spmd_types as spmd
@@ -102,7 +103,13 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
         seed = torch.initial_seed() if job_config.debug.seed is None else job_config.debug.seed
-        draw_by_name(model, seed, torch.device(utils.device_type), name_in_022)
+        draw_by_name(model, seed, torch.device(utils.device_type), partial(_drawn_as, model.enable_weight_tying))
         return model
 
     return parallelize
+
+
+def _drawn_as(is_tied: bool, name: str) -> str:
+    """The name that an initial weight is drawn by. ``init_weights`` ties the embedding to the head, 0.2.2 the reverse."""
+    name = name_in_022(name)
+    return "tok_embeddings.weight" if is_tied and name == "output.weight" else name

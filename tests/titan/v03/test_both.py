@@ -1,63 +1,60 @@
-"""The same TOML file under TorchTitan 0.2.2 and 0.3: the same losses, and checkpoints that cross.
-
-``MXTRAIN_TITAN_02`` is the Python of an environment with 0.2.2 (``.ci/run`` sets it).
-"""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The same TOML file under TorchTitan 0.2.2 and 0.3: the same losses, and checkpoints that cross."""
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[3]
-PYTHONS = {"0.2.2": os.environ.get("MXTRAIN_TITAN_02", ""), "0.3": sys.executable}
-COMMON = "--metrics.no-enable_wandb --metrics.log_freq=1 --lr_scheduler.warmup_steps=1 --lr_scheduler.total_steps=4"
-SMALL = "--training.local_batch_size=2 --training.seq_len=64 --validation.no-enable"
-SAVE = "--checkpoint.enable --checkpoint.interval=1"
+from tests.support.both_releases import PYTHONS, REPOSITORY, in_both, steps_of
+
+CONFIGS = sorted(path.stem for path in (REPOSITORY / "train_configs").glob("*.toml"))
+DEBUG = ["llama3_debug", "qwen3_moe_debug", "deepseek_v3_debug"]
+LAYOUTS = {
+    "fsdp": [],
+    "tp": ["--parallelism.tensor_parallel_degree=2"],
+    "pp": ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=1F1B"],
+}
+SAVE = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.no-last_save_model_only"]
+GO_ON = [*SAVE, "--training.steps=4"]
 
 pytestmark = pytest.mark.skipif(not PYTHONS["0.2.2"], reason="MXTRAIN_TITAN_02 names no Python with TorchTitan 0.2.2")
 
 
-def train(release: str, folder: Path, config: str, flags: str, processes: int = 1) -> list[tuple[float, float]]:
-    """Losses and gradient norms of all steps in the folder."""
-    path = f"--job.config_file={REPOSITORY / 'train_configs' / config}.toml"
-    command = [PYTHONS[release], "-m", "mxtrain.cli", "train", path.partition("=")[2]]
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "RANK", "WORLD"))},
-        **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "NGPU": str(processes), "PYTHONPATH": str(REPOSITORY)},
+@pytest.fixture(scope="session")
+def first(base):
+    """Every config with one process, and the debug configs with two."""
+    one = {config: (config, []) for config in CONFIGS}
+    saved = {"saved": ("llama3_debug", SAVE), "whole": ("llama3_debug", GO_ON)}
+    two = {f"{config} {layout}": (config, flags) for config in DEBUG for layout, flags in LAYOUTS.items()}
+    return in_both(base, "first", dict.fromkeys(PYTHONS, {1: {**saved, **one}, 2: two}))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_trains_as_under_022(config, first):
+    require_same_steps(*(folder / "1" / config for folder in first.values()))
+
+
+@pytest.mark.parametrize("config", DEBUG)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes_train_as_under_022(config, layout, first):
+    require_same_steps(*(folder / "2" / f"{config} {layout}" for folder in first.values()))
+
+
+@pytest.fixture(scope="session")
+def second(base, first):
+    """Each release goes on with the run of the other one, in its folder."""
+    saved = {"0.2.2": first["0.3"] / "1" / "saved", "0.3": first["0.2.2"] / "1" / "saved"}
+    plans = {
+        release: {1: {"run": ("llama3_debug", [*GO_ON, f"--job.dump_folder={run}"])}} for release, run in saved.items()
     }
-    words = [*command, f"--job.dump_folder={folder}", *f"{COMMON} {SMALL} {flags}".split()]
-    run = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    in_both(base, "second", plans)
+    return saved
 
 
-def require_near(found: list, expected: list) -> None:
-    assert len(found) == len(expected)
+@pytest.mark.parametrize("release", PYTHONS)
+def test_a_run_goes_on_under_the_other_release(release, first, second):
+    require_same_steps(second[release], first[release] / "1" / "whole", count=4)
+
+
+def require_same_steps(run, expected, count: int = 2) -> None:
+    found, expected = steps_of(run), steps_of(expected)
+    assert len(found) == len(expected) == count
     for own, other in zip(found, expected):
-        assert own == pytest.approx(other, rel=2e-5)
-
-
-@pytest.mark.parametrize("config", ["llama3_debug", "qwen3_moe_debug", "deepseek_v3_debug"])
-def test_losses_are_those_of_022(config, tmp_path):
-    found = [train(release, tmp_path / release, config, "--training.steps=2") for release in PYTHONS]
-    require_near(*found)
-
-
-@pytest.mark.parametrize("kind", ["tensor", "pipeline", "data_parallel_shard"])
-def test_losses_of_two_processes_are_those_of_022(kind, tmp_path):
-    degree = "" if kind == "data_parallel_shard" else f"--parallelism.{kind}_parallel_degree=2"
-    flags = f"--training.steps=2 --mxnorm.recipe=nvfp4 --mxnorm.stochastic_rounding=False {degree}"
-    found = [train(release, tmp_path / release, "llama3_debug", flags, processes=2) for release in PYTHONS]
-    require_near(*found)
-
-
-@pytest.mark.parametrize("first, second", [("0.2.2", "0.3"), ("0.3", "0.2.2")])
-def test_a_run_goes_on_under_the_other_release(first, second, tmp_path):
-    flags = f"{SAVE} --checkpoint.no-last_save_model_only"
-    whole = train(second, tmp_path / "whole", "llama3_debug", f"{flags} --training.steps=4")
-    train(first, tmp_path / "run", "llama3_debug", f"{flags} --training.steps=2")
-    require_near(train(second, tmp_path / "run", "llama3_debug", f"{flags} --training.steps=4"), whole)
+        assert own == pytest.approx(other, rel=1e-4)
