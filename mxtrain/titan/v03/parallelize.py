@@ -14,6 +14,7 @@ from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
+from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
@@ -62,11 +63,12 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
         ConfigError: for a layer whose parts are not whole blocks, or that is split in another way than ours can be.
     """
     group, processes = mesh.get_group().group_name, mesh.size()
+    sequences = SplitSequences(group, processes, mesh.get_local_rank())
     for fqn, module in model.named_modules():
         fqn = name_in_022(fqn)
-        if isinstance(module, MXNorm):
-            sequences = module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP]
-            if sequences != spmd.S(1):
+        is_whole = module._sharding_config and module._sharding_config.in_src_shardings is None
+        if isinstance(module, MXNorm) and not is_whole:
+            if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != spmd.S(1):
                 raise no_split(fqn, module, "features", processes)
             if has_expert_parallelism and module.feeds_mixture:
                 if module.group is not None:
@@ -74,9 +76,12 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
                         fqn, module, "sequences for routed experts and by features for shared ones", processes
                     )
                 continue
-            module.split = SplitSequences(group, processes, mesh.get_local_rank())
+            module.split = sequences
         elif isinstance(module, QuantizedLinear):
             weight = module._sharding_config and module._sharding_config.state_shardings["weight"].axis_types[TP]
+            if weight == spmd.R and is_whole:  # of latent attention, before a norm that every process has whole
+                module.register_forward_hook(lambda module, _, y: SumGradient.apply(y, sequences.key))
+                continue
             if weight not in (spmd.S(0), spmd.S(1)):
                 raise no_split(fqn, module, "replicas", processes)
             by_output = weight == spmd.S(0)
