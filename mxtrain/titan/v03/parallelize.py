@@ -16,6 +16,8 @@ from torchtitan.tools import utils
 
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
@@ -57,7 +59,7 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
 def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: bool) -> None:
     """Tell swapped layers which of their matrices the processes of ``mesh`` split, as TorchTitan's sharding says.
 
-    With expert parallelism, a mixture keeps shards of the sequences.
+    With expert parallelism, a mixture keeps shards of the sequences, which its shared experts gather.
 
     Raises:
         ConfigError: for a layer whose parts are not whole blocks, or that is split in another way than ours can be.
@@ -71,10 +73,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
             if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != spmd.S(1):
                 raise no_split(fqn, module, "features", processes)
             if has_expert_parallelism and module.feeds_mixture:
-                if module.group is not None:
-                    raise no_split(
-                        fqn, module, "sequences for routed experts and by features for shared ones", processes
-                    )
+                for shared in _shared_experts(model, module):
+                    shared.register_forward_pre_hook(lambda _, inputs: _of_whole_sequences(inputs, sequences))
                 continue
             module.split = sequences
         elif isinstance(module, QuantizedLinear):
@@ -87,6 +87,16 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
             by_output = weight == spmd.S(0)
             module.split = by_output_features(group) if by_output else by_input_features(group)
             check_part(fqn, module, by_output, processes)
+
+
+def _shared_experts(model: nn.Module, norm: MXNorm) -> list[nn.Module]:
+    """The feed-forward network that the norm feeds beside the routed experts, if there is one."""
+    linears = set() if norm.group is None else set(norm.group.linears)
+    return [module for module in model.modules() if not linears.isdisjoint(module.children())]
+
+
+def _of_whole_sequences(inputs: tuple, split: SplitSequences) -> tuple:
+    return tuple(of_whole_sequences(x, split) if isinstance(x, NormedInput) else x for x in inputs)
 
 
 def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
