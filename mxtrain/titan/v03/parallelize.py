@@ -21,11 +21,14 @@ from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
+from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name
 from mxtrain.parallel.tensor_parallel import check_part, choose_gathers, no_split
 from mxtrain.reports.terminal import note_model
+from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.metrics import describe_model
+from mxtrain.titan.v03.expert_dispatch import use_codes
 from mxtrain.titan.v03.modules import plain_modules
 from mxtrain.titan.v03.names import name_in_022, names_of_022
 
@@ -108,6 +111,9 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
             contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
+        if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
+            choose_exchange(model, job_config.mxnorm.dispatch, job_config.mxnorm.combine_backward)
+            use_codes(model)
         if parallel_dims.tp_enabled:
             choose_gathers(model, job_config.mxnorm.gather)
         if job_config.activation_checkpoint.mode == "selective":

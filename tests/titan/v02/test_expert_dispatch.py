@@ -17,10 +17,10 @@ from torchtitan.models.moe import kernels, utils
 
 from mxtrain import ConfigError, MXNorm
 from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.casts import image
 from mxtrain.titan.cpu import use_cpu
-from mxtrain.titan.v02.expert_dispatch import choose_exchange
 from mxtrain.titan.v02.parallelize import plans_with_own_styles
 from tests.support.expert_checks import Experts, heavy_tailed
 from tests.support.layer_checks import fill, in_two_processes
