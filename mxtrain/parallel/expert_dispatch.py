@@ -36,8 +36,8 @@ class SentRows(torch.autograd.Function):
     def forward(ctx, h: torch.Tensor, index: torch.Tensor, permuted: torch.Tensor, sent, received, group: str):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(index, permuted)
-        ctx.tokens, ctx.sent, ctx.received, ctx.group = len(h), sent, received, group
-        return without_data(h, (len(permuted), h.shape[1]))
+        ctx.tokens, ctx.sent, ctx.received, ctx.group = h.shape[0], sent, received, group
+        return without_data(h, (permuted.shape[0], h.shape[1]))
 
     @staticmethod
     @once_differentiable
