@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
@@ -23,7 +24,7 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name
-from mxtrain.parallel.tensor_parallel import check_part, choose_gathers, no_split
+from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
 from mxtrain.reports.terminal import note_model
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import titan_converter
@@ -90,6 +91,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
             by_output = weight == spmd.S(0)
             module.split = by_output_features(group) if by_output else by_input_features(group)
             check_part(fqn, module, by_output, processes)
+        elif isinstance(module, GroupedExperts) and not has_expert_parallelism:
+            check_part_of_experts(module, processes)
 
 
 def _shared_experts(model: nn.Module, norm: MXNorm) -> list[nn.Module]:
