@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.parallel_dims import MeshAxisName
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
@@ -76,15 +76,12 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
         if isinstance(module, MXNorm) and not is_whole:
             if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != spmd.S(1):
                 raise no_split(fqn, module, "features", processes)
-            if has_expert_parallelism and module.feeds_mixture:
-                for shared in _shared_experts(model, module):
-                    shared.register_forward_pre_hook(lambda _, inputs: _of_whole_sequences(inputs, sequences))
-                continue
-            module.split = sequences
+            if not (has_expert_parallelism and module.feeds_mixture):
+                module.split = sequences
         elif isinstance(module, QuantizedLinear):
             weight = module._sharding_config and module._sharding_config.state_shardings["weight"].axis_types[TP]
             if weight == spmd.R and is_whole:  # of latent attention, before a norm that every process has whole
-                module.register_forward_hook(lambda module, _, y: SumGradient.apply(y, sequences.key))
+                module.register_forward_hook(lambda _, inputs, y: SumGradient.apply(y, sequences.key))
                 continue
             if weight not in (spmd.S(0), spmd.S(1)):
                 raise no_split(fqn, module, "replicas", processes)
@@ -93,12 +90,8 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
             check_part(fqn, module, by_output, processes)
         elif isinstance(module, GroupedExperts) and not has_expert_parallelism:
             check_part_of_experts(module, processes)
-
-
-def _shared_experts(model: nn.Module, norm: MXNorm) -> list[nn.Module]:
-    """The feed-forward network that the norm feeds beside the routed experts, if there is one."""
-    linears = set() if norm.group is None else set(norm.group.linears)
-    return [module for module in model.modules() if not linears.isdisjoint(module.children())]
+        elif isinstance(module, MoE) and has_expert_parallelism and module.shared_experts is not None:
+            module.shared_experts.register_forward_pre_hook(lambda _, inputs: _of_whole_sequences(inputs, sequences))
 
 
 def _of_whole_sequences(inputs: tuple, split: SplitSequences) -> tuple:
