@@ -25,7 +25,7 @@ import torch
 from mxtrain.custom_op import untraced
 from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.split import SplitSequences
-from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_tokens
+from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
 from mxtrain.ops.gemm import Codes, Operand, values_dtype
 from mxtrain.ops.mxnorm import norm_backward
 from mxtrain.ops.quantize import cast, from_codes, normalize
@@ -151,6 +151,27 @@ class GatherSequences(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _, dx: torch.Tensor):
         return sum_tokens(dx, ctx.split.group, ctx.split.processes), None
+
+
+@untraced
+class SumGradient(torch.autograd.Function):
+    """y -> y, the result of a linear that every process has whole, before a norm whose linears are split.
+
+    The parts of the gradient are summed before the linear casts it. The first process gets the sum and the others
+    zeros, so that what the linear returns is a part of a sum as well.
+    """
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, split_key: str):
+        ctx.set_materialize_grads(False)
+        ctx.split = from_key(split_key)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, dy: torch.Tensor):
+        dy = sum_parts(dy, ctx.split.group)
+        return dy if ctx.split.rank == 0 else torch.zeros_like(dy), None
 
 
 def _norm_backward(ctx, saved, dxhat: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,11 @@ def largest(amax: torch.Tensor, group: str | None) -> torch.Tensor:
     return amax if group is None else _ops.wait_tensor(_ops.all_reduce(amax, "max", group))
 
 
+def sum_parts(part: torch.Tensor, group: str) -> torch.Tensor:
+    """Return the sum of the processes' parts of a tensor on every process."""
+    return _ops.wait_tensor(_ops.all_reduce(part.contiguous(), "sum", group))
+
+
 def gather_tokens(x: torch.Tensor, group: str, processes: int) -> torch.Tensor:
     """Join shards [B, S / processes, ...] of sequences to [B, S, ...], in the order of the processes."""
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), processes, group))

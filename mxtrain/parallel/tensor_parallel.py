@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from mxtrain.errors import ConfigError
+from mxtrain.nn.experts import QuantizedExperts, weight_names
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
@@ -38,6 +39,8 @@ from mxtrain.recipes.recipe import LinearRecipe
 
 DEGREE = "parallelism.tensor_parallel_degree"
 _SEQUENCES = (Shard(1),)
+WHOLE_FEATURES = 8
+"""PyTorch's grouped products take rows of 16 bytes each, which are 8 features in bf16"""
 
 
 class GatheringNorm(SequenceParallel):
@@ -183,6 +186,19 @@ def check_part(fqn: str, linear: QuantizedLinear, by_output: bool, processes: in
     name = "out_features" if by_output else "in_features"
     features = getattr(linear, name)
     check_blocks(f"{name} = {features} of {fqn}", features, processes, linear.recipes)
+
+
+def check_part_of_experts(experts: nn.Module, processes: int) -> None:
+    """Raise ConfigError unless every process's part of the experts' hidden features is whole rows of products."""
+    features = getattr(experts, weight_names(experts)[0]).shape[1]
+    if features % (processes * WHOLE_FEATURES):
+        raise ConfigError(
+            f"{DEGREE} = {processes} splits the {features} hidden features of every expert into parts that are not "
+            f"multiples of {WHOLE_FEATURES}, as grouped products need: allowed is a divisor of "
+            f"{features // WHOLE_FEATURES}"
+        )
+    if isinstance(experts, QuantizedExperts):
+        check_blocks(f"the {features} hidden features of every expert", features, processes, experts.recipes)
 
 
 def check_blocks(what: str, features: int, processes: int, recipes: Iterable[LinearRecipe]) -> None:

@@ -2,6 +2,7 @@
 
 import glob
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ from mxtrain.data.tokenizer import require_tokenizer
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.layout import layout_problems, pipeline_problems
 from mxtrain.settings.mxnorm_section import quantizing_among
+
+COMPILES_SPLIT_LAYERS = tuple(map(int, version("torch").split(".")[:2])) >= (2, 14)
+"""Whether PyTorch compiles all layers and losses of tensor parallelism on a CPU"""
 
 
 class Machine(NamedTuple):
@@ -67,7 +71,7 @@ def _problems_of_a_cpu(settings: Settings) -> Problems:
             "'aot_eager'",
         )
     tensor = s.parallelism.tensor_parallel_degree
-    if tensor == 1:
+    if tensor == 1 or COMPILES_SPLIT_LAYERS:
         return
     degree = f"with parallelism.tensor_parallel_degree = {tensor}"
     # On a CPU, PyTorch 2.13 misplaces the state of the random numbers among the results of such a graph.

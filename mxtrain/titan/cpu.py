@@ -1,8 +1,8 @@
 """Fault: TorchTitan does not train on a machine without an accelerator. No release mends it.
 
 ``torchtitan.tools.utils`` falls back to the device type "cuda", and other modules of TorchTitan import the device type
-and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``. For mixtures of experts,
-``torch.histc`` counts integers as it does on CUDA.
+and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``. Mixtures of experts of
+0.2.2 also need ``histc``, which counts integers as it does on CUDA.
 """
 
 import ctypes
@@ -33,7 +33,6 @@ def use_cpu() -> None:
             module.device_type = "cpu"
             if hasattr(module, "device_module"):
                 module.device_module = CpuDevice
-    torch.histc = histc
     keep_freed_memory()
 
 

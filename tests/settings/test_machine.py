@@ -3,6 +3,7 @@
 import pytest
 
 from mxtrain.errors import ConfigError
+from mxtrain.settings import machine
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
 
@@ -53,9 +54,15 @@ def test_what_a_cpu_can(flags, processes):
         ("--training.gc_debug", 1, ["training.gc_debug = True", "GPU"]),
     ],
 )
-def test_what_needs_a_gpu(flags, processes, facts):
+def test_what_needs_a_gpu(monkeypatch, flags, processes, facts):
+    monkeypatch.setattr(machine, "COMPILES_SPLIT_LAYERS", False)
     check(flags, processes, has_gpus=True)
     with pytest.raises(ConfigError) as raised:
         check(flags, processes)
     message = str(raised.value)
     assert message.startswith(facts[0]) and all(fact in message for fact in facts)
+
+
+def test_pytorch_2_14_compiles_split_layers(monkeypatch):
+    monkeypatch.setattr(machine, "COMPILES_SPLIT_LAYERS", True)
+    check(f"{COMPILED_TP} --activation_checkpoint.mode=full", 2)

@@ -26,6 +26,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
+from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers, style_for
 from mxtrain.reports.terminal import note_model
@@ -34,7 +35,6 @@ from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v02.check_job import check_model_layout
-from mxtrain.titan.v02.expert_dispatch import choose_exchange
 from mxtrain.titan.v02.repairs.context_parallel import prepare_context_parallelism
 from mxtrain.titan.v02.repairs.expert_gradients import boundary, inner_style, is_boundary
 from mxtrain.titan.v02.repairs.patches import in_every_module, meshes_on_cpu

@@ -8,6 +8,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.titan.converters import titan_converter
+from mxtrain.titan.cpu import histc
 from mxtrain.titan.v02.models.train_specs import register_train_specs
 from mxtrain.titan.v02.repairs.cpu_attention import use_gathered_attention
 
@@ -15,10 +16,12 @@ from mxtrain.titan.v02.repairs.cpu_attention import use_gathered_attention
 def register() -> None:
     """Register all converters, and mxtrain's version of every supported model.
 
-    On a CPU, expert parallelism orders its tokens without Triton, and context parallelism gathers keys and values.
+    On a CPU, mixtures count tokens as integers, expert parallelism orders them without Triton, and context parallelism
+    gathers keys and values.
     """
     if not torch.cuda.is_available():
         utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
+        torch.histc = histc
         use_gathered_attention()
     for name in CONVERTERS:
         register_model_converter(functools.partial(titan_converter, name), name)

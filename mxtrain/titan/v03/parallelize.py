@@ -12,18 +12,25 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 
+from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
+from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name
-from mxtrain.parallel.tensor_parallel import check_part, choose_gathers, no_split
+from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
 from mxtrain.reports.terminal import note_model
+from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.metrics import describe_model
+from mxtrain.titan.v03.expert_dispatch import use_codes
 from mxtrain.titan.v03.modules import plain_modules
 from mxtrain.titan.v03.names import name_in_022, names_of_022
 
@@ -57,32 +64,39 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
 def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: bool) -> None:
     """Tell swapped layers which of their matrices the processes of ``mesh`` split, as TorchTitan's sharding says.
 
-    With expert parallelism, a mixture keeps shards of the sequences.
+    With expert parallelism, a mixture keeps shards of the sequences, which its shared experts gather.
 
     Raises:
         ConfigError: for a layer whose parts are not whole blocks, or that is split in another way than ours can be.
     """
     group, processes = mesh.get_group().group_name, mesh.size()
+    sequences = SplitSequences(group, processes, mesh.get_local_rank())
     for fqn, module in model.named_modules():
         fqn = name_in_022(fqn)
-        if isinstance(module, MXNorm):
-            sequences = module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP]
-            if sequences != spmd.S(1):
+        is_whole = module._sharding_config and module._sharding_config.in_src_shardings is None
+        if isinstance(module, MXNorm) and not is_whole:
+            if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != spmd.S(1):
                 raise no_split(fqn, module, "features", processes)
-            if has_expert_parallelism and module.feeds_mixture:
-                if module.group is not None:
-                    raise no_split(
-                        fqn, module, "sequences for routed experts and by features for shared ones", processes
-                    )
-                continue
-            module.split = SplitSequences(group, processes, mesh.get_local_rank())
+            if not (has_expert_parallelism and module.feeds_mixture):
+                module.split = sequences
         elif isinstance(module, QuantizedLinear):
             weight = module._sharding_config and module._sharding_config.state_shardings["weight"].axis_types[TP]
+            if weight == spmd.R and is_whole:  # of latent attention, before a norm that every process has whole
+                module.register_forward_hook(lambda _, inputs, y: SumGradient.apply(y, sequences.key))
+                continue
             if weight not in (spmd.S(0), spmd.S(1)):
                 raise no_split(fqn, module, "replicas", processes)
             by_output = weight == spmd.S(0)
             module.split = by_output_features(group) if by_output else by_input_features(group)
             check_part(fqn, module, by_output, processes)
+        elif isinstance(module, GroupedExperts) and not has_expert_parallelism:
+            check_part_of_experts(module, processes)
+        elif isinstance(module, MoE) and has_expert_parallelism and module.shared_experts is not None:
+            module.shared_experts.register_forward_pre_hook(lambda _, inputs: _of_whole_sequences(inputs, sequences))
+
+
+def _of_whole_sequences(inputs: tuple, split: SplitSequences) -> tuple:
+    return tuple(of_whole_sequences(x, split) if isinstance(x, NormedInput) else x for x in inputs)
 
 
 def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
@@ -94,6 +108,9 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
             contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
+        if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
+            choose_exchange(model, job_config.mxnorm.dispatch, job_config.mxnorm.combine_backward)
+            use_codes(model)
         if parallel_dims.tp_enabled:
             choose_gathers(model, job_config.mxnorm.gather)
         if job_config.activation_checkpoint.mode == "selective":

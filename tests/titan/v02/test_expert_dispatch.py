@@ -1,70 +1,25 @@
 """Codes in the dispatch of expert parallelism: the bits of one process, and half of the bytes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torchtitan.models.llama4.infra.parallelize as llama4
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.models.moe import kernels, utils
 
-from mxtrain import ConfigError, MXNorm
-from mxtrain.nn.experts import QuantizedExperts
+from mxtrain import ConfigError
+from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.casts import image
 from mxtrain.titan.cpu import use_cpu
-from mxtrain.titan.v02.expert_dispatch import choose_exchange
 from mxtrain.titan.v02.parallelize import plans_with_own_styles
-from tests.support.expert_checks import Experts, heavy_tailed
-from tests.support.layer_checks import fill, in_two_processes
-
-TOKENS, DIM, HIDDEN, EXPERTS = 48, 64, 32, 4
-CODES = DIM + DIM // 32
-# Rows for each expert from each of two processes: uneven, an expert without rows, one process with most of the rows.
-COUNTS = [(40, 0, 3, 37), (1, 0, 50, 9)]
-CASES = [("reference", torch.float32), ("reference", torch.bfloat16), ("emulated", torch.bfloat16)]
-
-
-class Routed(nn.Module):
-    """A norm and its experts, for tokens whose experts are chosen."""
-
-    def __init__(self, mode="reference", recipe="mxfp8", dtype=torch.float32):
-        super().__init__()
-        self.norm = MXNorm(DIM, recipe=recipe, mode=mode)
-        self.norm.feeds_mixture = True
-        experts = fill(Experts(DIM, HIDDEN, EXPERTS, dtype))
-        self.experts = QuantizedExperts.from_experts(experts, recipe=recipe, mode=mode)
-        self.experts.set_seed(0, "moe.experts")
-        self.experts.fed_by = (self.norm,)
-
-    def forward(self, x, index, counts):
-        return self.experts(self.norm(x).view(-1, DIM)[index], counts)
-
-
-class _Sent(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.sent = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops._c10d_functional.all_to_all_single.default and args[0].ndim == 2:
-            rows = args[0]
-            self.sent.append((len(rows), rows.shape[1] * rows.itemsize))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def counted() -> Iterator[list[tuple[int, int]]]:
-    """Give a list to which every exchange of rows appends their number and the bytes of a row."""
-    with _Sent() as mode:
-        yield mode.sent
+from tests.support.dispatch_checks import CASES, CODES, COUNTS, DIM, EXPERTS, TOKENS, Routed, counted
+from tests.support.expert_checks import heavy_tailed
+from tests.support.layer_checks import in_two_processes
 
 
 def inputs(dtype, rank: int):

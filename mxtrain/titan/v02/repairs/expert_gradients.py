@@ -35,11 +35,10 @@ from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorP
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, check_blocks, restyled
+from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, check_part_of_experts, restyled
 from mxtrain.titan.v02.expert_dispatch import CodesExpertParallel
 
 
@@ -96,15 +95,11 @@ class InnerRowwise(_LocalTensors, Rowwise):
         return own._apply(self, _local(module, device_mesh), device_mesh)
 
 
-WHOLE_FEATURES = 8
-"""PyTorch's grouped products take rows of 16 bytes each, which are 8 features in bf16"""
-
-
 class SplitExperts(TensorParallel):
     """``TensorParallel`` that leaves the gradient of the routed tokens in parts."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_features(module, device_mesh.size())
+        check_part_of_experts(module, device_mesh.size())
         return super()._apply(module, device_mesh)
 
     def _prepare_input_fn(self, mod, inputs, device_mesh):
@@ -115,7 +110,7 @@ class ExchangedSplitExperts(ExpertTensorParallel, CodesExpertParallel):
     """``ExpertTensorParallel`` that leaves the gradient of the routed tokens in parts."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _check_features(module, device_mesh["etp"].size())
+        check_part_of_experts(module, device_mesh["etp"].size())
         return super()._apply(module, device_mesh)
 
     def _token_dispatch(self, mod, inputs, device_mesh):
@@ -132,19 +127,6 @@ def _local(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
             "experts: allowed is 1"
         )
     return module
-
-
-def _check_features(experts: nn.Module, processes: int) -> None:
-    """Raise ConfigError unless every process's part of the experts' hidden features is whole rows of products."""
-    features = experts.w1.shape[1]
-    if features % (processes * WHOLE_FEATURES):
-        raise ConfigError(
-            f"{DEGREE} = {processes} splits the {features} hidden features of every expert into parts that are not "
-            f"multiples of {WHOLE_FEATURES}, as grouped products need: allowed is a divisor of "
-            f"{features // WHOLE_FEATURES}"
-        )
-    if isinstance(experts, QuantizedExperts):
-        check_blocks(f"the {features} hidden features of every expert", features, processes, experts.recipes)
 
 
 def is_boundary(style: ParallelStyle) -> bool:

@@ -1,4 +1,4 @@
-"""What context parallelism reports, counts and validates, against one process."""
+"""Repair of 0.2.2: what context parallelism reports, counts and validates, against one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gathered attention against PyTorch's attention to whole sequences, forward and backward."""
+"""Repair of 0.2.2: gathered attention against PyTorch's attention to whole sequences, forward and backward."""
 
 import os
 

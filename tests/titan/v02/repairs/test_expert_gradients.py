@@ -1,4 +1,4 @@
-"""Gradients of mixtures of experts under tensor and expert parallelism against one process, and what is refused."""
+"""Repair of 0.2.2: gradients of mixtures of experts under tensor and expert parallelism, and what is refused."""
 
 import pytest
 import torch.nn as nn

@@ -1,4 +1,4 @@
-"""Pipelines against one process: gradients, losses, random bits, validation, checkpoints and reports."""
+"""Repair of 0.2.2: pipelines against one process, in gradients, losses, random bits, validation and reports."""
 
 import json
 from math import prod

@@ -1,3 +1,5 @@
+"""Repair of 0.2.2: Qwen3's norms of heads under tensor parallelism get local tensors."""
+
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 

@@ -1,4 +1,4 @@
-"""Replication (DDP) against one process."""
+"""Repair of 0.2.2: replication (DDP) against one process."""
 
 import pytest
 

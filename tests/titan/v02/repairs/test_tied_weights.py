@@ -1,3 +1,5 @@
+"""Repair of 0.2.2: the weight that embedding and head share stays one, in one FSDP group."""
+
 import pytest
 import torch
 import torchtitan.models.llama3.infra.parallelize as llama3
