@@ -12,7 +12,6 @@ import torch
 import torchtitan
 import wandb
 from torchtitan.components.metrics import DeviceMemStats
-from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims
 from wandb.proto import wandb_internal_pb2
 
@@ -43,8 +42,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 
 def make_config(folder, *flags):
-    arguments = ["--job.custom_config_module=mxtrain.titan.job_config", f"--job.dump_folder={folder}"]
-    return ConfigManager().parse_args([*arguments, "--metrics.log_freq=1", *flags])
+    return parse_job_config([f"--job.dump_folder={folder}", "--metrics.log_freq=1", *flags])
 
 
 def build(config, **degrees):
