@@ -23,9 +23,8 @@ from mxtrain.checkpoints.start import (
 )
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
-from mxtrain.titan.engine import engine
+from tests.support.releases import Checkpoint
 
-Checkpoint = type(engine().JobConfig().checkpoint)
 ON = Checkpoint(enable=True)
 
 

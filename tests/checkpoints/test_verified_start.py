@@ -13,9 +13,8 @@ from mxtrain.checkpoints.start import Start, find_start
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
 from mxtrain.run_folder.lock import locked
-from mxtrain.titan.engine import engine
+from tests.support.releases import Checkpoint
 
-Checkpoint = type(engine().JobConfig().checkpoint)
 ON = Checkpoint(enable=True)
 
 

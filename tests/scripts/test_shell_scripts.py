@@ -192,7 +192,10 @@ def test_ci_lints_and_tests_and_tests_other_releases(checkout, tmp_path):
 def test_the_matrix_tests_each_release_in_an_environment_of_its_own_and_prints_a_table(checkout):
     result = checkout.run(".ci/matrix", "2.12", "newest", MATRIX=str(checkout.root / "m"), TESTS="tests/nn tests/ops")
     assert result.returncode == 0, result.stderr
-    assert checkout.pip_calls() == [f"{TORCH},==2.12.* --editable ROOT[titan02,dev]", f"{TORCH} --editable ROOT[titan02,dev]"]
+    assert checkout.pip_calls() == [
+        f"{TORCH},==2.12.* --editable ROOT[titan02,dev]",
+        f"{TORCH} --editable ROOT[titan02,dev]",
+    ]
     head, *rows = result.stdout.splitlines()
     assert head.split() == ["torch", "triton", "torchao", "result"]
     assert [row.split()[0] for row in rows] == ["torch-2.12", "torch-newest"]

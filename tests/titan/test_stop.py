@@ -14,11 +14,10 @@ import pytest
 
 from mxtrain.checkpoints.ending import Stop, StopSignals, resume_command
 from mxtrain.launched import LAUNCHER_VARIABLE
-from mxtrain.titan.engine import engine
 from tests.support import training_runs
+from tests.support.releases import Checkpoint
 from tests.support.training_runs import SAVE, steps, wait_for_lines
 
-Checkpoint = type(engine().JobConfig().checkpoint)
 ENABLED = Checkpoint(enable=True)
 
 

@@ -43,6 +43,7 @@ def trainer(monkeypatch, tmp_path):
     """A trainer of a tiny model, without what TorchTitan builds, and without its ``train_step``."""
 
     def init(self):
+        self.config = self.job_config  # what 0.3 calls it
         self.device = torch.device("cpu")
         self.parallel_dims = one_process()
         self.model_parts = [torch.nn.Linear(2, 2)]
