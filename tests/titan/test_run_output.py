@@ -79,7 +79,7 @@ def test_files_of_a_run_hold_the_rest_as_plain_text(command_run):
         if path.suffix != ".png":
             assert "\x1b" not in path.read_text(), path
     log = (command_run.folder / "train.log").read_text()
-    for text in ("Starting job", "total parameters", "step:  4  loss: ", "validate step:  3", "mfu: nan%"):
+    for text in ("Training starts at step 1", "total parameters", "step:  4  loss: ", "validate step:  3", "mfu: nan%"):
         assert text in log
     conversion = (command_run.folder / "conversion.txt").read_text()
     assert re.match(r"mxnorm mxfp8 p=2 \(reference\): .*\n", conversion) and conversion in log
@@ -104,7 +104,13 @@ def test_only_the_first_process_writes_to_the_terminal(several):
 def test_verbose_brings_back_torchtitans_lines(one):
     run = one["mxnorm again"]
     text = run.output[0]
-    for line in ("Starting job", "mxnorm mxfp8 p=2", "step:  3", "Training completed", "validate step:  2"):
+    for line in (
+        "Training starts at step 1",
+        "mxnorm mxfp8 p=2",
+        "step:  3",
+        "Training completed",
+        "validate step:  2",
+    ):
         assert re.search(rf"^\[titan\] .* - root - INFO - {line}", text, re.MULTILINE), line
     assert "layers.0.attention_norm" in text and "step 1/3" not in text and "\x1b" not in text
     assert "Training completed" in (run.folder / "train.log").read_text()
@@ -131,6 +137,15 @@ def test_figures_of_all_modules_are_logged_and_training_is_the_same(one):
     )
     assert not figures_in(one["microbatches"])
     require_equal_training(one["microbatches, resumed"], one["microbatches"])
+
+
+def test_experts_and_their_routers_have_figures(one):
+    found = by_figure(figures_in(one["qwen3, resumed"]))
+    layers = ["layers.0.moe", "layers.1.moe"]
+    assert list(found["fprop_error_worst_expert"]) == [f"{layer}.experts" for layer in layers]
+    assert list(found["routing_agreement"]) == [f"{layer}.router" for layer in layers]
+    shares = [share for of_step in found["routing_agreement"].values() for share in of_step.values()]
+    assert len(shares) == 2 * 3 and all(0.8 < share <= 1 for share in shares)
 
 
 def test_fsdp_has_the_figures_of_all_ranks_and_trains_the_same(several):

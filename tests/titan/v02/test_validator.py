@@ -111,8 +111,9 @@ def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
 def test_torchtitans_own_names_go_to_its_own_validator(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")  # datasets reads a split out of a path with "test" in it
     (folder / "train.json").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
-    config = job(*(f"--{section}.{name}={value}" for section in ("training", "validation")
-                   for name, value in (("dataset", "c4_test"), ("dataset_path", folder))), "--validation.enable")  # fmt: skip
+    own = {"dataset": "c4_test", "dataset_path": folder}
+    flags = [f"--{section}.{name}={value}" for section in ("training", "validation") for name, value in own.items()]
+    config = job(*flags, "--validation.enable")
     build_tokenizer(config)
     assert type(validator(config)) is Validator
     (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
