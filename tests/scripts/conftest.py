@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchtitan.protocols import model_converter
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
 
@@ -13,6 +12,8 @@ EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
 @pytest.fixture(scope="module")
 def import_evidence():
     """Import a module of scripts/evidence, whose converters TorchTitan knows as long as the tests of a file run."""
+    from torchtitan.protocols import model_converter
+
     converters = dict(model_converter._registry_model_converter_cls)
     sys.path.insert(0, str(EVIDENCE))
     yield importlib.import_module
