@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -155,13 +154,20 @@ def test_titan_03_has_an_environment_of_its_own_and_a_switch_installs_nothing(ch
     assert result.returncode == 2 and "MXTRAIN_TITAN = '0.4'" in result.stderr and "0.2 and 0.3" in result.stderr
 
 
-def test_an_active_environment_with_the_other_titan_is_not_taken(checkout):
-    """The stand-in for Python asks this test's own for versions, as those of the active environment."""
+@pytest.mark.parametrize(
+    "found, asked, is_taken", [("0.2.2", {}, True), ("0.3.0", {}, True), ("0.2.2", {"MXTRAIN_TITAN": "0.3"}, False)]
+)
+def test_an_active_environment_is_taken_if_it_has_the_titan_that_is_asked_for(checkout, found, asked, is_taken):
     checkout.program("python3", FAKE_PYTHON.replace("exit ${FAKE_ACTIVE:-1}", f'exec {sys.executable} "$@"', 1))
-    active = {True: "PYTHONPATH=" + str(checkout.root), False: "PYTHONPATH="}
-    for release in ("0.2", "0.3"):
-        result = checkout.run("scripts/train.sh", "train_configs/a.toml", MXTRAIN_TITAN=release)
-        assert active[version("torchtitan").startswith(release)] + "\n" in result.stdout
+    packages = {"mxtrain": "0.1.0", "torch": "2.13.0", "torchtitan": found, "torchao": "0.18.0"}
+    for name, version in packages.items():
+        metadata = checkout.root / "active" / f"{name}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    active = str(checkout.root / "active")
+    result = checkout.run("scripts/train.sh", "train_configs/a.toml", PYTHONPATH=active, **asked)
+    path = f"{checkout.root}:{active}" if is_taken else active
+    assert result.stdout.endswith(f"; PYTHONPATH={path}\n"), result.stderr
 
 
 def test_ci_lints_and_tests_and_tests_other_releases(checkout, tmp_path):
