@@ -181,7 +181,7 @@ def test_ci_lints_and_tests_and_tests_other_releases(checkout, tmp_path):
         "-n auto -m sweep; PYTHONPATH=",
     ]
     assert oldest.startswith("torch-2.11 ") and "tests/nn tests/ops" in oldest
-    assert titan03.startswith("titan-0.3 ") and "tests/titan/v03 tests/titan/test_resume.py" in titan03
+    assert titan03.startswith("titan-0.3 ") and " tests/titan/v03 " in titan03
     assert checkout.pip_calls()[-2:] == [
         f"{TORCH},==2.11.* torchao==0.17.* --editable ROOT[titan02,dev]",
         f"{TORCH_OF_03} --editable ROOT[titan03,dev]",
