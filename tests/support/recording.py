@@ -105,4 +105,4 @@ def _record(trainer) -> None:
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().float().contiguous()  # without what TorchTitan 0.3 notes on a tensor
+    return full.detach().float().contiguous()  # without TorchTitan 0.3's attributes, which no file takes
