@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from mxtrain.settings import sections
@@ -33,11 +34,9 @@ def settings_help(arguments: list[str]) -> str:
     Raises:
         ConfigError: for a mistake in the settings.
     """
-    from torchtitan.config import JobConfig
-
     given = [word for word in arguments if word not in HELP_FLAGS]
     settings = read_settings(given) if given else Settings(known_fields(), {})
-    first, docs = list(own_fields()), _docs_of(JobConfig) | own_docs()
+    first, docs = list(own_fields()), _titan_docs() | own_docs()
     module = sys.modules.get(settings["job.custom_config_module"])
     if module is not None and module.__name__ != OWN_MODULE:  # a user's
         first += fields_of(module.JobConfig)
@@ -77,6 +76,35 @@ def own_docs() -> dict[str, str]:
         models = [model for model, places in PLACES.items() if name in places]
         if len(models) < len(PLACES):
             docs[f"{SECTION}.{name}"] = f"{', '.join(models)}: {docs[f'{SECTION}.{name}']}"
+    return docs
+
+
+def _titan_docs() -> dict[str, str]:
+    """Return full name -> text of TorchTitan's settings."""
+    if version("torchtitan").startswith("0.2."):
+        from torchtitan.config import JobConfig
+
+        return _docs_of(JobConfig)
+    from torchtitan.components import checkpointer, metrics, optimizer, validate
+    from torchtitan.config import configs
+    from torchtitan.tools import profiler
+
+    kinds = {
+        "profiling": profiler.Profiler.Config,
+        "metrics": metrics.MetricsProcessor.Config,
+        "lr_scheduler": optimizer.LRSchedulersContainer.Config,
+        "training": configs.TrainingConfig,
+        "parallelism": configs.ParallelismConfig,
+        "checkpoint": checkpointer.CheckpointManager.Config,
+        "compile": configs.CompileConfig,
+        "comm": configs.CommConfig,
+        "validation": validate.Validator.Config,
+        "debug": configs.DebugConfig,
+    }
+    docs = {}
+    for section, config in kinds.items():
+        for kind in reversed(config.__mro__):
+            docs |= _docs_of(kind, f"{section}.") if is_dataclass(kind) else {}
     return docs
 
 

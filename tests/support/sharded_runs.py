@@ -59,6 +59,7 @@ def on_one_after_two(base: Path) -> dict[str, Outcome]:
     runs = {
         "validated": [*layout(), *validated(base)],
         "qwen3": ["--model.name=qwen3", *layout(), *validated(base)],
-        "resumed": [*layout(), *SAVE, f"--job.dump_folder={on_two(base)['cp 2, saved'].folder}"],
     }
+    if RELEASE == "v02":
+        runs["resumed"] = [*layout(), *SAVE, f"--job.dump_folder={on_two(base)['cp 2, saved'].folder}"]
     return oracle.outcomes_of(base, AFTER_TWO, 1, runs)

@@ -32,6 +32,13 @@ def example_inputs(model: nn.Module) -> tuple:
     return (torch.zeros(1, 32, dtype=torch.long),)
 
 
+def try_plan(model: nn.Module, job_config) -> None:
+    """Raise ConfigError if training would refuse to split a job's model by its degree of tensor parallelism."""
+    from mxtrain.titan.v03.try_plan import try_plan
+
+    try_plan(job_config)
+
+
 def vocab_size(job_config) -> int:
     """The model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0."""
     require_one_of("model.flavor", job_config.model.flavor, FLAVORS[job_config.model.name])
