@@ -8,6 +8,8 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Settings, raise_first
+from mxtrain.settings.model_settings import given_in
+from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
 from mxtrain.settings.read import import_own
 from mxtrain.titan.model_layout import ModelFacts, layout_problems
 from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
@@ -59,7 +61,12 @@ def import_custom(job) -> None:
 
 
 def check_model_args(job) -> None:
-    pass
+    """Raise ConfigError for settings of ``[model_args]`` that the flavor or one another rule out."""
+    model, flavor = job.model.name, job.model.flavor
+    refuse(
+        given_in(job),
+        (*absent(model, flavor, "num_experts" in FLAVORS[model][flavor]), *wrong_sizes(model, sizes_of(job))),
+    )
 
 
 def check_model_layout(settings: Settings, has_gpus: bool) -> None:
