@@ -51,7 +51,10 @@ def wrong_sizes(model: str, sizes: Mapping[str, object]) -> Misfits:
     if model == "deepseek_v3":
         dense, layers = sizes["n_dense_layers"], sizes["n_layers"]
         if dense > layers:
-            yield ("n_dense_layers", "n_layers"), f"does not fit: n_dense_layers = {dense} is more than n_layers = {layers}"
+            yield (
+                ("n_dense_layers", "n_layers"),
+                f"does not fit: n_dense_layers = {dense} is more than n_layers = {layers}",
+            )
     elif heads % (kv_heads := sizes["n_kv_heads"] or heads):
         yield ("n_kv_heads", "n_heads"), f"does not fit: n_heads = {heads} is no multiple of n_kv_heads = {kv_heads}"
     if experts := sizes.get("num_experts"):

@@ -10,7 +10,9 @@ from mxtrain.errors import ConfigError
 from mxtrain.titan.engine import RELEASE
 
 if RELEASE == "v02":
-    raise ConfigError("--module mxtrain.titan is for TorchTitan 0.3; under 0.2.2, name a preset's file: mxtrain configs")
+    raise ConfigError(
+        "--module mxtrain.titan is for TorchTitan 0.3; under 0.2.2, name a preset's file: mxtrain configs"
+    )
 
 
 def __getattr__(name: str):
