@@ -16,8 +16,12 @@ from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
 from mxtrain.titan.v03.models import FLAVORS, model_spec, sizes_of
 from mxtrain.titan.v03.names import name_in_022 as saved_name
 from mxtrain.titan.v03.parallelize import convertible
+from mxtrain.titan.v03.sized_model import SizedModel
 
-__all__ = ["JobConfig", "convertible", "names_of_stages", "saved_name"]
+__all__ = ["HEAD", "JobConfig", "SizedModel", "convertible", "names_of_stages", "saved_name"]
+
+HEAD = "lm_head"
+"""The name of the output head in a model"""
 
 
 def __getattr__(name: str):

@@ -162,8 +162,13 @@ def check_model_args(job_config) -> None:
 
 
 def sizes_in(model: str, args) -> dict[str, object]:
-    """The sizes in TorchTitan's model arguments by their names in ``[model_args]``, and "groups" of experts."""
-    places = {**PLACES[model], "groups": "moe_args.num_expert_groups"}
+    """The sizes in TorchTitan's model arguments by their names in ``[model_args]``; of experts only if there are any.
+
+    Also "groups" of experts, and "route_norm".
+    """
+    places = {**PLACES[model], "groups": "moe_args.num_expert_groups", "route_norm": "moe_args.route_norm"}
+    if not getattr(args, "moe_enabled", True):
+        places = {name: place for name, place in places.items() if not place.startswith("moe_")}
     sizes = {}
     for name, place in places.items():
         if place:
