@@ -223,11 +223,11 @@ def held_out_losses(run: SavedRun, tokens: int, exporter: Exporter, device: torc
     if others := [name for name in run.job_config.model.converters if name not in CONVERTERS]:
         raise NoLoss(f"it would need the converter {others[0]!r}, which runs in training only")
     name, ids = held_out_ids(run.folder)
-    text = HeldOutText(ids, tokens, run.job_config.training.seq_len)
-    as_trained = text.loss(run.load(device, has_converters=True), device)
+    text, head = HeldOutText(ids, tokens, run.job_config.training.seq_len), engine().HEAD
+    as_trained = text.loss(run.load(device, has_converters=True), device, head)
     model = run.load(device, has_converters=False)
     for fqn, weight in saved_state(model).items():
         if fqn in run.weights:
             weight.copy_(exporter.values(fqn))
-    as_exported = text.loss(model, device)
+    as_exported = text.loss(model, device, head)
     return {"as_trained": as_trained, "as_exported": as_exported, "tokens": text.tokens, "text": name}

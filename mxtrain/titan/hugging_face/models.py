@@ -172,7 +172,9 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     module = from_pretrained("AutoModelForCausalLM", source, where, **options)
     # With a mask, because jumps of the positions would begin new documents without one.
     theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
-    module = model.shortened(layers, int(POSITIONS.max()) + 1).on_meta()  # the other model's memory is free before this one gets any
+    module = model.shortened(
+        layers, int(POSITIONS.max()) + 1
+    ).on_meta()  # the other model's memory is free before this one gets any
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
     module.load_state_dict({name: weights[engine().saved_name(name)] for name in module.state_dict()}, assign=True)
     ours = module(tokens, positions=POSITIONS)

@@ -85,7 +85,8 @@ def test_transformers_computes_what_the_trained_weights_compute_under_rmsnorm(na
     tokens = torch.randint(0, saved_runs.VOCABULARY, (2, 32))
     expected = logits(ours, tokens)
     assert expected.std() > 0.1
-    assert (logits(theirs, tokens) - expected).abs().max() < 1e-5
+    rounds = RELEASE == "v03" and name == MODELS[2]  # multiplies stacked experts in bf16
+    assert (logits(theirs, tokens) - expected).abs().max() < (1e-4 if rounds else 1e-5)
     gains = [w for n, w in theirs.state_dict().items() if re.search("(input|post_attention)_layernorm", n)]
     assert len(gains) == 4 and all(torch.equal(gain, torch.ones(64)) == fold_gain for gain in gains)
     assert not torch.equal(theirs.model.norm.weight, torch.ones(64))
@@ -259,8 +260,9 @@ def test_the_second_of_two_tied_weights_may_be_missing(runs, tmp_path):
     saved_runs.save_weights(run / "checkpoint" / "step-4", weights)
     export(run, tmp_path / "out")
     model = open_run(run).load(CPU, has_converters=False)
-    assert model.output.weight is model.tok_embeddings.weight
-    assert torch.equal(model.output.weight, weights["tok_embeddings.weight"])
+    head = getattr(model, engine().HEAD)
+    assert head.weight is model.tok_embeddings.weight
+    assert torch.equal(head.weight, weights["tok_embeddings.weight"])
 
 
 @pytest.mark.parametrize(
@@ -361,6 +363,7 @@ def test_a_text_that_is_not_there_is_named(own):
         held_out_ids(own)
 
 
+@pytest.mark.skipif(RELEASE == "v03", reason="TorchTitan 0.3 has no converters of its own")
 def test_what_forbids_a_loss_is_named_and_the_weights_are_exported(run, tmp_path):
     text = run.parent / "text"
     short = saved_runs.save_run(
