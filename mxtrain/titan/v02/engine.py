@@ -19,6 +19,7 @@ from mxtrain.titan.v02.parallelize import try_plan
 from mxtrain.titan.v02.trainer import Trainer
 
 __all__ = [
+    "FSDP_ON_ONE_PROCESS",
     "HEAD",
     "JobConfig",
     "SizedModel",
@@ -39,6 +40,8 @@ __all__ = [
 
 HEAD = "output"
 """The name of the output head in a model"""
+FSDP_ON_ONE_PROCESS = False
+"""Whether one process gathers weights, too"""
 
 
 def convertible(model: nn.Module) -> nullcontext:

@@ -71,8 +71,8 @@ FLAVORS = {
             dim=256, n_layers=8, hidden_dim=3072, **{**_EXPERTS, "num_experts": 64}, vocab_size=2048
         ),
         "debugmodel_moe_16": dict(
-            dim=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, moe_inter_dim=256, num_experts=16, top_k=4,
-            vocab_size=2048,
+            dim=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, moe_inter_dim=256,
+            num_experts=16, top_k=4, vocab_size=2048,
         ),
         "0.6B": dict(dim=1024, n_layers=28, hidden_dim=3072, enable_weight_tying=True),
         "1.7B": dict(dim=2048, n_layers=28, hidden_dim=6144, enable_weight_tying=True),
