@@ -7,12 +7,21 @@
 # .venv is created on first use, and updated when pyproject.toml changes. In between, a start costs two short
 # processes. Environment variables:
 #
-#   PYTHON                    interpreter for .venv, 3.10 or later (default: the first one on PATH)
+#   MXTRAIN_TITAN             0.3: TorchTitan 0.3.0 with PyTorch 2.14, in .venv-titan03 (default: 0.2.2, in .venv)
+#   PYTHON                    interpreter for the environment, 3.10 or later, for TorchTitan 0.3 3.11 (default: the
+#                             first one on PATH)
 #   MXTRAIN_TORCH_INDEX_URL   package index for torch, for example PyTorch's own for CPU builds or for another CUDA
 #                             version (default: pip's index)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-VENV="$ROOT/.venv"
+case "${MXTRAIN_TITAN:-0.2}" in
+0.2) TITAN=titan02 VENV="$ROOT/.venv" OLDEST_PYTHON=10 ;;
+0.3) TITAN=titan03 VENV="$ROOT/.venv-titan03" OLDEST_PYTHON=11 ;;
+*)
+    echo "mxtrain: error: MXTRAIN_TITAN = '$MXTRAIN_TITAN' is not a release: allowed are 0.2 and 0.3" >&2
+    exit 2
+    ;;
+esac
 
 setup_env() {
     local extra="${1:-}"
@@ -43,11 +52,12 @@ active_environment_holds_mxtrain() {
     if [ "$1" = dev ]; then packages="$packages pytest pytest-xdist hypothesis ruff"; fi
     # From /, because an editable installation leaves metadata in the checkout that every Python finds there.
     [ "${VIRTUAL_ENV:-}" != "$VENV" ] && (cd / && python3 - $packages) >/dev/null 2>&1 <<'PYTHON_CODE'
-import sys
+import os, sys
 from importlib.metadata import version
 
 for package in sys.argv[1:]:
     version(package)
+sys.exit(not version("torchtitan").startswith(os.environ.get("MXTRAIN_TITAN", "")))
 PYTHON_CODE
 }
 
@@ -62,7 +72,7 @@ install() {
     if ! is_python_new_enough "$VENV/bin/python"; then make_venv; fi
     install_torch
     say "installing mxtrain and its dependencies (a few minutes)"
-    venv_pip install -qq --editable "$ROOT${extra:+[$extra]}"
+    venv_pip install -qq --editable "$ROOT[$TITAN${extra:+,$extra}]"
     stamp >"$VENV/installed"
     if [ -n "$extra" ]; then stamp >"$VENV/installed-$extra"; fi
     say "set up in $((SECONDS - started)) s; for the command mxtrain in your shell: source $(printf %q "$VENV")/bin/activate"
@@ -70,7 +80,7 @@ install() {
 
 venv_pip() { "$VENV/bin/python" -m pip "$@"; }
 
-is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; }
+is_python_new_enough() { "$1" -c "import sys; sys.exit(sys.version_info < (3, $OLDEST_PYTHON))" >/dev/null 2>&1; }
 
 make_venv() {
     local python candidates=(python3 python3.13 python3.12 python3.11 python3.10 python)
@@ -83,12 +93,13 @@ make_venv() {
             return
         fi
     done
-    die "Python 3.10 or later is needed, but ${PYTHON:-python3} is" \
+    die "Python 3.$OLDEST_PYTHON or later is needed, but ${PYTHON:-python3} is" \
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo missing); install one, or name it: PYTHON=/path/to/python3"
 }
 
-# The releases of a package that pyproject.toml allows, such as torch>=2.11,<2.14.
-requirement() { sed -n "s/^ *\"\($1[<>=][^\"]*\)\".*/\1/p" "$ROOT/pyproject.toml"; }
+# The releases of a package that pyproject.toml allows with this TorchTitan, such as torch>=2.11,<2.14. An extra, which
+# comes last, says more than the dependencies.
+requirement() { sed -nE "s/^( *|$TITAN = .*)\"($1[<>=][^\"]*)\".*/\2/p" "$ROOT/pyproject.toml" | tail -n 1; }
 
 # The oldest release that pyproject.toml allows, such as 2.11.
 oldest() { requirement "$1" | sed 's/.*>=\([0-9.]*\).*/\1/'; }

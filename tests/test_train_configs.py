@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import tomli
-from torchtitan.config import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
 
 import mxtrain.titan  # noqa: F401  registers flavors
 from mxtrain.config import dump_config, load_config
 from mxtrain.data.config import DATASETS
+from mxtrain.settings.known import settings_of
+from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
+from tests.support.releases import only_022
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 CONFIGS = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -73,7 +74,6 @@ def test_every_config_parses_to_its_variant_with_settings_that_fit(name):
     assert job_config.model.converters == changes.get("model", {}).get("converters", converters)
     mxnorm = {"p": 2, "recipe": "mxfp8", "recipes": {}} | changes.get("mxnorm", {})
     assert {field: getattr(job_config.mxnorm, field) for field in mxnorm} == mxnorm
-    assert job_config.model.flavor in get_train_spec(job_config.model.name).model_args
     training, validation = job_config.training, job_config.validation
     assert training.dataset in DATASETS and validation.dataset == ""
     # TorchTitan computes the rotary embedding up to the training length.
@@ -86,6 +86,7 @@ def test_every_config_parses_to_its_variant_with_settings_that_fit(name):
 
 
 # A variant makes the same changes at every size, so the default run takes each variant at one size.
+@only_022
 @pytest.mark.parametrize(
     "name",
     [
@@ -94,6 +95,8 @@ def test_every_config_parses_to_its_variant_with_settings_that_fit(name):
     ],
 )
 def test_torchtitan_without_mxtrain_parses_the_resolved_config(name, tmp_path):
+    from torchtitan.config import ConfigManager
+
     dump_config(load_config(FOLDER / f"{name}.toml"), tmp_path / "resolved.toml")
     alone = ConfigManager().parse_args(["--job.config_file", str(tmp_path / "resolved.toml")])
     assert alone.experimental.custom_import == "mxtrain.titan"
@@ -121,6 +124,5 @@ def test_settings_of_mixtures_of_experts():
         on_gpu = not name.endswith("_debug")
         assert job_config.compile.enable == job_config.data.installed == job_config.checkpoint.enable == on_gpu
         assert job_config.training.mixed_precision_param == ("bfloat16" if on_gpu else "float32")
-        args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
-        assert args.moe_args.num_experts % job_config.parallelism.expert_parallel_degree == 0
+        engine().check_model_layout(settings_of(job_config), has_gpus=True)  # every process has as many experts
         assert job_config.parallelism.expert_parallel_degree == (8 if on_gpu else 1)

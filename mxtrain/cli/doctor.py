@@ -60,17 +60,29 @@ def versions() -> list[tuple[str, str]]:
 
 def package_version(name: str) -> str:
     """Return a package's version, and what to install instead if mxtrain was not tested with it."""
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return "not installed"
+    tested = _tested()
+    if name in tested and not tested[name].contains(found, prereleases=True):
+        return f"{found}; not tested: mxtrain was tested with {tested[name]}; pip install '{name}{tested[name]}'"
+    return f"{found}, which goes with torch{tested['torch']}" if name == "torchtitan" and "torch" in tested else found
+
+
+def _tested() -> dict:
+    """Package -> the versions that mxtrain was tested with beside the installed TorchTitan; empty if unknown."""
     from packaging.requirements import Requirement
 
     try:
-        found = version(name)
         needed = [Requirement(text) for text in requires("mxtrain") or []]
-    except PackageNotFoundError as error:  # mxtrain itself may be a checkout on PYTHONPATH
-        return found if error.name == "mxtrain" else "not installed"
-    tested = next((each.specifier for each in needed if each.name == name), None)
-    if not tested or tested.contains(found, prereleases=True):
-        return found
-    return f"{found}; not tested: mxtrain was tested with {tested}; pip install '{name}{tested}'"
+        extra = "titan02" if version("torchtitan").startswith("0.2.") else "titan03"
+    except PackageNotFoundError:  # no TorchTitan, or mxtrain is a checkout on PYTHONPATH
+        return {}
+    # An extra comes last, and says more than the dependencies.
+    return {
+        each.name: each.specifier for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})
+    }
 
 
 def devices() -> list[tuple[str, str]]:

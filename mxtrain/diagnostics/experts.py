@@ -123,9 +123,13 @@ def _results(experts, gemms: ThreeGEMMs, x: torch.Tensor, counts: torch.Tensor, 
 
 
 def _changed(module: nn.Module, **attributes) -> nn.Module:
-    """A module with the same contents but for some attributes; without its class's ``__new__``, which FSDP changes."""
+    """A module with the same contents but for some attributes; without its class's ``__new__``, which FSDP changes.
+
+    It has its class's forward: TorchTitan 0.3 sets one on a module, which would run the module itself.
+    """
     new = object.__new__(type(module))
     new.__dict__ = {**vars(module), **attributes}
+    new.__dict__.pop("forward", None)
     return new
 
 
@@ -145,7 +149,7 @@ def expert_figures(totals: Totals) -> dict[str, float]:
 def router_totals(
     router: nn.Module, x: NormedInput | torch.Tensor, bias: torch.Tensor | None, chosen: torch.Tensor
 ) -> Totals:
-    """Count the tokens of every expert in the choices of a router, [T, K].
+    """Count the tokens of every expert in the choices of a router, [..., K].
 
     After an MXNorm, also count the tokens that have the experts which RMSNorm and the gate choose in fp64.
     """
@@ -154,8 +158,8 @@ def router_totals(
     sums = {f"expert {number}": count for number, count in enumerate(counts.unbind())}
     if isinstance(x, NormedInput):
         exact = _changed(router, gate=partial(_exact_logits, router.gate))
-        same = (exact.forward(x, bias)[1].sort(1).values == chosen.sort(1).values).all(1)
-        sums |= {"tokens": float(len(same)), "same": same.double().sum()}
+        same = (exact.forward(x, bias)[1].sort(-1).values == chosen.sort(-1).values).all(-1)
+        sums |= {"tokens": float(same.numel()), "same": same.double().sum()}
     return Totals(sums, {}, {})
 
 

@@ -81,6 +81,7 @@ class Numerics:
         tokens: number of tokens to measure per process.
         model_parts: the trainer's: the model, or the stages of a pipeline on this process.
         finds_shapes: whether the forward that runs now is one with which a pipeline finds out shapes.
+        name_of: the name of a module in patterns and figures, from its FQN.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class Numerics:
         tokens: int,
         model_parts: list[torch.nn.Module],
         finds_shapes: Callable[[], bool] = lambda: False,
+        name_of: Callable[[str], str] = plain_name,
     ):
         self.every, self.tokens, self._parts, self._finds_shapes = every, tokens, model_parts, finds_shapes
-        modules = {plain_name(fqn): module for part in model_parts for fqn, module in part.named_modules()}
+        modules = {name_of(fqn): module for part in model_parts for fqn, module in part.named_modules()}
         self._norms = {fqn: module for fqn, module in modules.items() if isinstance(module, MXNorm)}
         self._linears = {
             fqn: module

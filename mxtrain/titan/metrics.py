@@ -150,7 +150,8 @@ def numerics_of(job_config, model_parts: list[torch.nn.Module]) -> Numerics | No
     settings = job_config.mxnorm.diagnostics
     if settings.every == 0 or not quantizing_among(job_config.model.converters):
         return None
-    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, lambda: Stage.finds_shapes)
+    shapes, name_of = (lambda: Stage.finds_shapes), engine().saved_name
+    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, shapes, name_of)
 
 
 def run_facts(job_config) -> dict:

@@ -5,27 +5,28 @@ import warnings
 
 import pytest
 import torch
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
-from torchtitan.config import JobConfig
-from torchtitan.distributed import ParallelDims
 
 from mxtrain.checkpoints.optimizer import apply_settings
+from mxtrain.titan.engine import engine
+from tests.support.releases import parallel_dims
 
-ONE = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+# Under TorchTitan 0.3, tests/titan/test_resume.py resumes runs with other settings.
+titan = pytest.importorskip("torchtitan.components.lr_scheduler", reason="optimizers and schedules of 0.2.2")
 
 
 def build(steps=10, implementation="foreach", **optimizer):
     """A model of two parts, its optimizers and schedulers."""
-    config = JobConfig()
+    from torchtitan.components.optimizer import build_optimizers
+
+    config = engine().JobConfig()
     config.lr_scheduler.warmup_steps = 2
     config.optimizer.implementation = implementation
     for name, value in optimizer.items():
         setattr(config.optimizer, name, value)
     torch.manual_seed(0)
     parts = [torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4)}), torch.nn.ModuleDict({"b": torch.nn.Linear(4, 2)})]
-    optimizers = build_optimizers(parts, config.optimizer, ONE)
-    return parts, optimizers, build_lr_schedulers(optimizers, config.lr_scheduler, steps)
+    optimizers = build_optimizers(parts, config.optimizer, parallel_dims())
+    return parts, optimizers, titan.build_lr_schedulers(optimizers, config.lr_scheduler, steps)
 
 
 def train(run, steps: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torchtitan.config.job_config import Checkpoint
 
 from mxtrain.checkpoints.folder import clear_leftovers
 from mxtrain.checkpoints.manifest import Manifest, write_manifest
@@ -24,6 +23,7 @@ from mxtrain.checkpoints.start import (
 )
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
+from tests.support.releases import Checkpoint
 
 ON = Checkpoint(enable=True)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torchtitan.config.job_config import Checkpoint
 
 from mxtrain import ranks
 from mxtrain.checkpoints import verified_start as module
@@ -14,6 +13,7 @@ from mxtrain.checkpoints.start import Start, find_start
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
 from mxtrain.run_folder.lock import locked
+from tests.support.releases import Checkpoint
 
 ON = Checkpoint(enable=True)
 

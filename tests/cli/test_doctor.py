@@ -1,8 +1,10 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tomli
 import torch
 
 from mxtrain import cli
@@ -51,7 +53,6 @@ def test_a_gpu_that_pytorch_cannot_use_is_listed(monkeypatch):
         ("wandb", "0.1", "torch<2.16,>=2.11", ""),
         ("torch", "2.16.0", "torch<2.16,>=2.11", "pip install 'torch<2.16,>=2.11'"),
         ("torch", "2.10.1+cu126", "torch<2.16,>=2.11", "pip install 'torch<2.16,>=2.11'"),
-        ("torchtitan", "0.3.0", "torchtitan==0.2.2", "pip install 'torchtitan==0.2.2'"),
     ],
 )
 def test_doctor_names_an_untested_version(name, found, needed, advice, monkeypatch, capsys):
@@ -61,6 +62,27 @@ def test_doctor_names_an_untested_version(name, found, needed, advice, monkeypat
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == [name]]
     assert line.split()[1] == (f"{found};" if advice else found) and line.endswith(advice)
     assert ("not tested" in line) == bool(advice)
+
+
+@pytest.mark.parametrize(
+    "titan, torch_release, titan_says, torch_says",
+    [
+        ("0.2.2", "2.13.0+cpu", "0.2.2, which goes with torch<2.14,>=2.11", "2.13.0+cpu"),
+        ("0.2.2", "2.14.1", "0.2.2, which goes with torch<2.14,>=2.11", "pip install 'torch<2.14,>=2.11'"),
+        ("0.3.0", "2.14.1", "0.3.0, which goes with torch<2.15,>=2.14", "2.14.1"),
+        ("0.3.0", "2.13.0", "0.3.0, which goes with torch<2.15,>=2.14", "pip install 'torch<2.15,>=2.14'"),
+        ("0.3.1", "2.14.1", "pip install 'torchtitan==0.3.0'", "2.14.1"),
+    ],
+)
+def test_doctor_names_the_torch_that_goes_with_torchtitan(titan, torch_release, titan_says, torch_says, monkeypatch):
+    project = tomli.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [f'{text}; extra == "{extra}"' for extra in ("titan02", "titan03") for text in extras[extra]]
+    monkeypatch.setattr(doctor, "requires", lambda package: [*project["dependencies"], *needed])
+    monkeypatch.setattr(doctor, "version", lambda package: {"torchtitan": titan, "torch": torch_release}[package])
+    for name, says in {"torchtitan": titan_says, "torch": torch_says}.items():
+        found = doctor.package_version(name)
+        assert found.endswith(f"; {says}") if says.startswith("pip") else found == says
 
 
 def test_a_missing_package_and_a_checkout_that_was_never_installed(monkeypatch):

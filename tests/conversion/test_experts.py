@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from torchtitan.models.moe.moe import GroupedExperts, MoE, MoEArgs
 
 from mxtrain import ConfigError, convert
 from mxtrain.conversion.converters import MXLinearConverter
@@ -17,18 +16,20 @@ from mxtrain.titan.cpu import histc
 from tests.support.conversion_models import DIM, TOKENS, loss
 from tests.support.converter_checks import model_and_args
 
+moe = pytest.importorskip("torchtitan.models.moe.moe", reason="mixtures of experts of TorchTitan 0.2.2")
+
 EXPERTS = "layers.0.moe.experts"
 
 
 # The kind of mixture that Qwen3 has, with fewer experts.
-QWEN3 = MoEArgs(4, 0, "softmax", route_norm=True, score_before_experts=False, top_k=2, use_grouped_mm=False)
+QWEN3 = moe.MoEArgs(4, 0, "softmax", route_norm=True, score_before_experts=False, top_k=2, use_grouped_mm=False)
 
 
 class Layer(nn.Module):
     def __init__(self, hidden):
         super().__init__()
         self.norm = nn.RMSNorm(DIM)
-        self.moe = MoE(MoEArgs(num_experts=4, top_k=2, use_grouped_mm=False), DIM, hidden)
+        self.moe = moe.MoE(moe.MoEArgs(num_experts=4, top_k=2, use_grouped_mm=False), DIM, hidden)
 
 
 class Mixtures(nn.Module):
@@ -118,7 +119,7 @@ def test_experts_of_other_classes_stay():
     assert len(stay) == args.n_layers
 
 
-class Subclass(GroupedExperts):
+class Subclass(moe.GroupedExperts):
     pass
 
 
@@ -163,7 +164,7 @@ def of_integers(experts):
         (without_w2, "has no parameter called w2"),
         (of_integers, "has a w3 of torch.int8"),
         (becomes(Subclass), "is a Subclass"),
-        (becomes(type("GroupedExperts", (GroupedExperts,), {})), f"is a {__name__}.GroupedExperts"),
+        (becomes(type("GroupedExperts", (moe.GroupedExperts,), {})), f"is a {__name__}.GroupedExperts"),
     ],
 )
 def test_experts_with_something_of_their_own_stay(act, reason):
@@ -227,7 +228,7 @@ def test_features_without_whole_blocks_and_dtypes_are_refused():
     model = mixtures(hidden=48)
     with pytest.raises(ConfigError, match=f"^{EXPERTS}: out_features = 48 .* 32 .*; name it in filter_fqns to leave"):
         convert(model, "mx_linear", filter_fqns=["shared_experts", "output"])
-    assert type(model.layers[0].moe.experts) is GroupedExperts
+    assert type(model.layers[0].moe.experts) is moe.GroupedExperts
     half = mixtures()
     half.layers[0].moe.experts.half()
     with pytest.raises(ConfigError, match=f"{EXPERTS}.w1 is float16; allowed are bfloat16"):
@@ -248,7 +249,7 @@ def test_a_keyword_is_no_reason_to_stay():
     class ByKeyword(nn.Module):
         def __init__(self):
             super().__init__()
-            self.experts, self.linear = GroupedExperts(DIM, DIM, 2, use_grouped_mm=False), nn.Linear(DIM, DIM)
+            self.experts, self.linear = moe.GroupedExperts(DIM, DIM, 2, use_grouped_mm=False), nn.Linear(DIM, DIM)
 
         def forward(self, x):
             return self.linear(self.experts(x, num_tokens_per_expert=torch.tensor([2, 1])))

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn as nn
-from torchtitan.models.moe import moe
-from torchtitan.models.moe.moe import MoE, MoEArgs
 
 from mxtrain import ConfigError, convert
 from mxtrain.conversion.schedule import attach_schedule, set_step
@@ -17,6 +15,8 @@ from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.recipes.schedule import parse_entries
 from mxtrain.titan.cpu import histc
+
+moe = pytest.importorskip("torchtitan.models.moe.moe", reason="mixtures of experts of TorchTitan 0.2.2")
 
 DIM, HIDDEN = 64, 96
 AFTER = dict(num_experts=8, top_k=2, use_grouped_mm=False, score_before_experts=False)
@@ -31,7 +31,7 @@ MIXTURES = {
 class Block(nn.Module):
     def __init__(self, **settings):
         super().__init__()
-        self.norm, self.moe = nn.RMSNorm(DIM, eps=1e-5), MoE(MoEArgs(**settings), DIM, HIDDEN)
+        self.norm, self.moe = nn.RMSNorm(DIM, eps=1e-5), moe.MoE(moe.MoEArgs(**settings), DIM, HIDDEN)
 
     def forward(self, x):
         return x + self.moe(self.norm(x))

@@ -4,20 +4,18 @@ import json
 import os
 import pickle
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torchtitan.components.dataloader import ParallelAwareDataloader
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import loader as data_loader
 from mxtrain.data import run_data
+from mxtrain.data.loader import RunLoader
 from mxtrain.data.tokenizer import tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
-from mxtrain.titan.v02.validator import build_validator
 from tests.support import data_checks
 from tests.support.hostile_pickles import NAME, Code
 
@@ -58,7 +56,7 @@ def job(corpus, *flags):
     return data_checks.job(*flags, "--checkpoint.enable")
 
 
-def loader_of(config, dp_world_size=1) -> ParallelAwareDataloader:
+def loader_of(config, dp_world_size=1) -> RunLoader:
     """Build the loader as a new process does."""
     titan_data._prepare.cache_clear()
     return build_dataloader(dp_world_size, 0, build_tokenizer(config), config)
@@ -140,8 +138,7 @@ def test_a_validation_text_that_has_changed_is_a_warning(corpus, tmp_path, caplo
     def validated(numbers) -> str:
         write(own, numbers)
         loader = loader_of(job(corpus, *flags))
-        parts = {"loss_fn": None, "parallel_dims": SimpleNamespace(cp=1)}
-        build_validator(job(corpus, *flags), 1, 0, build_tokenizer(job(corpus)), **parts)
+        data_checks.validation_loader(job(corpus, *flags))
         if states:
             loader.load_state_dict(states[0])
         return kept_by(corpus)["validation_text"]
@@ -162,8 +159,7 @@ def test_a_validation_of_other_length_is_a_warning(corpus, caplog, monkeypatch):
 
     def validated(ranks: int) -> str:
         loader_of(config, ranks)
-        parts = {"loss_fn": None, "parallel_dims": SimpleNamespace(cp=1)}
-        build_validator(config, ranks, 0, build_tokenizer(config), **parts)
+        data_checks.validation_loader(config, ranks)
         return kept_by(corpus)["validation_sequences"]
 
     assert validated(1) == "2"
@@ -245,7 +241,7 @@ def test_weights_of_another_tokenizer_are_warned_of(corpus, tmp_path, caplog):
     )
 
 
-def ranks_of(config, count) -> list[ParallelAwareDataloader]:
+def ranks_of(config, count) -> list[RunLoader]:
     """Build the loaders of ``count`` data-parallel ranks in this process."""
     titan_data._prepare.cache_clear()
     tokenizer = build_tokenizer(config)

@@ -15,7 +15,7 @@ from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
-from tests.support.data_checks import VOCABULARY, job, rows_of, same, take, text, validator
+from tests.support.data_checks import VOCABULARY, job, rows_of, same, take, text, validation_loader
 
 
 @pytest.fixture(autouse=True)
@@ -148,18 +148,18 @@ def test_a_stream_resumes_exactly_in_its_second_pass(hub, workers):
 
 def test_a_stream_validates_on_its_validation_split(hub):
     config = hf_job("--validation.enable", "--validation.dataset=hf", "--validation.steps=2")
-    held_out = validator(config, 2, 0)
+    held_out = validation_loader(config, 2, 0)
     assert hub[-1] == ("en", "validation")
-    first = take(held_out.validation_dataloader, 1)[0][0]["input"][0]
-    expected = held_out.tokenizer.encode(text(500_000, 40), add_bos=True, add_eos=True)[:16]
+    first = take(held_out, 1)[0][0]["input"][0]
+    expected = build_tokenizer(config).encode(text(500_000, 40), add_bos=True, add_eos=True)[:16]
     assert first.tolist() == expected
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_every_validation_on_a_split_reads_the_same_text(hub, workers):
     flags = ("--validation.dataset=hf", "--validation.dataset_path=some/set", "--validation.steps=2")
-    one = validator(hf_job("--validation.enable", *flags, f"--validation.dataloader.num_workers={workers}"))
-    first, second = (rows_of(take(one.validation_dataloader, 2)) for _ in range(2))
+    loader = validation_loader(hf_job("--validation.enable", *flags, f"--validation.dataloader.num_workers={workers}"))
+    first, second = (rows_of(take(loader, 2)) for _ in range(2))
     assert first == second
 
 
@@ -172,7 +172,7 @@ def test_no_worker_is_without_a_file(hub):
         build_dataloader(2, 0, tokenizer, config)
     other = ("--validation.enable", "--validation.dataset=hf", "--validation.dataset_path=some/set")
     with pytest.raises(ConfigError, match="validation.dataloader.num_workers = 3: a data-parallel rank reads 2 file"):
-        validator(hf_job(*other, "--validation.dataloader.num_workers=3"))
+        validation_loader(hf_job(*other, "--validation.dataloader.num_workers=3"))
 
 
 def held_out(split: bool, share: float) -> list[str]:
@@ -193,22 +193,22 @@ def test_a_stream_without_a_validation_setting_holds_documents_out_of_training(h
     assert len(training) + len(validation) == 120 and 20 < len(validation) < 60
     read = decoded(tokenizer, build_dataloader(1, 0, tokenizer, config), 40)
     assert read.startswith("".join(training[:5])) and not any(one in read for one in validation)
-    own = validator(config)
-    first = take(own.validation_dataloader, 4)
+    own = validation_loader(config)
+    first = take(own, 4)
     READ.clear()
-    assert same(first, take(own.validation_dataloader, 4)) and len(rows_of(own.validation_dataloader)) == 4 * 4
-    seen = decoded(tokenizer, own.validation_dataloader, 4)
+    assert same(first, take(own, 4)) and len(rows_of(own)) == 4 * 4
+    seen = decoded(tokenizer, own, 4)
     assert seen.startswith(validation[0]) and not any(one in seen for one in training)
     assert READ == [], "the stream is read once"
-    again = validator(hf_job("--validation.enable", "--validation.steps=300"))
-    assert len(rows_of(again.validation_dataloader)) == 300 * 4, "a short stream is repeated, so that ranks agree"
+    again = validation_loader(hf_job("--validation.enable", "--validation.steps=300"))
+    assert len(rows_of(again)) == 300 * 4, "a short stream is repeated, so that ranks agree"
 
 
 def test_a_stream_with_held_out_documents_resumes_exactly_and_ranks_differ(hub):
     config = hf_job("--validation.enable", "--validation.steps=1")
     tokenizer = build_tokenizer(config)
     require_exact_resume(config, tokenizer, 17, 30)
-    ranks = [rows_of(validator(config, 2, rank).validation_dataloader) for rank in range(2)]
+    ranks = [rows_of(validation_loader(config, 2, rank)) for rank in range(2)]
     assert len(ranks[0]) == len(ranks[1]) == 4 and not set(ranks[0]) & set(ranks[1])
 
 
@@ -245,10 +245,10 @@ def test_streams_without_following_validation_are_prepared_as_before(hub):
 )
 def test_streams_that_cannot_validate(hub, flags, ranks, message):
     with pytest.raises(ConfigError, match=message):
-        validator(hf_job("--validation.enable", *flags), ranks, 0)
+        validation_loader(hf_job("--validation.enable", *flags), ranks, 0)
 
 
 def test_too_few_held_out_documents_of_a_stream(hub):
     config = hf_job("--validation.enable", "--validation.steps=1", "--data.validation_share=0.00001")
     with pytest.raises(ConfigError, match="data.validation_share = 1e-05 holds out less text than one sequence"):
-        take(validator(config).validation_dataloader, 1)
+        take(validation_loader(config), 1)

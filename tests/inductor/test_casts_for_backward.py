@@ -41,12 +41,14 @@ def test_the_forward_keeps_no_results_of_casts(recipe):
     (before, _), _ = graphs_of(module, unchanged)
     (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
     assert kept_for_backward(before) == 3 and kept_for_backward(forward) == 2, "gate and up"
-    assert images_of_weights(module, before) == (WEIGHTS if recipe == "nvfp4" else 0)
+    # PyTorch 2.14 casts one weight again by itself, and looks for its largest magnitude again.
+    assert images_of_weights(module, before) in ((WEIGHTS - 1, WEIGHTS) if recipe == "nvfp4" else (0,))
     assert images_of_weights(module, forward) == 0
     if recipe == "nvfp4":
         assert calls(forward)[ours.nvfp4_weight.default] == calls(backward)[ours.nvfp4_weight.default] == WEIGHTS
         # The tensor scales of weights are kept.
-        assert calls(backward)[ours.nvfp4_amax.default] == OF_GRADIENTS + OF_INPUTS
+        again = WEIGHTS - images_of_weights(module, before)
+        assert calls(backward)[ours.nvfp4_amax.default] == OF_GRADIENTS + OF_INPUTS + again
 
 
 @pytest.mark.sweep

@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -73,12 +75,13 @@ class Checkout:
 
 
 TORCH = "torch>=2.11,<2.14"
+TORCH_OF_03 = "torch>=2.14,<2.15"
 
 
 def test_first_use_installs_and_second_use_does_not(checkout):
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", "--training.steps", "3")
     assert result.returncode == 0, result.stderr
-    assert checkout.pip_calls() == [TORCH, "--editable ROOT"]
+    assert checkout.pip_calls() == [TORCH, "--editable ROOT[titan02]"]
     trained = (
         f"trained in {checkout.root} with -m mxtrain.cli train train_configs/a.toml --training.steps 3; PYTHONPATH=\n"
     )
@@ -93,7 +96,7 @@ def test_a_changed_pyproject_installs_again_into_the_same_environment(checkout):
     with open(checkout.root / "pyproject.toml", "a") as file:
         file.write("\n# changed\n")
     checkout.run("scripts/train.sh", "train_configs/a.toml")
-    assert checkout.pip_calls() == [TORCH, "--editable ROOT"]
+    assert checkout.pip_calls() == [TORCH, "--editable ROOT[titan02]"]
     assert not any("-m venv" in call for call in checkout.calls)
 
 
@@ -101,19 +104,19 @@ def test_a_moved_checkout_installs_again(checkout):
     checkout.run("scripts/train.sh", "train_configs/a.toml")
     checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
     checkout.run("scripts/train.sh", "train_configs/a.toml")
-    assert checkout.pip_calls() == [TORCH, "--editable ROOT"]
+    assert checkout.pip_calls() == [TORCH, "--editable ROOT[titan02]"]
 
 
 def test_a_failed_installation_stops_and_is_tried_again(checkout):
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_PIP_STATUS="1")
     assert result.returncode != 0 and "trained" not in result.stdout
     result = checkout.run("scripts/train.sh", "train_configs/a.toml")
-    assert result.returncode == 0 and checkout.pip_calls() == [TORCH, "--editable ROOT"]
+    assert result.returncode == 0 and checkout.pip_calls() == [TORCH, "--editable ROOT[titan02]"]
 
 
 def test_tests_install_the_dev_extra_which_training_needs_not_install_again(checkout):
     checkout.run("scripts/test.sh", "-k", "x")
-    assert checkout.pip_calls() == [TORCH, "--editable ROOT[dev]"]
+    assert checkout.pip_calls() == [TORCH, "--editable ROOT[titan02,dev]"]
     checkout.run("scripts/train.sh", "train_configs/a.toml")
     assert checkout.pip_calls() == []
 
@@ -121,7 +124,7 @@ def test_tests_install_the_dev_extra_which_training_needs_not_install_again(chec
 def test_after_training_tests_still_install_the_dev_extra(checkout):
     checkout.run("scripts/train.sh", "train_configs/a.toml")
     checkout.run("scripts/test.sh", "-k", "x")
-    assert checkout.pip_calls() == [TORCH, "--editable ROOT[dev]"]
+    assert checkout.pip_calls() == [TORCH, "--editable ROOT[titan02,dev]"]
 
 
 def test_test_runs_the_suite(checkout, tmp_path):
@@ -134,18 +137,49 @@ def test_test_with_arguments_is_pytest_with_those(checkout):
     assert result.stdout == f"tested in {checkout.root} with -m pytest -n auto tests/test_cli.py -x; PYTHONPATH=\n"
 
 
-def test_ci_lints_and_tests_and_tests_the_oldest_releases(checkout, tmp_path):
+def test_titan_03_has_an_environment_of_its_own_and_a_switch_installs_nothing(checkout):
+    arguments = ("scripts/train.sh", "train_configs/a.toml")
+    checkout.run(*arguments)
+    result = checkout.run(*arguments, MXTRAIN_TITAN="0.3")
+    assert result.returncode == 0, result.stderr
+    assert checkout.pip_calls() == [TORCH_OF_03, "--editable ROOT[titan03]"]
+    assert f"python3 -m venv --clear {checkout.root}/.venv-titan03" in checkout.calls
+    for release in ("0.2", "0.3"):
+        checkout.run(*arguments, MXTRAIN_TITAN=release)
+        assert checkout.pip_calls() == []
+    checkout.program("python3", FAKE_PYTHON.replace("*) exit ${FAKE_TOO_OLD:-0}", "*'(3, 11)'*) exit 1", 1))
+    shutil.rmtree(checkout.root / ".venv-titan03")
+    result = checkout.run(*arguments, MXTRAIN_TITAN="0.3", PYTHON="python3")
+    assert result.returncode == 1 and "Python 3.11 or later is needed" in result.stderr
+    result = checkout.run(*arguments, MXTRAIN_TITAN="0.4")
+    assert result.returncode == 2 and "MXTRAIN_TITAN = '0.4'" in result.stderr and "0.2 and 0.3" in result.stderr
+
+
+def test_an_active_environment_with_the_other_titan_is_not_taken(checkout):
+    """The stand-in for Python asks this test's own for versions, as those of the active environment."""
+    checkout.program("python3", FAKE_PYTHON.replace("exit ${FAKE_ACTIVE:-1}", f'exec {sys.executable} "$@"', 1))
+    active = {True: "PYTHONPATH=" + str(checkout.root), False: "PYTHONPATH="}
+    for release in ("0.2", "0.3"):
+        result = checkout.run("scripts/train.sh", "train_configs/a.toml", MXTRAIN_TITAN=release)
+        assert active[version("torchtitan").startswith(release)] + "\n" in result.stdout
+
+
+def test_ci_lints_and_tests_and_tests_other_releases(checkout, tmp_path):
     matrix = tmp_path / "kept"
     result = checkout.run(".ci/run", cwd=tmp_path, MATRIX=str(matrix))
     assert result.returncode == 0, result.stderr
     assert "python -m ruff check ." in checkout.calls
-    *tested, _, oldest = result.stdout.splitlines()
+    *tested, _, oldest, _, titan03 = result.stdout.splitlines()
     assert [line.partition(" -m pytest ")[2] for line in tested] == [
         "-n auto; PYTHONPATH=",
         "-n auto -m sweep; PYTHONPATH=",
     ]
     assert oldest.startswith("torch-2.11 ") and "tests/nn tests/ops" in oldest
-    assert checkout.pip_calls()[-1] == f"{TORCH},==2.11.* torchao==0.17.* --editable ROOT[dev]"
+    assert titan03.startswith("titan-0.3 ") and "tests/titan/v03 tests/titan/test_resume.py" in titan03
+    assert checkout.pip_calls()[-2:] == [
+        f"{TORCH},==2.11.* torchao==0.17.* --editable ROOT[titan02,dev]",
+        f"{TORCH_OF_03} --editable ROOT[titan03,dev]",
+    ]
     shutil.rmtree(checkout.root / ".venv")
     checkout.run(".ci/run", cwd=tmp_path, MATRIX=str(matrix))
     assert not any(f"-m venv --clear {matrix}" in call for call in checkout.calls), "the environment is used again"
@@ -158,7 +192,10 @@ def test_ci_lints_and_tests_and_tests_the_oldest_releases(checkout, tmp_path):
 def test_the_matrix_tests_each_release_in_an_environment_of_its_own_and_prints_a_table(checkout):
     result = checkout.run(".ci/matrix", "2.12", "newest", MATRIX=str(checkout.root / "m"), TESTS="tests/nn tests/ops")
     assert result.returncode == 0, result.stderr
-    assert checkout.pip_calls() == [f"{TORCH},==2.12.* --editable ROOT[dev]", f"{TORCH} --editable ROOT[dev]"]
+    assert checkout.pip_calls() == [
+        f"{TORCH},==2.12.* --editable ROOT[titan02,dev]",
+        f"{TORCH} --editable ROOT[titan02,dev]",
+    ]
     head, *rows = result.stdout.splitlines()
     assert head.split() == ["torch", "triton", "torchao", "result"]
     assert [row.split()[0] for row in rows] == ["torch-2.12", "torch-newest"]
@@ -196,7 +233,7 @@ def test_without_a_gpu_cuda_packages_are_announced_with_the_way_around_them(chec
 def test_without_a_gpu_a_cpu_build_is_taken_although_a_cuda_build_is_newer(checkout):
     versions = "2.15.0, 2.13.0+cpu, 2.13.0, 2.12.0+cpu"
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_VERSIONS=versions)
-    assert result.returncode == 0 and checkout.pip_calls() == [f"{TORCH},==2.13.0+cpu", "--editable ROOT"]
+    assert result.returncode == 0 and checkout.pip_calls() == [f"{TORCH},==2.13.0+cpu", "--editable ROOT[titan02]"]
     shutil.rmtree(checkout.root / ".venv")
     # A CPU build that pyproject.toml does not allow.
     checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_VERSIONS=versions, FAKE_REFUSED="==2.13.0+cpu")
@@ -205,7 +242,7 @@ def test_without_a_gpu_a_cpu_build_is_taken_although_a_cuda_build_is_newer(check
 
 def test_a_pip_too_old_to_ask_without_downloading_is_replaced_first(checkout):
     checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_OLD_PIP="1")
-    assert checkout.pip_calls() == ["--upgrade pip", TORCH, "--editable ROOT"]
+    assert checkout.pip_calls() == ["--upgrade pip", TORCH, "--editable ROOT[titan02]"]
     planning = next(i for i, call in enumerate(checkout.calls) if "--dry-run" in call)
     assert "python -m pip install -qq --upgrade pip" in checkout.calls[:planning]
 
@@ -213,13 +250,13 @@ def test_a_pip_too_old_to_ask_without_downloading_is_replaced_first(checkout):
 def test_torch_comes_from_the_index_that_is_named(checkout):
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", MXTRAIN_TORCH_INDEX_URL="file:///an/index")
     assert result.returncode == 0, result.stderr
-    assert checkout.pip_calls() == [f"--index-url file:///an/index {TORCH}", "--editable ROOT"]
+    assert checkout.pip_calls() == [f"--index-url file:///an/index {TORCH}", "--editable ROOT[titan02]"]
 
 
 def test_with_a_gpu_torch_and_triton_are_resolved_together(checkout):
     checkout.program("nvidia-smi", '#!/bin/sh\nfor i in 0 1; do echo "GPU $i: NVIDIA H200 (UUID: GPU-$i)"; done\n')
     result = checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_PLAN="nvidia-cublas-13.0")
-    assert checkout.pip_calls() == ["--editable ROOT"]
+    assert checkout.pip_calls() == ["--editable ROOT[titan02]"]
     assert "MXTRAIN_TORCH_INDEX_URL" not in result.stderr
 
 
@@ -231,7 +268,7 @@ def test_an_active_environment_that_holds_mxtrain_is_taken_with_this_checkouts_c
 
 def test_the_environment_of_the_checkout_is_kept_up_to_date_even_when_it_is_active(checkout):
     checkout.run("scripts/train.sh", "train_configs/a.toml", FAKE_ACTIVE="0", VIRTUAL_ENV=str(checkout.root / ".venv"))
-    assert checkout.pip_calls() == [TORCH, "--editable ROOT"]
+    assert checkout.pip_calls() == [TORCH, "--editable ROOT[titan02]"]
 
 
 def test_an_old_python_is_refused(checkout):

@@ -1,17 +1,13 @@
-"""Jobs on small texts, and the validators and batches of their tests."""
+"""Jobs on small texts, and the batches of their tests."""
 
 import random
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import cache, reduce
 
 import torch
-from torch import nn
-from torchtitan.config import ConfigManager
-from torchtitan.distributed import ParallelDims
 
-from mxtrain.titan.data import build_tokenizer
-from mxtrain.titan.v02.validator import build_validator
+from mxtrain.titan.data import build_tokenizer, build_validation_loader
+from mxtrain.titan.job_config import parse_job_config
 
 VOCABULARY = 300
 
@@ -23,7 +19,7 @@ def text(seed: int, words: int = 300) -> str:
 
 @cache
 def _parsed():
-    return ConfigManager().parse_args(["--job.custom_config_module=mxtrain.titan.job_config", "--model.name=llama3"])
+    return parse_job_config(["--model.name=llama3", "--model.converters="])
 
 
 SMALL = (
@@ -35,7 +31,7 @@ SMALL = (
 
 
 def job(*flags):
-    """A small job config with these flags. TorchTitan parses its flags in half a second, so only the defaults."""
+    """A small job config with these flags. Only the defaults are parsed and checked."""
     config = deepcopy(_parsed())
     for flag in (*SMALL, *flags):
         name, _, value = flag.removeprefix("--").partition("=")
@@ -58,41 +54,8 @@ def same(one, two) -> bool:
     )
 
 
-class Bigrams(nn.Sequential):
-    """The smallest model: the next token's logits from this token."""
-
-    def get_attention_masks(self, **inputs):
-        raise TypeError("none needed")  # what TorchTitan's models do then
-
-
-class Recorder:
-    """Stands in for the metrics processor."""
-
-    def __init__(self):
-        self.ntokens_since_last_log = 0
-        self.losses = []
-
-    def log_validation(self, loss, step):
-        self.losses.append(loss)
-
-
-def validator(config, dp_world_size=1, dp_rank=0):
-    return build_validator(
-        job_config=config,
-        dp_world_size=dp_world_size,
-        dp_rank=dp_rank,
-        tokenizer=build_tokenizer(config),
-        parallel_dims=ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1),
-        loss_fn=lambda output, labels: nn.functional.cross_entropy(
-            output.flatten(0, 1), labels.flatten(), reduction="sum"
-        ),
-        validation_context=nullcontext,
-        maybe_enable_amp=nullcontext(),
-        metrics_processor=Recorder(),
-        pp_schedule=None,
-        pp_has_first_stage=None,
-        pp_has_last_stage=None,
-    )
+def validation_loader(config, dp_world_size=1, dp_rank=0):
+    return build_validation_loader(config, build_tokenizer(config), (dp_rank, dp_world_size))
 
 
 def rows_of(loader) -> list[tuple]:

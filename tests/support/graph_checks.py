@@ -1,10 +1,13 @@
 """Graphs of functions as Inductor's passes see them, and checks of what a pass made of them."""
 
+from collections import Counter
+
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def draw(*shape, seed):
@@ -56,3 +59,15 @@ def graphs_after_all_passes():
         return make_boxed_func(after(passes.POST_GRAD, module).forward)
 
     return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partition, decompositions=select_decomp_table)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))

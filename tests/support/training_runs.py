@@ -133,7 +133,8 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "mxnorm, then bf16": [*load(one / "mxnorm", 12), BF16],
             "bf16, then mxnorm": load(one / "mxnorm, then bf16", 2, 1),
             # Runs that resume: exactly as they were, and with other settings.
-            **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed", "qwen3")},
+            **{f"{name}, resumed": Resumed(name, 6) for name in ("mxnorm", "nvfp4", "mixed")},
+            "qwen3, resumed": Resumed("qwen3", 6, NUMERICS),
             # Validated after the steps that are saved, on a text that goes to other experts.
             "validated": [
                 *GATES,

@@ -1,21 +1,14 @@
 import json
-import math
-from types import SimpleNamespace
 
 import datasets as hf_datasets
 import pytest
 import torch
-from torch import nn
-from torchtitan.components.validate import Validator
-from torchtitan.tools import utils
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
-from mxtrain.titan.v02 import validator as titan_validator
-from mxtrain.titan.v02.validator import build_validator
-from tests.support.data_checks import VOCABULARY, Bigrams, job, rows_of, take, text, validator
+from tests.support.data_checks import VOCABULARY, job, take, text, validation_loader
 
 
 @pytest.fixture(autouse=True)
@@ -112,25 +105,6 @@ def test_bad_settings_are_config_errors(flags, message):
 # Validation
 
 
-@pytest.mark.parametrize("steps", [-1, 3])
-def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
-    config = files_job(corpus, "--validation.enable", "--validation.dataset=files", f"--validation.steps={steps}")
-    held_out = validator(config)
-    tokens = prepare_from_job(config).validation.open()
-    chunks = {tuple(tokens[i : i + 17].tolist()) for i in range(0, len(tokens) - 16, 17)}
-    rows = rows_of(held_out.validation_dataloader)
-    assert set(rows) <= chunks and len(rows) == len(chunks) // 4 * 4
-    torch.manual_seed(0)
-    model = Bigrams(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)).to(utils.device_type)
-    for step in (1, 2):
-        held_out.validate([model], step)
-    first, second = held_out.metrics_processor.losses
-    # The same text twice; but the last bit of a mean may differ from run to run on a GPU.
-    assert second == pytest.approx(first, rel=1e-6) and abs(first - math.log(VOCABULARY)) < 1
-    read = 2 * 3 * 4 * 16 if steps == 3 else 2 * len(rows) * 16
-    assert held_out.metrics_processor.ntokens_since_last_log == read
-
-
 def test_validation_files_of_their_own_are_read_whole(corpus, tmp_path):
     own = tmp_path / "own.jsonl"
     own.write_text("".join(json.dumps({"text": text(1000 + i)}) + "\n" for i in range(3)))
@@ -143,7 +117,7 @@ def test_validation_files_of_their_own_are_read_whole(corpus, tmp_path):
         corpus, "--validation.enable", "--validation.dataset=files", "--validation.dataset_path=/nowhere"
     )
     with pytest.raises(ConfigError, match="validation.dataset_path = '/nowhere' does not exist"):
-        validator(missing)
+        validation_loader(missing)
 
 
 def test_validating_on_python_takes_its_held_out_part(corpus):
@@ -168,21 +142,10 @@ def test_files_without_a_validation_setting_are_validated_on_their_held_out_part
 def test_nothing_held_out_is_a_config_error(corpus):
     config = files_job(corpus, "--validation.enable", "--validation.dataset=files", "--data.validation_share=0")
     with pytest.raises(ConfigError, match="validation.seq_len = 16 .* there are 0.* raise data.validation_share"):
-        validator(config)
+        validation_loader(config)
 
 
 # TorchTitan's own datasets
-
-
-def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(
-        titan_validator, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
-    )
-    config = job("--training.dataset=c4", "--validation.enable")
-    build_validator(config, 1, 0, None, loss_fn=None, parallel_dims=SimpleNamespace(cp=1))
-    assert seen == ["c4_validation"] and config.validation.dataset == ""
-    titan_data.check_datasets(config)
 
 
 def test_a_text_of_the_users_own_needs_a_validation_setting(monkeypatch):
@@ -205,14 +168,9 @@ def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
     assert type(loader.dataset) is titan_data.Stream
     first = take(loader, 1)[0][0]["input"][0]
     assert first.tolist() == tokenizer.encode(text(0), add_bos=True, add_eos=True)[:16]
-    assert type(validator(config)) is Validator
     (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
-    for section, build in {
-        "training": lambda: build_dataloader(1, 0, tokenizer, config),
-        "validation": lambda: validator(config),
-    }.items():
-        with pytest.raises(ConfigError, match=f"^{section}.dataset = 'c4_test' cannot be opened at '{folder}': [A-Z]"):
-            build()
+    with pytest.raises(ConfigError, match=f"^training.dataset = 'c4_test' cannot be opened at '{folder}': [A-Z]"):
+        build_dataloader(1, 0, tokenizer, config)
 
 
 @pytest.mark.parametrize("spelled", ["{}/", "{}/../{name}", "{}/*.jsonl"])

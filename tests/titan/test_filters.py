@@ -2,8 +2,6 @@
 
 import pytest
 import torch.nn as nn
-from torchtitan.config import ConfigManager
-from torchtitan.protocols.model_converter import build_model_converters
 
 from mxtrain import (
     ConfigError,
@@ -14,18 +12,19 @@ from mxtrain import (
 from mxtrain.settings.known import resolved_settings
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.job_config import parse_job_config
-from tests.support.converter_checks import config, count, model_and_args
+from tests.support.converter_checks import config, converted, count, model_and_args
+from tests.support.releases import only_022
 
 
 def test_filters_reach_the_conversion():
-    model, _ = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.filter_fqns=output,layers.3.feed_forward", "--mxnorm.mode=reference"]
-    titan_converter("mxnorm", config(*flags)).convert(model)
-    layer = model.layers["3"]
-    assert (type(layer.ffn_norm), type(layer.feed_forward.w2)) == (nn.RMSNorm, nn.Linear)
-    assert (type(layer.attention_norm), type(layer.attention.wo)) == (MXNorm, MXLinear)
+    names = ("ffn_norm", "feed_forward.w2", "attention_norm", "attention.wo")
+    with converted(config(*flags)) as modules:
+        kinds = [type(modules[f"layers.3.{name}"]) for name in names]
+    assert kinds == [nn.RMSNorm, nn.Linear, MXNorm, MXLinear]
 
 
+@only_022
 def test_unset_filters_keep_the_head_whatever_it_is_called():
     assert config().mxnorm.filter_fqns is None
     model, _ = model_and_args("llama3", "debugmodel")
@@ -36,6 +35,8 @@ def test_unset_filters_keep_the_head_whatever_it_is_called():
 
 
 def plain_torchtitan(args):
+    from torchtitan.config import ConfigManager
+
     return ConfigManager().parse_args(["--job.custom_config_module=mxtrain.titan.job_config", *args])
 
 
@@ -51,7 +52,7 @@ def plain_torchtitan(args):
         ("wo,layers.0", ["w2"], ["wo", "layers.0"]),
     ],
 )
-@pytest.mark.parametrize("parse", [parse_job_config, plain_torchtitan])
+@pytest.mark.parametrize("parse", [parse_job_config, pytest.param(plain_torchtitan, marks=only_022)])
 def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, expected, tmp_path):
     tables = ("mxnorm", "fused_norm", "fused_rmsnorm", "decompose_k_router")
     lines = [] if in_file is None else [f"[{table}]\nfilter_fqns = {in_file}\n" for table in tables]
@@ -77,12 +78,10 @@ def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, ex
     ],
 )
 def test_a_mistake_that_the_model_shows_begins_with_the_full_name_of_the_setting(converter, flags, message):
-    model, _ = model_and_args("llama3", "debugmodel")
-    with pytest.raises(ConfigError, match=message):
-        build_model_converters(config(*flags, converter=converter), None).convert(model)
+    with pytest.raises(ConfigError, match=message), converted(config(*flags, converter=converter)):
+        pass
 
 
 def test_an_empty_filter_converts_the_head():
-    model, _ = model_and_args("llama3", "debugmodel")
-    titan_converter("mxnorm", config("--mxnorm.filter_fqns=")).convert(model)
-    assert type(model.norm) is MXNorm and type(model.output) is MXNormLinear
+    with converted(config("--mxnorm.filter_fqns=")) as modules:
+        assert type(modules["norm"]) is MXNorm and type(modules["output"]) is MXNormLinear

@@ -8,9 +8,9 @@ from mxtrain import (
     ConfigError,
     MXNorm,
 )
-from mxtrain.titan.converters import active_settings, titan_converter
+from mxtrain.titan.converters import active_settings
 from mxtrain.titan.job_config import parse_job_config
-from tests.support.converter_checks import config, model_and_args
+from tests.support.converter_checks import config, converted
 
 
 def test_active_settings():
@@ -47,32 +47,32 @@ def test_active_settings():
     assert active_settings(config(converter="fused_rmsnorm,mx_linear"))["converter"] == "mx_linear"
 
 
+def ffn_norms(modules) -> list[type]:
+    return [type(module) for name, module in modules.items() if name.endswith(".ffn_norm")]
+
+
 def test_nvfp4_settings_reach_the_modules():
     """Each switch is one key, and signs and random bits follow from debug.seed."""
     flags = ["--mxnorm.recipe=nvfp4", "--mxnorm.mode=reference"]
     switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_share=0.5"]
     switches += [f"--mxnorm.{name}=False" for name in ("weight_tiles", "hadamard", "stochastic_rounding")]
 
-    def converted(*flags):
-        model, _ = model_and_args("llama3", "debugmodel")
-        titan_converter("mxnorm", config(*flags)).convert(model)
-        return model
+    with converted(config(*flags, *switches)) as modules:
+        for name in ("layers.0.ffn_norm", "layers.2.feed_forward.w1", "layers.2.attention.wo"):
+            r = modules[name].recipe
+            switched = (r.tensor_scale, r.weight_tiles, r.hadamard, r.stochastic_rounding)
+            assert switched == ("dynamic", False, False, False)
+        assert ffn_norms(modules) == [MXNorm] * 3 + [nn.RMSNorm] * 3
 
-    model = converted(*flags, *switches)
-    for module in (model.layers["0"].ffn_norm, model.layers["2"].feed_forward.w1, model.layers["2"].attention.wo):
-        r = module.recipe
-        assert (r.tensor_scale, r.weight_tiles, r.hadamard, r.stochastic_rounding) == ("dynamic", False, False, False)
-    assert [type(layer.ffn_norm) for layer in model.layers.values()] == [MXNorm] * 3 + [nn.RMSNorm] * 3
-
-    def seeds(model):
-        layer = model.layers["1"]
-        modules = (layer.attention_norm, layer.attention.wq, layer.feed_forward.w2)
+    def seeds(*more):
         device = torch.device("cpu")
-        return [int(module.signs(device)) for module in modules], [module.draws(device)[:1] for module in modules[1:]]
+        with converted(config(*flags, *more)) as modules:
+            swapped = [modules[f"layers.1.{name}"] for name in ("attention_norm", "attention.wq", "feed_forward.w2")]
+        return [int(module.signs(device)) for module in swapped], [module.draws(device)[:1] for module in swapped[1:]]
 
-    (signs, keys), (same_signs, same_keys) = seeds(converted(*flags)), seeds(converted(*flags, "--debug.seed=0"))
+    (signs, keys), (same_signs, same_keys) = seeds(), seeds("--debug.seed=0")
     assert signs == same_signs and torch.equal(torch.stack(keys), torch.stack(same_keys))
-    other_signs, other_keys = seeds(converted(*flags, "--debug.seed=1"))
+    other_signs, other_keys = seeds("--debug.seed=1")
     assert signs != other_signs and not (torch.stack(keys) == torch.stack(other_keys)).any()
 
 
@@ -88,15 +88,13 @@ def mixed_config(tmp_path, *flags):
 
 def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):
     """And switches of both formats those GEMMs that have them."""
-    model, args = model_and_args("llama3", "debugmodel")
     flags = ["--mxnorm.scale_rounding=floor", "--mxnorm.weight_tiles=False"]
-    titan_converter("mxnorm", mixed_config(tmp_path, *flags)).convert(model)
-    kinds = [type(layer.ffn_norm) for layer in model.layers.values()]
-    assert kinds == [nn.RMSNorm] + [MXNorm] * (args.n_layers - 2) + [nn.RMSNorm]
-    feed_forward = model.layers["1"].feed_forward
-    assert (feed_forward.w1.recipe.name, feed_forward.w2.recipe.name) == (FORWARD, "mxfp8")
-    assert feed_forward.w2.recipe == feed_forward.w1.recipe.dgrad and feed_forward.w2.recipe.scale_rounding == "floor"
-    assert not feed_forward.w1.recipe.fprop.weight_tiles
+    with converted(mixed_config(tmp_path, *flags)) as modules:
+        assert ffn_norms(modules) == [nn.RMSNorm] + [MXNorm] * 4 + [nn.RMSNorm]
+    w1, w2 = (modules[f"layers.1.feed_forward.{name}"].recipe for name in ("w1", "w2"))
+    assert (w1.name, w2.name) == (FORWARD, "mxfp8")
+    assert w2 == w1.dgrad and w2.scale_rounding == "floor"
+    assert not w1.fprop.weight_tiles
 
 
 def test_recipes_by_name_are_flags_too(tmp_path):
@@ -107,10 +105,9 @@ def test_recipes_by_name_are_flags_too(tmp_path):
     job_config = mixed_config(tmp_path, *flags)
     assert job_config.mxnorm.recipes == expected and job_config.mxnorm.recipe == FORWARD
     assert mixed_config(tmp_path, "--mxnorm.recipes").mxnorm.recipes == {}
-    model, _ = model_and_args("llama3", "debugmodel")
-    titan_converter("mxnorm", job_config).convert(model)
-    assert type(model.layers["1"].attention.wq) is nn.Linear
-    assert model.layers["2"].attention.wq.recipe.name == expected["layers.*.attention"]
+    with converted(job_config) as modules:
+        assert type(modules["layers.1.attention.wq"]) is nn.Linear
+        assert modules["layers.2.attention.wq"].recipe.name == expected["layers.*.attention"]
 
 
 def test_a_name_without_a_recipe_is_refused():

@@ -6,6 +6,7 @@ import pytest
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
+from mxtrain.titan.engine import RELEASE
 from tests.support.training_runs import NUMERICS, NVFP4, REPOSITORY, done_once, steps
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
@@ -41,6 +42,12 @@ def require_lines(text: str, patterns: list[str]) -> None:
     assert not lines, text
 
 
+def begin(text: list[str]) -> list[str]:
+    """The lines about text and model. TorchTitan 0.3 builds the model first."""
+    model = [MODEL, CONVERTED]
+    return [*text, *model] if RELEASE == "v02" else [*model, *text]
+
+
 def step(number: int, of: int, left: bool, unit: str = "tokens/s") -> str:
     return rf"step +{number}/{of}  loss {NUMBER}  [\d,]+ {unit}" + (r"  \d:\d\d:\d\d left" if left else "")
 
@@ -57,10 +64,7 @@ def test_mxtrain_train_prints_what_a_person_reads(command_run):
     more_text = [r"preparing dataset 'files' in .*", r"prepared .*"]
     lines = [
         rf"mxtrain: run folder {folder}",
-        *prepared,
-        TEXT,
-        MODEL,
-        CONVERTED,
+        *begin([*prepared, TEXT]),
         *more_text,
         rf"text for validation{TEXT.removeprefix('text')}",
         step(1, 4, left=False),
@@ -79,7 +83,7 @@ def test_files_of_a_run_hold_the_rest_as_plain_text(command_run):
         if path.suffix != ".png":
             assert "\x1b" not in path.read_text(), path
     log = (command_run.folder / "train.log").read_text()
-    for text in ("Starting job", "total parameters", "step:  4  loss: ", "validate step:  3", "mfu: nan%"):
+    for text in ("Training starts at step 1", "total parameters", "step:  4  loss: ", "validate step:  3", "mfu: nan%"):
         assert text in log
     conversion = (command_run.folder / "conversion.txt").read_text()
     assert re.match(r"mxnorm mxfp8 p=2 \(reference\): .*\n", conversion) and conversion in log
@@ -95,7 +99,7 @@ def test_the_readme_names_what_a_run_writes(command_run):
 def test_only_the_first_process_writes_to_the_terminal(several):
     first, second = several["fsdp"].output
     rate = "tokens/s per device"
-    require_lines(first, [TEXT, MODEL, CONVERTED, step(1, 2, False, rate), step(2, 2, False, rate), *SUMMARY])
+    require_lines(first, [*begin([TEXT]), step(1, 2, False, rate), step(2, 2, False, rate), *SUMMARY])
     assert second == ""
     assert "Training starts at step 1" in (several["fsdp"].folder / "worker_logs" / "rank1.log").read_text()
     assert "2 processes" in first
@@ -104,7 +108,13 @@ def test_only_the_first_process_writes_to_the_terminal(several):
 def test_verbose_brings_back_torchtitans_lines(one):
     run = one["mxnorm again"]
     text = run.output[0]
-    for line in ("Starting job", "mxnorm mxfp8 p=2", "step:  3", "Training completed", "validate step:  2"):
+    for line in (
+        "Training starts at step 1",
+        "mxnorm mxfp8 p=2",
+        "step:  3",
+        "Training completed",
+        "validate step:  2",
+    ):
         assert re.search(rf"^\[titan\] .* - root - INFO - {line}", text, re.MULTILINE), line
     assert "layers.0.attention_norm" in text and "step 1/3" not in text and "\x1b" not in text
     assert "Training completed" in (run.folder / "train.log").read_text()
@@ -131,6 +141,15 @@ def test_figures_of_all_modules_are_logged_and_training_is_the_same(one):
     )
     assert not figures_in(one["microbatches"])
     require_equal_training(one["microbatches, resumed"], one["microbatches"])
+
+
+def test_experts_and_their_routers_have_figures(one):
+    found = by_figure(figures_in(one["qwen3, resumed"]))
+    layers = ["layers.0.moe", "layers.1.moe"]
+    assert list(found["fprop_error_worst_expert"]) == [f"{layer}.experts" for layer in layers]
+    assert list(found["routing_agreement"]) == [f"{layer}.router" for layer in layers]
+    shares = [share for of_step in found["routing_agreement"].values() for share in of_step.values()]
+    assert len(shares) == 2 * 3 and all(0.8 < share <= 1 for share in shares)
 
 
 def test_fsdp_has_the_figures_of_all_ranks_and_trains_the_same(several):

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from torchtitan.config.job_config import Checkpoint
 
 from mxtrain.checkpoints.ending import Stop, StopSignals, resume_command
 from mxtrain.launched import LAUNCHER_VARIABLE
 from tests.support import training_runs
+from tests.support.releases import Checkpoint
 from tests.support.training_runs import SAVE, steps, wait_for_lines
 
 ENABLED = Checkpoint(enable=True)

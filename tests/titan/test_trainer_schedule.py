@@ -7,9 +7,9 @@ import pytest
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.titan.converters import convert_on_meta
+from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.v02.models.on_meta import build_on_meta
 from tests.support.training_runs import ACCUMULATE, GUARD, done_once, load, seeds
 
 EVENTS = [
@@ -61,7 +61,7 @@ def test_other_entries_are_another_experiment(one):
 
 def convert(*flags):
     job_config = parse_job_config(["--model.name=llama3", "--model.flavor=debugmodel", *flags])
-    return convert_on_meta(job_config, build_on_meta(job_config))
+    return convert_on_meta(job_config, engine().build_on_meta(job_config))
 
 
 def test_the_model_of_a_job_is_checked_before_training():

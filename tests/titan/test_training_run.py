@@ -8,15 +8,17 @@ from types import SimpleNamespace
 import pytest
 import tomli
 import torch
-from torchtitan import train as titan
 
 from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
 from mxtrain.settings.known import settings_of
+from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.train import _train
-from mxtrain.titan.v02.trainer import Trainer
+
+Trainer = engine().Trainer
+_, TitanTrainer = Trainer.__bases__
 
 
 def one_process() -> SimpleNamespace:
@@ -38,10 +40,10 @@ class FakeCheckpointer:
 
 @pytest.fixture
 def trainer(monkeypatch, tmp_path):
-    """A trainer of a tiny model, without TorchTitan's own ``__init__`` and ``train_step``."""
+    """A trainer of a tiny model, without what TorchTitan builds, and without its ``train_step``."""
 
-    def init(self, job_config):
-        self.job_config = job_config
+    def init(self):
+        self.config = self.job_config  # what 0.3 calls it
         self.device = torch.device("cpu")
         self.parallel_dims = one_process()
         self.model_parts = [torch.nn.Linear(2, 2)]
@@ -63,10 +65,10 @@ def trainer(monkeypatch, tmp_path):
         for loss in losses:
             self.forward_backward_step(loss=loss, global_valid_tokens=1.0)
 
-    monkeypatch.setattr(titan.Trainer, "__init__", init)
-    monkeypatch.setattr(titan.Trainer, "train_step", train_step)
+    monkeypatch.setattr(Trainer, "_build", init)
+    monkeypatch.setattr(TitanTrainer, "train_step", train_step)
     monkeypatch.setattr(
-        titan.Trainer, "forward_backward_step", lambda self, loss, global_valid_tokens: torch.tensor(loss)
+        TitanTrainer, "forward_backward_step", lambda self, loss, global_valid_tokens: torch.tensor(loss)
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr("mxtrain.titan.training_run._manifest", lambda *_: None)
@@ -115,7 +117,7 @@ def test_weights_and_states_that_end_a_run_are_an_event(trainer, monkeypatch, sa
         if saves:
             self.checkpointer.save(4)
 
-    monkeypatch.setattr(titan.Trainer, "train", train)
+    monkeypatch.setattr(TitanTrainer, "train", train)
     (bias,) = (parameter for parameter in one.model_parts[0].parameters() if parameter.ndim == 1)
     (bias.data if what == "weights" else state_of(one, bias)["exp_avg_sq"])[1] = float("inf")
     with pytest.raises(NonFiniteError, match=f"^step 4: the {what} after this step hold inf on rank 0$"):
@@ -135,7 +137,7 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(trainer, monkeypatch
     """The weights say more, where they are the cause."""
     logged, found = [], "step 4: the validation loss is inf on rank 0"
     monkeypatch.setattr("mxtrain.titan.training_run.log_event", lambda _, *event: logged.append(event))
-    monkeypatch.setattr(titan.Trainer, "train", lambda self: self.validator.validate(self.model_parts, self.step))
+    monkeypatch.setattr(TitanTrainer, "train", lambda self: self.validator.validate(self.model_parts, self.step))
     runs = [trainer("--validation.enable", f"--metrics.on_nonfinite_loss={then}") for then in ("stop", "continue")]
     for one in runs:
         one.step, one.checkpointer.finish = 4, lambda: None
@@ -211,9 +213,9 @@ def test_a_signal_in_the_last_step_changes_nothing(trainer):
 
 
 def test_a_start_that_fails_leaves_the_settings_of_the_one_before(trainer, monkeypatch, tmp_path):
-    monkeypatch.setattr(titan.Trainer, "close", lambda self: None)
+    monkeypatch.setattr(TitanTrainer, "close", lambda self: None)
     for seed, loss, kept in [(4, "fails", 4), (5, "fails", 4), (5, 3.0, 5)]:
-        monkeypatch.setattr(titan.Trainer, "train", lambda self, losses=(loss,): self.train_step(losses))
+        monkeypatch.setattr(TitanTrainer, "train", lambda self, losses=(loss,): self.train_step(losses))
         one = trainer(f"--debug.seed={seed}")
         one.step, one.checkpointer.finish = 7, lambda: None
         with pytest.raises(TypeError) if loss == "fails" else nullcontext():
@@ -239,8 +241,8 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
         seen.append(position_as_set("cpu").tolist())
         return torch.tensor(1.0)
 
-    monkeypatch.setattr(titan.Trainer, "train_step", train_step)
-    monkeypatch.setattr(titan.Trainer, "forward_backward_step", forward_backward_step)
+    monkeypatch.setattr(TitanTrainer, "train_step", train_step)
+    monkeypatch.setattr(TitanTrainer, "forward_backward_step", forward_backward_step)
     trainer = object.__new__(Trainer)
     trainer.device, trainer.parallel_dims, trainer._rank_in_stage = torch.device("cpu"), one_process(), 0
     trainer._watch = LossWatch(trainer.device, stops=True)

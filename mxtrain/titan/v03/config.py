@@ -136,7 +136,12 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         lr_scheduler=same(LRSchedulersContainer.Config, job_config.lr_scheduler),
         training=same(TrainingConfig, job_config.training, disable_cuda_graphs=True),
         parallelism=_parallelism(job_config.parallelism),
-        checkpoint=_build_by(parts["checkpoint"], CheckpointManager.Config, job_config.checkpoint),
+        checkpoint=_build_by(
+            parts["checkpoint"],
+            CheckpointManager.Config,
+            job_config.checkpoint,
+            initial_load_model_only=bool(job_config.checkpoint.initial_load_path),  # else a warning; not read there
+        ),
         activation_checkpoint=_activation_checkpoint(job_config.activation_checkpoint),
         compile=same(
             CompileConfig,

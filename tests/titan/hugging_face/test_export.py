@@ -24,6 +24,7 @@ from mxtrain.titan.hugging_face import export as export_module
 from mxtrain.titan.hugging_face.export import export, open_run
 from tests.support import saved_runs, training_worker
 from tests.support.hostile_pickles import NAME, put_code_into_index
+from tests.support.releases import only_022
 
 CPU = torch.device("cpu")
 MODELS = [("llama3", "small"), ("qwen3", "small_tied"), ("qwen3", "small_experts")]
@@ -363,7 +364,7 @@ def test_a_text_that_is_not_there_is_named(own):
         held_out_ids(own)
 
 
-@pytest.mark.skipif(RELEASE == "v03", reason="TorchTitan 0.3 has no converters of its own")
+@only_022
 def test_what_forbids_a_loss_is_named_and_the_weights_are_exported(run, tmp_path):
     text = run.parent / "text"
     short = saved_runs.save_run(

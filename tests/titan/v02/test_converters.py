@@ -25,7 +25,7 @@ from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02.models.on_meta import build_on_meta
 from tests.support.converter_checks import config, count, model_and_args
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
+CONFIGS = Path(__file__).parents[3] / "train_configs"
 
 
 @pytest.mark.parametrize("flavor", ["debugmodel", "debugmodel_flex_attn", "debugmodel_varlen_attn"])

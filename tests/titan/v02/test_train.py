@@ -1,0 +1,42 @@
+"""What TorchTitan 0.2.2 takes from a user's module, and its own trainer with a recorded config."""
+
+import pytest
+import tomli
+import tomli_w
+from torchtitan.protocols import train_spec
+
+from mxtrain import ConfigError
+from mxtrain.analysis import load_run
+from mxtrain.titan.job_config import parse_job_config
+from tests.support.training_runs import run_python
+
+
+def test_names_that_the_users_own_module_registers_are_known(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(
+        "from torchtitan.protocols.train_spec import get_train_spec, register_train_spec\n"
+        'register_train_spec("own", get_train_spec("llama3"))\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(train_spec, "_extra_train_specs", dict(train_spec._extra_train_specs))
+    own = ["--experimental.custom_import=own_models"]
+    assert parse_job_config([*own, "--model.name=own"]).model.name == "own"
+    for flag, message in [
+        ("--model.name=llama9", "model.name = 'llama9' is not one of"),
+        ("--model.flavor=9B", "model.flavor = '9B' is not one of"),
+        ("--model.converters=mxnrom", "model.converters = 'mxnrom' is not one of"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            parse_job_config([*own, flag])
+
+
+def test_a_recorded_config_runs_again_under_torchtitan_alone(command_run, tmp_path):
+    resolved = tomli.loads((command_run.folder / "config.toml").read_text())
+    resolved["job"]["dump_folder"] = str(tmp_path / "again")
+    resolved["metrics"].pop("enable_wandb")
+    (tmp_path / "resolved.toml").write_text(tomli_w.dumps(resolved))
+    process = run_python("torchtitan.train", f"--job.config_file={tmp_path / 'resolved.toml'}", RANK="0")
+    assert process.returncode == 0, process.stderr[-4000:]
+    again = [row["loss"] for row in load_run(tmp_path / "again").training]
+    assert again == [row["loss"] for row in load_run(command_run.folder).training]
+    assert "root - INFO - mxnorm mxfp8 p=2 (reference): " in process.stdout  # no terminal of ours: TorchTitan's logger
+    assert not (tmp_path / "again" / "conversion.txt").exists()

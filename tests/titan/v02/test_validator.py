@@ -1,0 +1,121 @@
+"""TorchTitan 0.2.2's validator on mxtrain's held-out text, and on its own datasets."""
+
+import json
+import math
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import datasets as hf_datasets
+import pytest
+import torch
+from torch import nn
+from torchtitan.components.validate import Validator
+from torchtitan.tools import utils
+
+import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.errors import ConfigError
+from mxtrain.titan import data as titan_data
+from mxtrain.titan.data import build_tokenizer, prepare_from_job
+from mxtrain.titan.v02 import validator as titan_validator
+from mxtrain.titan.v02.validator import build_validator
+from tests.support.data_checks import VOCABULARY, job, rows_of, text
+from tests.support.releases import parallel_dims
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """A folder of the test's own for ./outputs and all caches."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
+    return path
+
+
+def files_job(corpus, *flags):
+    return job("--training.dataset=files", f"--training.dataset_path={corpus}", *flags)
+
+
+class Bigrams(nn.Sequential):
+    """The smallest model: the next token's logits from this token."""
+
+    def get_attention_masks(self, **inputs):
+        raise TypeError("none needed")  # what TorchTitan's models do then
+
+
+class Recorder:
+    """Stands in for the metrics processor."""
+
+    def __init__(self):
+        self.ntokens_since_last_log = 0
+        self.losses = []
+
+    def log_validation(self, loss, step):
+        self.losses.append(loss)
+
+
+def validator(config, dp_world_size=1, dp_rank=0):
+    return build_validator(
+        job_config=config,
+        dp_world_size=dp_world_size,
+        dp_rank=dp_rank,
+        tokenizer=build_tokenizer(config),
+        parallel_dims=parallel_dims(),
+        loss_fn=lambda output, labels: nn.functional.cross_entropy(
+            output.flatten(0, 1), labels.flatten(), reduction="sum"
+        ),
+        validation_context=nullcontext,
+        maybe_enable_amp=nullcontext(),
+        metrics_processor=Recorder(),
+        pp_schedule=None,
+        pp_has_first_stage=None,
+        pp_has_last_stage=None,
+    )
+
+
+@pytest.mark.parametrize("steps", [-1, 3])
+def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
+    config = files_job(corpus, "--validation.enable", "--validation.dataset=files", f"--validation.steps={steps}")
+    held_out = validator(config)
+    tokens = prepare_from_job(config).validation.open()
+    chunks = {tuple(tokens[i : i + 17].tolist()) for i in range(0, len(tokens) - 16, 17)}
+    rows = rows_of(held_out.validation_dataloader)
+    assert set(rows) <= chunks and len(rows) == len(chunks) // 4 * 4
+    torch.manual_seed(0)
+    model = Bigrams(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)).to(utils.device_type)
+    for step in (1, 2):
+        held_out.validate([model], step)
+    first, second = held_out.metrics_processor.losses
+    # The same text twice; but the last bit of a mean may differ from run to run on a GPU.
+    assert second == pytest.approx(first, rel=1e-6) and abs(first - math.log(VOCABULARY)) < 1
+    read = 2 * 3 * 4 * 16 if steps == 3 else 2 * len(rows) * 16
+    assert held_out.metrics_processor.ntokens_since_last_log == read
+
+
+def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(
+        titan_validator, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
+    )
+    config = job("--training.dataset=c4", "--validation.enable")
+    build_validator(config, 1, 0, None, loss_fn=None, parallel_dims=SimpleNamespace(cp=1))
+    assert seen == ["c4_validation"] and config.validation.dataset == ""
+    titan_data.check_datasets(config)
+
+
+def test_torchtitans_own_names_go_to_its_own_validator(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")  # datasets reads a split out of a path with "test" in it
+    (folder / "train.json").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
+    own = {"dataset": "c4_test", "dataset_path": folder}
+    flags = [f"--{section}.{name}={value}" for section in ("training", "validation") for name, value in own.items()]
+    config = job(*flags, "--validation.enable")
+    build_tokenizer(config)
+    assert type(validator(config)) is Validator
+    (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
+    with pytest.raises(ConfigError, match=f"^validation.dataset = 'c4_test' cannot be opened at '{folder}': [A-Z]"):
+        validator(config)
