@@ -1,5 +1,8 @@
 """Models of TorchTitan 0.3's own registry, converted for its own trainer."""
 
+from collections import Counter
+from importlib import import_module
+
 import pytest
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
@@ -66,3 +69,16 @@ def test_titans_trainer_trains_a_converted_model(tmp_path, monkeypatch):
 def test_what_it_cannot_do_is_one_line(converters, tables, message):
     with pytest.raises(ConfigError, match=message):
         with_mxtrain(model_registry("debugmodel"), converters, **tables)
+
+
+@pytest.mark.parametrize(
+    "model, flavor, norms, experts",
+    [("llama3", "debugmodel", 12, 0), ("qwen3", "debugmodel_moe", 16, 8), ("deepseek_v3", "debugmodel", 18, 5)],
+)
+def test_models_with_flex_attention_are_converted(model, flavor, norms, experts):
+    spec = import_module(f"torchtitan.models.{model}").model_registry(flavor)
+    with torch.device("meta"):
+        converted = with_mxtrain(spec).model.build()
+    converted.verify_module_protocol()
+    count = Counter(type(module).__name__ for module in converted.modules())
+    assert (count["MXNorm"], count["MXGroupedExperts"]) == (norms, experts)
