@@ -52,18 +52,16 @@ def _sections(words: list[str]) -> Iterator[str]:
     engine().check_model_layout(settings, has_gpus=True)
     raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes
     model, name = engine().build_on_meta(job_config), job_config.model.name
-    with engine().convertible(model):  # which has the names of TorchTitan 0.2.2
-        modules = dict(model.named_modules())
-        if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules]:
-            raise ConfigError(
-                f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
-            )
-        yield titled(f"{name} {job_config.model.flavor}", parameters(model))
-        yield memory_table(model, job_config)
+    needed = ("tok_embeddings", "layers", engine().HEAD)
+    if missing := [part for part in needed if getattr(model, part, None) is None]:
+        raise ConfigError(
+            f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
+        )
+    yield titled(f"{name} {job_config.model.flavor}", parameters(model))
+    yield memory_table(model, job_config)
     plans = convert_on_meta(job_config, model)
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
-    with engine().convertible(model):
-        uses = uses or weight_uses(find_weights(dict(model.named_modules())), {}, {})
+    uses = uses or weight_uses(find_weights(modules_of(model)), {}, {})
     total = sum(use.multiplications for use in uses.values())
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
@@ -80,12 +78,20 @@ def _sections(words: list[str]) -> Iterator[str]:
 
 
 def parameters(model: nn.Module) -> list[tuple[str, str]]:
-    """Return (what, number of parameters) of a convertible model. A weight with two names counts once."""
+    """Return (what, number of parameters) of a model of TorchTitan. A weight with two names counts once."""
     total = sum(p.numel() for p in model.parameters())
-    outer = {p: p.numel() for part in ("tok_embeddings", "output") for p in model.get_submodule(part).parameters()}
-    idle = sum(math.prod(w.shape) * (1 - w.share) for w in find_weights(dict(model.named_modules())).values())
+    modules = modules_of(model)
+    outer = {p: p.numel() for name in ("tok_embeddings", "output") for p in modules[name].parameters()}
+    idle = sum(math.prod(w.shape) * (1 - w.share) for w in find_weights(modules).values())
     rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
     return [*rows, ("used by one token", f"{round(total - idle):,}")] if idle else rows
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by their names in settings and checkpoints."""
+    from mxtrain.titan.engine import engine
+
+    return {engine().saved_name(name): module for name, module in model.named_modules()}
 
 
 def _grouped(details: str) -> str:
@@ -98,8 +104,10 @@ def _grouped(details: str) -> str:
 def memory_table(model: nn.Module, job_config) -> str:
     """Return a table of the memory per GPU, with a row for every number of processes that the degrees allow.
 
-    In a pipeline it is that of the rank with most weights. The model is convertible.
+    In a pipeline it is that of the rank with most weights.
     """
+    from mxtrain.titan.engine import engine
+
     training, parallelism = job_config.training, job_config.parallelism
     names = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
     dtype, compute, reduce = (getattr(torch, name) for name in names)
@@ -125,8 +133,8 @@ def memory_table(model: nn.Module, job_config) -> str:
     rows = [("GPUs", "weights", "gradients", "optimizer", "gathered", "sum")]
     for name, count, shards in _layouts(parallelism):
         weights = shard_bytes(nn.ModuleList(rank) if has_stages else model, shards, dtype, tensor)
-        # FSDP2 copies a single shard, too. One process gathers nothing.
-        columns = [weights, weights, OPTIMIZER_STATES * weights, gathered if count > 1 else 0]
+        has_fsdp = count > 1 or engine().FSDP_ON_ONE_PROCESS  # which copies a single shard, too
+        columns = [weights, weights, OPTIMIZER_STATES * weights, gathered if has_fsdp else 0]
         rows.append((name, *(f"{value / 2**30:,.2f}" for value in (*columns, sum(columns)))))
     width = max(16, *(len(row[0]) + 2 for row in rows))
     lines = [f"{row[0]:<{width}}" + "".join(f"{text:>11}" for text in row[1:]) for row in rows]
@@ -158,17 +166,16 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.engine import engine
     from mxtrain.titan.model_layout import modules_of_stages
 
-    ranks, modules = parallelism.pipeline_parallel_degree, dict(model.named_modules())
+    ranks, modules = parallelism.pipeline_parallel_degree, modules_of(model)
+    head, embedding = modules["output"], modules["tok_embeddings"]
     if ranks == 1:
-        head, embedding = modules["output"], modules["tok_embeddings"]
         is_tied = head.weight is embedding.weight  # then it is gathered once
         return [[head, *model.layers.values(), *([] if is_tied else [embedding])]]
     groups: list[list[nn.Module]] = [[] for _ in range(ranks)]
     for number, names in enumerate(modules_of_stages(len(model.layers), parallelism)):
-        groups[number % ranks] += [modules[engine().saved_name(name)] for name in names if name != "norm"]
+        groups[number % ranks] += [modules[name] for name in names if name != "norm"]
     return groups
 
 

@@ -45,12 +45,13 @@ class HeldOutText:
             yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
     @torch.no_grad()
-    def loss(self, model: torch.nn.Module, device: torch.device) -> float:
-        """Return the mean cross entropy of a model with an ``output`` head, in nats per token."""
-        total, head = 0.0, torch.nn.Identity()
-        if type(model.output) is torch.nn.Linear:
+    def loss(self, model: torch.nn.Module, device: torch.device, head_name: str = "output") -> float:
+        """Return the mean cross entropy of a model whose head has this name, in nats per token."""
+        total, head, own = 0.0, torch.nn.Identity(), getattr(model, head_name)
+        if type(own).forward is torch.nn.Linear.forward:
             # Logits of all tokens at once would take more memory than a small model.
-            head, model.output = model.output, head
+            setattr(model, head_name, head)
+            head = own
         for batch in self.batches():
             batch = batch.to(device)
             hidden, labels = model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()

@@ -37,9 +37,25 @@ def read_settings(arguments: list[str]) -> Settings:
         known = known_fields(None if module in ("", OWN_MODULE) else _job_config_in(module))
         flags = flag_values(arguments, known)
         config = without_other_limit(config, Settings(known, flags).tables())
-        values = {name: _checked(name, value, known) for name, value in flat(config, known)}
-        settings = Settings(known, values | flags)
-        check_settings(settings)
+        return _settings(known, config, flags)
+
+
+def settings_in(tables: Mapping, job_config: type | None = None) -> Settings:
+    """Check the settings in nested ``tables``, as a TOML file has them.
+
+    Args:
+        job_config: a class with the tables of settings of the user's own; None for none.
+
+    Raises:
+        ConfigError: for a mistake that shows without the machine and the model. It names the setting.
+    """
+    return _settings(known_fields(job_config), tables, {})
+
+
+def _settings(known: Mapping[str, Field], tables: Mapping, flags: dict) -> Settings:
+    values = {name: _checked(name, value, known) for name, value in flat(tables, known)}
+    settings = Settings(known, values | flags)
+    check_settings(settings)
     return settings
 
 

@@ -13,11 +13,12 @@ from mxtrain.titan.engine import RELEASE
 if not torch.cuda.is_available():
     cpu.use_cpu()
 
-__all__ = []
-
 if RELEASE == "v02":
     from mxtrain.titan.v02.models.train_specs import with_mxtrain
     from mxtrain.titan.v02.register import register
 
-    __all__ += ["with_mxtrain"]
     register()
+else:
+    from mxtrain.titan.v03.with_mxtrain import with_mxtrain
+
+__all__ = ["with_mxtrain"]

@@ -69,10 +69,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         checkpoint = job_config.checkpoint
         if not step_is_set():  # -m torchtitan.train, which has not looked
             require_no_other_run(folder, checkpoint)
-            if schedule_in(job_config) or guard_in(job_config):
-                raise ConfigError(
-                    "mxnorm.schedule and mxnorm.guard need mxtrain's trainer: train with -m mxtrain.train"
-                )
+            require_plain_recipes(job_config)
         steps_done = resumed_step(folder, checkpoint)
         earlier = earlier_run(folder) if steps_done > 0 else None
 
@@ -99,6 +96,12 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
             loggers.add_logger(NonFiniteLogger())
         loggers.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
+
+
+def require_plain_recipes(job_config) -> None:
+    """Raise ConfigError for recipes that change, which TorchTitan's own trainer does not do."""
+    if schedule_in(job_config) or guard_in(job_config):
+        raise ConfigError("mxnorm.schedule and mxnorm.guard need mxtrain's trainer: train with -m mxtrain.train")
 
 
 def _add_wandb(loggers: Loggers, job_config, facts: dict, is_first: bool, earlier, tag: str | None) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import locked
+from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
@@ -34,18 +36,19 @@ from mxtrain.titan.run_start import write_resolved_config
 FIRST_WORD_SECONDS = 3.0
 
 
-def train(args: list[str], verbose: bool) -> Stop | None:
+def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> Stop | None:
     """Train a model, and end with a summary of the run. Return how a signal stopped it, or None.
 
     Args:
         args: TorchTitan's command-line flags, with ``--job.config_file`` among them.
         verbose: show all lines of TorchTitan's log on the terminal.
+        read: gives the settings that ``args`` stand for.
 
     Raises:
         ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
-    settings = read_settings(args)
+    settings = read(args)
     job_config = job_config_of(settings)
     if "LOCAL_RANK" not in os.environ:
         raise ConfigError(
@@ -125,17 +128,22 @@ def _ways_out(job_config) -> str:
 
 
 def main(args: list[str], verbose: bool) -> None:
-    """Run ``train`` in a worker process and exit. An error of the user's run is one line on stderr, no traceback.
+    """Run ``train`` in a worker process and exit."""
+    sys.exit(work(args, verbose))
 
-    The exit status is 0, 1 or 2, and 128 + n for ``mxtrain train`` alone after a stop by signal n: torchrun takes that
-    for a failure, and kills workers that still save.
+
+def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> int:
+    """Run ``train`` and return the exit status. An error of the user's run is one line on stderr, no traceback.
+
+    The status is 0, 1 or 2, and 128 + n for ``mxtrain train`` alone after a stop by signal n: torchrun takes that for a
+    failure, and kills workers that still save.
     """
     status, all_know = 0, False
     try:
         args = resolved(args)
         with places(args):
             try:
-                stop = train(args, verbose)
+                stop = train(args, verbose, read)
             except ranks.CommonError:
                 all_know = True
                 raise
@@ -151,4 +159,4 @@ def main(args: list[str], verbose: bool) -> None:
     # Not after another exception: this rank may be alone, and would wait for the others.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    sys.exit(status)
+    return status

@@ -1,14 +1,9 @@
 """Run folders for tests, as a training leaves them: tiny models with random weights, made within the process."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torchtitan.models.llama3.model.args import TransformerModelArgs
-from torchtitan.models.moe import MoEArgs
-from torchtitan.models.qwen3 import Qwen3ModelArgs
-from torchtitan.protocols.train_spec import get_train_spec
 
 import mxtrain.titan  # noqa: F401  registers models and converters
 from mxtrain.checkpoints.manifest import MANIFEST_FILE, Manifest, write_manifest
@@ -17,33 +12,47 @@ from mxtrain.data.run_data import RunData
 from mxtrain.files import hash_file
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.titan.data import prepare_from_job
+from mxtrain.titan.engine import RELEASE, engine
+from mxtrain.titan.hugging_face.export import saved_state
 from mxtrain.titan.job_config import parse_job_config
 
 VOCABULARY = 320
-_QWEN = Qwen3ModelArgs(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, hidden_dim=128, vocab_size=VOCABULARY, rope_theta=1e6
-)
-_EXPERTS = MoEArgs(
-    num_experts=4, num_shared_experts=0, top_k=2, score_func="softmax", route_norm=True, score_before_experts=False
-)
+_QWEN = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 128}
 FLAVORS = {
     "llama3": {
-        "small": TransformerModelArgs(
-            dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCABULARY, multiple_of=32, rope_theta=500000
-        ),
+        "small": ("debugmodel", {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 192}),
     },
     "qwen3": {
-        "small": _QWEN,
-        "small_tied": replace(_QWEN, enable_weight_tying=True),
-        "small_experts": replace(_QWEN, moe_enabled=True, moe_inter_dim=32, moe_args=_EXPERTS),
+        "small": ("debugmodel", {**_QWEN, "enable_weight_tying": False}),
+        "small_tied": ("debugmodel", _QWEN),
+        "small_experts": ("debugmodel_moe_16", {**_QWEN, "moe_inter_dim": 32, "num_experts": 4, "top_k": 2}),
     },
 }
+"""Model -> flavor -> the flavor that it follows, and what it has instead"""
+
+
+def sized(model: str, flavor: str, **given):
+    """One of ``FLAVORS`` as a ``SizedModel``."""
+    base, sizes = FLAVORS[model][flavor]
+    return engine().SizedModel.of_flavor(model, base, {**sizes, **given}, VOCABULARY)
 
 
 def add_flavors(monkeypatch) -> None:
     for model, flavors in FLAVORS.items():
-        for name, args in flavors.items():
-            monkeypatch.setitem(get_train_spec(model).model_args, name, args)
+        for name in flavors:
+            added = sized(model, name)
+            monkeypatch.setitem(flavors_of(model), name, added.args if RELEASE == "v02" else added.sizes)
+
+
+def flavors_of(model: str) -> dict:
+    """The flavors of a model of the installed TorchTitan, to which a test may add others."""
+    if RELEASE == "v03":
+        from mxtrain.titan.v03.models import FLAVORS
+
+        return FLAVORS[model]
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    return get_train_spec(model).model_args
 
 
 def save_run(folder, model: str, flavor: str, step: int = 3, converters=("mxnorm",), text=None, **sections):
@@ -73,14 +82,14 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
     """Return weights that show mistakes: with gains that are not ones, and attention that sees positions."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        module = get_train_spec(model).model_cls(get_train_spec(model).model_args[flavor])
+        module = sized(model, flavor).on_meta().to_empty(device="cpu")
         module.init_weights()
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
             elif ".wq." in name or ".wk." in name:
                 parameter.normal_(std=0.25)
-    return module.state_dict()
+    return saved_state(module)
 
 
 def save_weights(checkpoint: Path, weights: dict[str, torch.Tensor], processes: int = 1) -> None:

@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from mxtrain.checkpoints.manifest import MANIFEST_FILE, package_versions
@@ -31,9 +30,9 @@ from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import active_settings, convert_on_meta
-from mxtrain.titan.hugging_face.models import meta_model, parameters, require_exportable, shape_of
+from mxtrain.titan.engine import engine
+from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, require_exportable, shape_of
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.models.llama3 import is_tied
 
 
 def export(
@@ -118,16 +117,16 @@ class SavedRun:
     folder: Path
     checkpoint: Path
     step: int
-    processes: int
-    """Number of processes that trained"""
+    casts_weights: bool
+    """Whether FSDP cast weights to ``training.mixed_precision_param`` for every product"""
     job_config: object
-    args: object
-    """TorchTitan's model arguments, with the settings of the run. Attention is causal, and "sdpa"."""
+    model: object
+    """The engine's ``SizedModel``, with the settings of the run"""
     weights: SavedWeights
 
     def build(self, has_converters: bool) -> torch.nn.Module:
         """Return the run's model on the meta device, fp32, with mxtrain's converters or without any."""
-        model = meta_model(self.job_config.model.name, self.args)
+        model = self.model.on_meta()
         if has_converters:
             convert_on_meta(self.job_config, model)
             set_step(model, max(1, self.step))  # the recipes that a schedule has for this step
@@ -139,9 +138,9 @@ class SavedRun:
         with torch.no_grad():
             model.init_weights(buffer_device=device)  # computes the buffers, and nothing for parameters without memory
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-        if is_tied(self.args):
-            model.output.weight = model.tok_embeddings.weight
-        self.weights.load_into({fqn: weight for fqn, weight in model.state_dict().items() if fqn in self.weights})
+        if self.model.sizes.get("enable_weight_tying"):
+            getattr(model, engine().HEAD).weight = model.tok_embeddings.weight
+        self.weights.load_into({fqn: weight for fqn, weight in saved_state(model).items() if fqn in self.weights})
         return model.eval()
 
 
@@ -167,19 +166,24 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
         with places(arguments):
             job_config = parse_job_config(arguments)
-    args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
-    args.update_from_config(job_config)
-    if getattr(args, "attn_type", "sdpa") != "sdpa":
-        args.attn_type, args.attn_mask_type = "sdpa", "causal"
-    return SavedRun(folder, checkpoint, manifest.step, manifest.processes, job_config, args, SavedWeights(checkpoint))
+    model, weights = engine().SizedModel.of_job(job_config), SavedWeights(checkpoint)
+    # In TorchTitan 0.2.2 one process has no FSDP.
+    casts = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")
+    return SavedRun(folder, checkpoint, manifest.step, casts, job_config, model, weights)
+
+
+def saved_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a model by their names in checkpoints."""
+    return {engine().saved_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def _trained(run: SavedRun, where: str) -> Trained:
     """Return the run's checkpoint as an export sees it. Raises ConfigError, beginning with ``where``, as ``export``."""
-    model, args, training = run.job_config.model.name, run.args, run.job_config.training
-    require_exportable(model, args, where)
-    shape = shape_of(model, args, given_in(run.job_config).get("max_seq_len", args.max_seq_len))
-    found = parameters(model, args)
+    model, training = run.model, run.job_config.training
+    require_exportable(model.name, where)
+    require_computed_alike(model, where)
+    shape = shape_of(model, given_in(run.job_config).get("max_seq_len", model.sizes["seq_len"]))
+    found = parameters(model)
     tied = ("output.weight",) if shape.tie_word_embeddings else ()
     run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
     for fqn in found:
@@ -188,7 +192,8 @@ def _trained(run: SavedRun, where: str) -> Trained:
                 f"{where} cannot be exported: {fqn} is not zero, and transformers' Qwen3-MoE has no such bias, so it "
                 "would choose other experts; train with model_args.load_balance_coeff = 0"
             )
-    modules = dict(run.build(has_converters=True).named_modules())
+    built = run.build(has_converters=True)
+    modules = {engine().saved_name(name): module for name, module in built.named_modules()}
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     return Trained(
         shape=shape,
@@ -197,8 +202,7 @@ def _trained(run: SavedRun, where: str) -> Trained:
         recipes={fqn: m.recipe if isinstance(m, QuantizedLinear) else None for fqn, m in linears.items()},
         # A schedule may have returned norms to RMSNorm at this step: these gains are not folded.
         merged_norms=frozenset(fqn for fqn, m in modules.items() if isinstance(m, MXNorm) and not m.is_plain),
-        # FSDP's mixed precision rounds fp32 weights.
-        weight_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param if run.processes > 1 else training.dtype],
+        weight_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param if run.casts_weights else training.dtype],
         tokenizer=run.folder / TOKENIZER_FOLDER,
     )
 
@@ -219,11 +223,11 @@ def held_out_losses(run: SavedRun, tokens: int, exporter: Exporter, device: torc
     if others := [name for name in run.job_config.model.converters if name not in CONVERTERS]:
         raise NoLoss(f"it would need the converter {others[0]!r}, which runs in training only")
     name, ids = held_out_ids(run.folder)
-    text = HeldOutText(ids, tokens, run.job_config.training.seq_len)
-    as_trained = text.loss(run.load(device, has_converters=True), device)
+    text, head = HeldOutText(ids, tokens, run.job_config.training.seq_len), engine().HEAD
+    as_trained = text.loss(run.load(device, has_converters=True), device, head)
     model = run.load(device, has_converters=False)
-    for fqn, weight in model.state_dict().items():
+    for fqn, weight in saved_state(model).items():
         if fqn in run.weights:
             weight.copy_(exporter.values(fqn))
-    as_exported = text.loss(model, device)
+    as_exported = text.loss(model, device, head)
     return {"as_trained": as_trained, "as_exported": as_exported, "tokens": text.tokens, "text": name}

@@ -53,15 +53,15 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
         if shape.tie_word_embeddings and HEAD in saved.shapes and not torch.equal(saved[HEAD], saved[EMBEDDING]):
             shape = replace(shape, tie_word_embeddings=False)
             notes.append(f"{HEAD} is not tied to {EMBEDDING}: the files hold two, which transformers 5 does not tie")
-        model, flavor, model_args, args = find_model(shape, where)
-        weights = ImportedWeights(saved, parameters(model, args))
+        flavor, model_args, model = find_model(shape, where)
+        weights = ImportedWeights(saved, parameters(model))
         tokens = load_tokenizer(source).size
         if tokens > shape.vocab_size:
             raise ConfigError(
                 f"{where}: its tokenizer has {tokens:,} tokens, more than vocab_size = {shape.vocab_size:,} in "
                 "config.json"
             )
-        own = {"model.name": model, "model.flavor": flavor}
+        own = {"model.name": model.name, "model.flavor": flavor}
         own |= {f"{SECTION}.{name}": value for name, value in model_args.items()}
         own["data.vocab_size"] = shape.vocab_size
         settings = run_settings(config, own, shape.max_position_embeddings, target.absolute())
@@ -76,7 +76,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
             )
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}; give --config FILE with other model.converters") from error
-        notes.append(require_same_logits(source, model, args, weights, where))
+        notes.append(require_same_logits(source, model, weights, where))
         others = {name for name in os.listdir(source) if name[0] != "." and "safetensors" not in name}
         if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, SPECIAL_TOKENS_FILE, *COMPANIONS}):
             notes.append(f"not in the run, nor in its exports: {', '.join(lost)}")
@@ -84,7 +84,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
         save_weights(folder / SEED, weights, weights.shapes, **facts)
     return "\n".join(
         [
-            f"imported  {source} as {model} {flavor}{f' with [{SECTION}]' if model_args else ''}, "
+            f"imported  {source} as {model.name} {flavor}{f' with [{SECTION}]' if model_args else ''}, "
             f"{weights.count:,} parameters, vocabulary of {shape.vocab_size:,}",
             *(f"note      {note}" for note in notes),
             f"folder    {target}",

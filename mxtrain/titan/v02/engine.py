@@ -14,11 +14,15 @@ from mxtrain.parallel.initial_weights import plain_name as saved_name
 from mxtrain.titan.v02.check_job import check_model_layout, check_names
 from mxtrain.titan.v02.models.model_args import check_model_args, vocab_size
 from mxtrain.titan.v02.models.on_meta import build_on_meta, example_inputs
+from mxtrain.titan.v02.models.sized_model import SizedModel
 from mxtrain.titan.v02.parallelize import try_plan
 from mxtrain.titan.v02.trainer import Trainer
 
 __all__ = [
+    "FSDP_ON_ONE_PROCESS",
+    "HEAD",
     "JobConfig",
+    "SizedModel",
     "Trainer",
     "build_on_meta",
     "check_model_args",
@@ -33,6 +37,11 @@ __all__ = [
     "try_plan",
     "vocab_size",
 ]
+
+HEAD = "output"
+"""The name of the output head in a model"""
+FSDP_ON_ONE_PROCESS = False
+"""Whether one process gathers weights, too"""
 
 
 def convertible(model: nn.Module) -> nullcontext:

@@ -135,7 +135,7 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         ),
         lr_scheduler=same(LRSchedulersContainer.Config, job_config.lr_scheduler),
         training=same(TrainingConfig, job_config.training, disable_cuda_graphs=True),
-        parallelism=same(ParallelismConfig, job_config.parallelism),
+        parallelism=_parallelism(job_config.parallelism),
         checkpoint=_build_by(
             parts["checkpoint"],
             CheckpointManager.Config,
@@ -157,6 +157,16 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
 
 def _build_by(build: Callable, kind: type, section, **others):
     return same(type("Config", (kind,), {"build": staticmethod(build)}), section, **others)
+
+
+def _parallelism(section) -> ParallelismConfig:
+    head = {"output": "lm_head"}
+    stages = section.module_fqns_per_model_part
+    return same(
+        ParallelismConfig,
+        section,
+        module_fqns_per_model_part=stages and [[head.get(name, name) for name in stage] for stage in stages],
+    )
 
 
 def _activation_checkpoint(section):

@@ -2,20 +2,29 @@
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part as names_of_stages
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Settings, raise_first
+from mxtrain.settings.model_settings import given_in
+from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
 from mxtrain.settings.read import import_own
 from mxtrain.titan.model_layout import ModelFacts, layout_problems
-from mxtrain.titan.v03.config import JobConfig, refuse_gone, same
+from mxtrain.titan.v03.config import JobConfig, refuse_gone, same, trainer_config
 from mxtrain.titan.v03.models import FLAVORS, model_spec, sizes_of
 from mxtrain.titan.v03.names import name_in_022 as saved_name
-from mxtrain.titan.v03.parallelize import convertible
+from mxtrain.titan.v03.parallelize import convertible, split_layers
+from mxtrain.titan.v03.sized_model import SizedModel
 
-__all__ = ["JobConfig", "convertible", "names_of_stages", "saved_name"]
+__all__ = ["HEAD", "JobConfig", "SizedModel", "convertible", "saved_name"]
+
+HEAD = "lm_head"
+"""The name of the output head in a model"""
+FSDP_ON_ONE_PROCESS = True
+"""Whether one process gathers weights, too"""
 
 
 def __getattr__(name: str):
@@ -30,13 +39,6 @@ def __getattr__(name: str):
 def example_inputs(model: nn.Module) -> tuple:
     """Arguments for one forward pass of a language model: token ids."""
     return (torch.zeros(1, 32, dtype=torch.long),)
-
-
-def try_plan(model: nn.Module, job_config) -> None:
-    """Raise ConfigError if training would refuse to split a job's model by its degree of tensor parallelism."""
-    from mxtrain.titan.v03.try_plan import try_plan
-
-    try_plan(job_config)
 
 
 def vocab_size(job_config) -> int:
@@ -66,7 +68,12 @@ def import_custom(job) -> None:
 
 
 def check_model_args(job) -> None:
-    pass
+    """Raise ConfigError for settings of ``[model_args]`` that the flavor or one another rule out."""
+    model, flavor = job.model.name, job.model.flavor
+    refuse(
+        given_in(job),
+        (*absent(model, flavor, "num_experts" in FLAVORS[model][flavor]), *wrong_sizes(model, sizes_of(job))),
+    )
 
 
 def check_model_layout(settings: Settings, has_gpus: bool) -> None:
@@ -87,10 +94,34 @@ def check_model_layout(settings: Settings, has_gpus: bool) -> None:
     raise_first(layout_problems(settings, facts), settings)
 
 
+def names_of_stages(*args) -> list[list[str]]:
+    """TorchTitan's names of the modules of every stage, as 0.2.2 has them."""
+    return [[*map(saved_name, stage)] for stage in _generate_llm_fqn_per_model_part(*args)]
+
+
 def build_on_meta(job_config) -> nn.Module:
     """Return a job's model as TorchTitan builds it before converters, on the meta device."""
+    spec = model_spec(job_config)
+    parts = dict.fromkeys(("metrics", "tokenizer", "dataloader", "checkpoint", "validator"))
+    spec.model.update_from_config(config=trainer_config(job_config, spec, parts))  # says what tensor parallelism splits
     with torch.device("meta"):
-        return model_spec(job_config).model.build()
+        return spec.model.build()
+
+
+def try_plan(model: nn.Module, job_config) -> None:
+    """Split the layers of a converted model on the meta device by the job's degree of tensor parallelism.
+
+    Raises:
+        ConfigError: training would refuse to split the model.
+    """
+    degrees = job_config.parallelism
+    if (tensor := degrees.tensor_parallel_degree) == 1:
+        return
+    torch.distributed.init_process_group("fake", rank=0, world_size=tensor)
+    try:
+        split_layers(model, init_device_mesh("cpu", (tensor,)), degrees.expert_parallel_degree > 1)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:

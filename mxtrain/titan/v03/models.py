@@ -39,7 +39,7 @@ DEFAULTS = {
     ),
     "qwen3": dict(
         norm_eps=1e-6, rope_theta=1000000.0, n_heads=16, n_kv_heads=8, head_dim=128, enable_weight_tying=False,
-        vocab_size=151936, load_balance_coeff=1e-3,
+        vocab_size=151936, load_balance_coeff=1e-3, route_norm=True,
     ),
     "deepseek_v3": dict(
         norm_eps=1e-5, rope_theta=10000.0, rope_factor=40.0, rope_original_seq_len=4096, n_dense_layers=1,
@@ -48,6 +48,7 @@ DEFAULTS = {
         route_scale=1.0, groups=None, limited_groups=None,
     ),
 }  # fmt: skip
+# An export of a model with experts in all layers has its hidden_dim, which no layer has.
 _EXPERTS = dict(moe_inter_dim=768, num_experts=128, top_k=8)
 FLAVORS = {
     "llama3": {
@@ -66,10 +67,12 @@ FLAVORS = {
     },
     "qwen3": {
         "debugmodel": dict(dim=256, n_layers=8, hidden_dim=3072, enable_weight_tying=True, vocab_size=2048),
-        "debugmodel_moe": dict(dim=256, n_layers=8, **{**_EXPERTS, "num_experts": 64}, vocab_size=2048),
+        "debugmodel_moe": dict(
+            dim=256, n_layers=8, hidden_dim=3072, **{**_EXPERTS, "num_experts": 64}, vocab_size=2048
+        ),
         "debugmodel_moe_16": dict(
-            dim=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=64, moe_inter_dim=256, num_experts=16, top_k=4,
-            vocab_size=2048,
+            dim=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, moe_inter_dim=256,
+            num_experts=16, top_k=4, vocab_size=2048,
         ),
         "0.6B": dict(dim=1024, n_layers=28, hidden_dim=3072, enable_weight_tying=True),
         "1.7B": dict(dim=2048, n_layers=28, hidden_dim=6144, enable_weight_tying=True),
@@ -77,9 +80,10 @@ FLAVORS = {
         "8B": dict(dim=4096, n_layers=36, n_heads=32, hidden_dim=12288),
         "14B": dict(dim=5120, n_layers=40, n_heads=40, hidden_dim=17408),
         "32B": dict(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
-        "30B-A3B": dict(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, **_EXPERTS),
+        "30B-A3B": dict(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, hidden_dim=6144, **_EXPERTS),
         "235B-A22B": dict(
-            dim=4096, n_layers=94, n_heads=64, n_kv_heads=4, rope_theta=5000000.0, **{**_EXPERTS, "moe_inter_dim": 1536}
+            dim=4096, n_layers=94, n_heads=64, n_kv_heads=4, hidden_dim=12288, rope_theta=5000000.0,
+            **{**_EXPERTS, "moe_inter_dim": 1536},
         ),
     },
     "deepseek_v3": {
@@ -199,7 +203,7 @@ def _qwen3(s: dict) -> Qwen3Model.Config:
             ffn_norm=_norm(s["dim"], s["norm_eps"]),
             attention=_attention(s, layer, rope, s["head_dim"], _norm(s["head_dim"], s["norm_eps"])),
             feed_forward=None if "num_experts" in s else _feed_forward(s["dim"], s["hidden_dim"], layer),
-            moe=_mixture(s, layer, "softmax", route_norm=True) if "num_experts" in s else None,
+            moe=_mixture(s, layer, "softmax", s["route_norm"]) if "num_experts" in s else None,
         )
         for layer in range(s["n_layers"])
     ]
@@ -264,13 +268,25 @@ def sizes_of(job) -> dict[str, object]:
     return {**DEFAULTS[name], **FLAVORS[name][job.model.flavor], **given, "seq_len": job.training.seq_len}
 
 
+def config_of(name: str, sizes: dict[str, object]):
+    """TorchTitan's config of a model with these sizes."""
+    build, _, _ = _MODELS[name]
+    return build(sizes)
+
+
+def adapter_of(name: str) -> type:
+    """TorchTitan's class that translates the names of a model's parameters to those of Hugging Face."""
+    _, _, adapter = _MODELS[name]
+    return adapter
+
+
 def model_spec(job) -> ModelSpec:
     """TorchTitan's spec of a job's model."""
-    build, parallelize, adapter = _MODELS[job.model.name]
+    _, parallelize, adapter = _MODELS[job.model.name]
     return ModelSpec(
         name=job.model.name,
         flavor=job.model.flavor,
-        model=build(sizes_of(job)),
+        model=config_of(job.model.name, sizes_of(job)),
         parallelize_fn=parallelize,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None if job.model.name == "llama3" else register_moe_load_balancing_hook,

@@ -1,6 +1,5 @@
 """TorchTitan 0.3's trainer with what ``TrainingRun`` adds."""
 
-import math
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -22,8 +21,7 @@ from mxtrain.titan.v03.parallelize import with_converters
 from mxtrain.titan.v03.shared_loss import SharedLoss, shared
 from mxtrain.titan.v03.states import OptimizerStates, SchedulerStates
 
-# The trainer stops at a loss that is not finite before it logs it. ``LossWatch`` does both, or goes on.
-titan.math = SimpleNamespace(**{**vars(math), "isfinite": lambda loss: True})
+_WATCHED_ELSEWHERE = SimpleNamespace(isfinite=lambda loss: True)
 
 
 class NamedCheckpointer(RunCheckpointer):
@@ -54,6 +52,11 @@ class Trainer(TrainingRun, titan.Trainer):
             group = self.parallel_dims.get_mesh("pp").get_group()
             self.validator.pp_schedule = SharedLoss(self.pp_schedule, self.pp_has_last_stage, group, self.device)
             self.validator.pp_has_last_stage = True
+
+    def train_step(self, data_iterator):
+        # It would stop at a loss that is not finite before it logs it. ``LossWatch`` does both, or goes on.
+        with patch.object(titan, "math", _WATCHED_ELSEWHERE):
+            super().train_step(data_iterator)
 
     def batch_generator(self, data_iterable):
         """Yield microbatches of a pipeline, and whole batches without one."""

@@ -13,17 +13,18 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face import model_files
 from mxtrain.hugging_face.checkpoint import SavedWeights
 from mxtrain.hugging_face.held_out import NoLoss, held_out_ids
 from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face import export as export_module
 from mxtrain.titan.hugging_face.export import export, open_run
 from tests.support import saved_runs, training_worker
 from tests.support.hostile_pickles import NAME, put_code_into_index
+from tests.support.releases import only_022
 
 CPU = torch.device("cpu")
 MODELS = [("llama3", "small"), ("qwen3", "small_tied"), ("qwen3", "small_experts")]
@@ -85,7 +86,8 @@ def test_transformers_computes_what_the_trained_weights_compute_under_rmsnorm(na
     tokens = torch.randint(0, saved_runs.VOCABULARY, (2, 32))
     expected = logits(ours, tokens)
     assert expected.std() > 0.1
-    assert (logits(theirs, tokens) - expected).abs().max() < 1e-5
+    rounds = RELEASE == "v03" and name == MODELS[2]  # multiplies stacked experts in bf16
+    assert (logits(theirs, tokens) - expected).abs().max() < (1e-4 if rounds else 1e-5)
     gains = [w for n, w in theirs.state_dict().items() if re.search("(input|post_attention)_layernorm", n)]
     assert len(gains) == 4 and all(torch.equal(gain, torch.ones(64)) == fold_gain for gain in gains)
     assert not torch.equal(theirs.model.norm.weight, torch.ones(64))
@@ -259,8 +261,9 @@ def test_the_second_of_two_tied_weights_may_be_missing(runs, tmp_path):
     saved_runs.save_weights(run / "checkpoint" / "step-4", weights)
     export(run, tmp_path / "out")
     model = open_run(run).load(CPU, has_converters=False)
-    assert model.output.weight is model.tok_embeddings.weight
-    assert torch.equal(model.output.weight, weights["tok_embeddings.weight"])
+    head = getattr(model, engine().HEAD)
+    assert head.weight is model.tok_embeddings.weight
+    assert torch.equal(head.weight, weights["tok_embeddings.weight"])
 
 
 @pytest.mark.parametrize(
@@ -293,8 +296,8 @@ def test_settings_and_defaults_are_those_of_the_checkpoint(own):
 def tiny_models():
     training_worker.add_tiny_models()
     yield
-    for name in ("llama3", "llama4", "deepseek_v3", "qwen3"):
-        del get_train_spec(name).model_args["tiny"]
+    for name in ("llama3", "deepseek_v3", "qwen3", *(["llama4"] if RELEASE == "v02" else [])):
+        del saved_runs.flavors_of(name)["tiny"]
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tp"])
@@ -305,8 +308,8 @@ def test_a_checkpoint_of_several_processes_is_exported_whole(several, name, tiny
     dcp_to_torch_save(folder / "checkpoint" / "step-2", tmp_path / "weights.pt")
     run = open_run(folder)
     states = torch.load(tmp_path / "weights.pt", weights_only=False)
-    weights = {fqn: states[fqn] for fqn in run.build(False).state_dict()}
-    expected = get_train_spec("llama3").state_dict_adapter(run.args, None).to_hf(weights)
+    weights = {name: states[engine().saved_name(name)] for name in run.build(False).state_dict()}
+    expected = run.model.adapter().to_hf(weights)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[tensor], expected[tensor]) for tensor in expected)
@@ -361,6 +364,7 @@ def test_a_text_that_is_not_there_is_named(own):
         held_out_ids(own)
 
 
+@only_022
 def test_what_forbids_a_loss_is_named_and_the_weights_are_exported(run, tmp_path):
     text = run.parent / "text"
     short = saved_runs.save_run(

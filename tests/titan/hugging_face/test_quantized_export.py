@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from mxtrain.nn import three_gemms
 from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.models import parameters
 from tests.support import saved_runs
@@ -42,7 +43,8 @@ def operands(run, dtype, monkeypatch) -> dict[str, torch.Tensor]:
         found[current[-1]] = b.data
         return matmul(a, b, out_dtype)
 
-    for fqn, module in model.named_modules():
+    for name, module in model.named_modules():
+        fqn = engine().saved_name(name)
         if isinstance(module, QuantizedLinear):
             module.mode = "reference"
             module.register_forward_pre_hook(lambda module, arguments, fqn=fqn: current.append(fqn))
@@ -83,7 +85,7 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     saved = open_run(run)
-    places, dtype = parameters(model, saved.args), torch.bfloat16 if processes == 2 else torch.float32
+    places, dtype = parameters(saved.model), torch.bfloat16 if processes == 2 else torch.float32
     compared = 0
     for fqn, operand in operands(saved, dtype, monkeypatch).items():
         place = places[f"{fqn}.weight"]

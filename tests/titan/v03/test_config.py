@@ -46,6 +46,7 @@ def test_no_setting_is_ignored():
 def test_values_arrive():
     flags = ["--training.steps=7", "--optimizer.lr=1e-4", "--optimizer.beta2=0.99", "--profiling.profile_freq=3"]
     job = parse_job_config(["--model.converters=", *flags, "--job.dump_folder=here", "--checkpoint.interval=9"])
+    job.parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]]
     config = trainer_config(
         job, model_spec(job), dict.fromkeys(("metrics", "tokenizer", "dataloader", "checkpoint", "validator"))
     )
@@ -53,6 +54,7 @@ def test_values_arrive():
     assert group.optimizer_kwargs["lr"] == 1e-4 and group.optimizer_kwargs["betas"] == (0.9, 0.99)
     assert (config.training.steps, config.profiler.profile_freq, config.checkpoint.interval) == (7, 3, 9)
     assert config.dump_folder == "here" and config.loss.global_vocab_size == 2048
+    assert config.parallelism.module_fqns_per_model_part == [["tok_embeddings", "layers.0"], ["norm", "lm_head"]]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_flavors_have_as_many_parameters(flavor):
 def test_every_flavor_is_built():
     for name in FLAVORS:
         for flavor in FLAVORS[name]:
-            assert len(model_of(name, flavor, f"--model_args.n_layers={2}").layers) == 2
+            assert len(model_of(name, flavor, "--model_args.n_layers=3").layers) == 3
 
 
 def test_sizes_are_those_of_the_settings():

@@ -2,9 +2,11 @@
 
 import copy
 from collections import UserDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from functools import reduce
+from operator import attrgetter
 
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama4.model.args import RoPEScalingArgs as Llama4RoPEScalingArgs
@@ -15,6 +17,7 @@ from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.model_settings import PLACES, SECTION, given_in
+from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
 from mxtrain.titan.v02.models.llama3 import Llama3Args
 
 _LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled four times as far as Llama 3.1's
@@ -154,51 +157,21 @@ def check_model_args(job_config) -> None:
             f"registered by experimental.custom_import = {job_config.experimental.custom_import!r}"
         )
     args.set_model_args(given)
-    # What a flavor has by itself is not judged here.
-    for names, problem in (*_absent(model, flavor, args), *_wrong_sizes(model, args)):
-        if named := [name for name in names if name in given]:
-            raise ConfigError(f"{SECTION}.{named[0]} = {given[named[0]]!r} {problem}")
+    has_experts = getattr(args, "moe_enabled", False)
+    refuse(given, (*absent(model, flavor, has_experts), *wrong_sizes(model, sizes_in(model, args))))
 
 
-def wrong_size(model: str, args) -> str | None:
-    """Return what is wrong with the sizes in TorchTitan's model arguments, if anything."""
-    return next((problem for _, problem in _wrong_sizes(model, args)), None)
+def sizes_in(model: str, args) -> dict[str, object]:
+    """The sizes in TorchTitan's model arguments by their names in ``[model_args]``; of experts only if there are any.
 
-
-def _absent(model: str, flavor: str, args) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Settings of layers that a flavor does not have, and why."""
-    if model == "qwen3" and args.moe_enabled:
-        yield ("hidden_dim",), f"has no effect: all layers of model.flavor = {flavor!r} have experts: set moe_inter_dim"
-    elif model == "qwen3":
-        names = ("num_experts", "top_k", "load_balance_coeff", "moe_inter_dim")
-        yield names, f"has no effect: model.flavor = {flavor!r} has no experts; 'debugmodel_moe_16' has"
-
-
-def _wrong_sizes(model: str, args) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Settings with sizes that do not divide one another, or numbers in the wrong order, and what is wrong."""
-    dim, heads = args.dim, args.n_heads
-    if model in ("llama3", "llama4"):
-        if dim % heads:
-            yield ("n_heads", "dim"), f"does not fit: dim = {dim} is no multiple of n_heads = {heads}"
-        if dim // heads % 2:
-            where = f"a head has dim / n_heads = {dim // heads} features"
-            yield ("n_heads", "dim"), f"does not fit: {where}, and rotation needs an even number"
-        rope = args.rope_scaling_args
-        if rope is not None and rope.low_freq_factor > rope.high_freq_factor:
-            order = f"rope_low_freq_factor = {rope.low_freq_factor} is more than rope_high_freq_factor"
-            yield ("rope_low_freq_factor", "rope_high_freq_factor"), f"does not fit: {order} = {rope.high_freq_factor}"
-    rotated = {"qwen3": "head_dim", "deepseek_v3": "qk_rope_head_dim"}.get(model)
-    if rotated and getattr(args, rotated) % 2:
-        yield (rotated,), "is odd, and rotation needs an even number"
-    if model == "deepseek_v3":
-        if args.n_dense_layers > args.n_layers:
-            more = f"n_dense_layers = {args.n_dense_layers} is more than n_layers = {args.n_layers}"
-            yield ("n_dense_layers", "n_layers"), f"does not fit: {more}"
-    elif heads % (kv_heads := args.n_kv_heads or heads):
-        yield ("n_kv_heads", "n_heads"), f"does not fit: n_heads = {heads} is no multiple of n_kv_heads = {kv_heads}"
-    if experts := getattr(args, "moe_args", None):
-        if experts.top_k > experts.num_experts:
-            used = f"top_k = {experts.top_k} is more than num_experts = {experts.num_experts}"
-            yield ("top_k", "num_experts"), f"does not fit: {used}"
-        if (groups := experts.num_expert_groups) and experts.num_experts % groups:
-            yield ("num_experts",), f"is no multiple of the flavor's {groups} groups of experts"
+    Also "groups" of experts, and "route_norm".
+    """
+    places = {**PLACES[model], "groups": "moe_args.num_expert_groups", "route_norm": "moe_args.route_norm"}
+    if not getattr(args, "moe_enabled", True):
+        places = {name: place for name, place in places.items() if not place.startswith("moe_")}
+    sizes = {}
+    for name, place in places.items():
+        if place:
+            with suppress(AttributeError):  # llama4 without scaled rotation, and models without experts
+                sizes[name] = attrgetter(place)(args)
+    return sizes

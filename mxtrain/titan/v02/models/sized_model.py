@@ -1,0 +1,84 @@
+"""A model of TorchTitan 0.2.2 by its sizes, as export and import see it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn as nn
+from torchtitan.protocols.train_spec import get_train_spec
+
+from mxtrain.titan.v02.models.llama3 import is_tied
+from mxtrain.titan.v02.models.model_args import sizes_in
+
+_TRANSFORMERS_EXPERTS = {
+    "num_shared_experts": 0,
+    "score_func": "softmax",
+    "route_scale": 1.0,
+    "score_before_experts": False,
+    "gate_bias": False,
+    "num_expert_groups": None,
+}
+"""TorchTitan's arguments of experts, with the values that give what transformers' Qwen3-MoE computes"""
+
+
+@dataclass(frozen=True)
+class SizedModel:
+    """A model with causal attention and without data.
+
+    Attributes:
+        name: TorchTitan's.
+        args: TorchTitan's model arguments.
+    """
+
+    name: str
+    args: object
+
+    @staticmethod
+    def flavors(name: str) -> list[str]:
+        """The flavors of a model."""
+        return list(get_train_spec(name).model_args)
+
+    @classmethod
+    def of_flavor(cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0) -> "SizedModel":
+        """A flavor with settings of ``[model_args]``, and another vocabulary if it is not 0."""
+        args = get_train_spec(name).model_args[flavor]  # a copy
+        args.set_model_args(given)
+        args.vocab_size = vocab_size or args.vocab_size
+        return cls(name, args)
+
+    @classmethod
+    def of_job(cls, job_config) -> "SizedModel":
+        """The model of a job."""
+        args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
+        args.update_from_config(job_config)
+        if getattr(args, "attn_type", "sdpa") != "sdpa":
+            args.attn_type, args.attn_mask_type = "sdpa", "causal"
+        return cls(job_config.model.name, args)
+
+    @property
+    def sizes(self) -> dict[str, object]:
+        """Sizes by their names in ``[model_args]``, "vocab_size" and "seq_len"; "num_experts" only if it has any."""
+        own = {"vocab_size": self.args.vocab_size, "seq_len": self.args.max_seq_len}
+        return {**sizes_in(self.name, self.args), **own}
+
+    def shortened(self, n_layers: int, seq_len: int) -> "SizedModel":
+        """The same model with so many layers and positions."""
+        return replace(self, args=replace(self.args, n_layers=n_layers, max_seq_len=seq_len))
+
+    def on_meta(self) -> nn.Module:
+        """The model without converters on the meta device, fp32."""
+        with torch.device("meta"):
+            return get_train_spec(self.name).model_cls(self.args)
+
+    def adapter(self):
+        """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""
+        args = replace(self.args, enable_weight_tying=False) if is_tied(self.args) else self.args
+        return get_train_spec(self.name).state_dict_adapter(args, None)
+
+    def unlike_transformers(self) -> Iterator[str]:
+        """What of a Qwen3 transformers do not compute, as "name = value"."""
+        if self.name == "qwen3":
+            found, expected = {"qk_norm": self.args.qk_norm}, {"qk_norm": True}
+            if self.args.moe_enabled:
+                found, expected = found | vars(self.args.moe_args), expected | _TRANSFORMERS_EXPERTS
+            yield from (f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name])

@@ -1,0 +1,60 @@
+"""mxtrain's converters for a model of TorchTitan 0.3 that TorchTitan's own trainer trains."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch.nn as nn
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.protocols.model_spec import ModelSpec
+
+from mxtrain.conversion.converters import CONVERTERS
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.settings.read import settings_in
+from mxtrain.titan.converters import active_settings
+from mxtrain.titan.job_config import job_config_of
+from mxtrain.titan.metrics import require_plain_recipes
+from mxtrain.titan.v03.parallelize import with_converters
+
+
+def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tables: Mapping[str, object]) -> ModelSpec:
+    """Return a spec whose model mxtrain's converters change as soon as it is built.
+
+    In a config registry, before ``--config llama3_mxnorm``::
+
+        def llama3_mxnorm() -> Trainer.Config:
+            config = llama3_debugmodel()
+            config.model_spec = with_mxtrain(config.model_spec, mxnorm={"recipe": "nvfp4", "p": 1})
+            return config
+
+    Converted layers know tensor parallelism, FSDP and selective activation checkpointing. Initial weights are the same
+    on every layout. What needs mxtrain's trainer is refused: schedule, guard, diagnostics.
+
+    Args:
+        spec: of any model; its linears and norms are those of ``torchtitan.models.common``. It does not change.
+        converters: names as in ``model.converters``.
+        tables: settings of the converters, as in the TOML tables of these names.
+
+    Raises:
+        ConfigError: for an unknown or wrong setting. When the model is built: it has nothing to convert.
+    """
+    for name in converters:
+        require_one_of("model.converters", name, CONVERTERS)
+    sections = ["mxnorm" if quantizing_among([name]) else name for name in converters]
+    for table in tables:
+        require_one_of("with_mxtrain: table", table, sections)
+    model = {"name": spec.name, "flavor": spec.flavor, "converters": list(converters)}
+    job_config = job_config_of(settings_in({"model": model, **tables}))
+    active_settings(job_config)
+    require_plain_recipes(job_config)
+    if every := job_config.mxnorm.diagnostics.every:
+        raise ConfigError(f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: allowed is 0")
+    spec = with_converters(replace(spec), job_config)
+    parallelize = spec.parallelize_fn
+
+    def with_given_configs(model: nn.Module, *, training, ac_config, **others) -> nn.Module:
+        job_config.training = training
+        job_config.activation_checkpoint.mode = "selective" if isinstance(ac_config, SelectiveAC.Config) else "other"
+        return parallelize(model, training=training, ac_config=ac_config, **others)
+
+    return replace(spec, parallelize_fn=with_given_configs)
