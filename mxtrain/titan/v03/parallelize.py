@@ -120,13 +120,14 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
         seed = torch.initial_seed() if job_config.debug.seed is None else job_config.debug.seed
-        draw_by_name(model, seed, torch.device(utils.device_type), partial(_drawn_as, model.enable_weight_tying))
+        is_tied = getattr(model, "enable_weight_tying", False)
+        draw_by_name(model, seed, torch.device(utils.device_type), partial(_drawn_as, is_tied))
         return model
 
     return parallelize
 
 
 def _drawn_as(is_tied: bool, name: str) -> str:
-    """The name that an initial weight is drawn by. ``init_weights`` ties the embedding to the head, 0.2.2 the reverse."""
+    """The name by which a weight is drawn. ``init_weights`` ties the embedding to the head, 0.2.2's the reverse."""
     name = name_in_022(name)
     return "tok_embeddings.weight" if is_tied and name == "output.weight" else name
