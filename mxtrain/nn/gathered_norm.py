@@ -155,10 +155,10 @@ class GatherSequences(torch.autograd.Function):
 
 @untraced
 class SumGradient(torch.autograd.Function):
-    """y -> y, the result of a linear that every process has whole, before a norm whose linears are split.
+    """y -> y, the result of a linear that every process has whole, for layers of which every process has a part.
 
     The parts of the gradient are summed before the linear casts it. The first process gets the sum and the others
-    zeros, so that what the linear returns is a part of a sum as well.
+    zeros, so that the gradients that the linear returns are parts of a sum as well.
     """
 
     @staticmethod

@@ -52,8 +52,10 @@ class SentRows(torch.autograd.Function):
 
 @untraced
 class ReturnedRows(torch.autograd.Function):
-    """Results of this process's experts, in the order received -> those of its tokens [R, D]. Their gradient travels as
-    codes."""
+    """Results of this process's experts, in the order received -> those of its tokens [R, D].
+
+    The gradient travels as codes.
+    """
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, sent, received, group: str, recipe_key: str, mode: str):
