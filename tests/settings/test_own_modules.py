@@ -13,6 +13,7 @@ from mxtrain.analysis import load_run
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import import_own, search_beside
 from tests.support.forked import Forked
+from tests.support.releases import only_022
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.no-enable_wandb"]
@@ -33,6 +34,7 @@ def project(tmp_path):
     return tmp_path
 
 
+@only_022
 def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_text(project):
     training = Forked(cli.main, ["train", "project/my.toml", *TINY, "--job.dump_folder=run"], cwd=project)
     _, err = training.communicate(200)
@@ -46,6 +48,7 @@ def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_tex
     assert config["experimental"] == {"custom_import": "my_project"} and config["training"]["dataset"] == "stories"
 
 
+@only_022
 def test_a_flavor_of_a_users_own_in_a_model_of_mxtrain(project):
     arguments = ["train", "project/my.toml", "--model.name=llama3", "--model.converters=mxnorm,frozen_embeding"]
     mistake = Forked(cli.main, arguments, cwd=project)

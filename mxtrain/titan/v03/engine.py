@@ -7,6 +7,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
+from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Settings, raise_first
 from mxtrain.settings.model_settings import given_in
@@ -50,7 +51,7 @@ def vocab_size(job_config) -> int:
 def check_names(job) -> None:
     """Raise ConfigError for a model, flavor or converter that nobody has registered, or what 0.3 does not have."""
     from mxtrain.conversion.converters import CONVERTERS
-    from mxtrain.titan.data import check_datasets
+    from mxtrain.titan.data import check_datasets, validation_dataset
 
     import_custom(job)
     refuse_gone(job)
@@ -59,6 +60,8 @@ def check_names(job) -> None:
     for name in job.model.converters:
         require_one_of("model.converters", name, CONVERTERS)
     check_datasets(job)
+    if job.validation.enable:  # whose text mxtrain's loaders read
+        require_one_of("validation.dataset", validation_dataset(job), DATASETS)
 
 
 def import_custom(job) -> None:

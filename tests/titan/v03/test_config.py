@@ -70,3 +70,12 @@ def test_what_03_does_not_have_is_refused_by_name(flag, instead):
     name = flag[2:].partition("=")[0]
     with pytest.raises(ConfigError, match=f"^{name} = .*{instead}"):
         parse_job_config(["--model.converters=", flag])
+
+
+def test_validation_on_a_dataset_of_torchtitan_is_refused():
+    flags = ["--model.converters=", "--validation.enable", "--training.dataset=c4"]
+    with pytest.raises(
+        ConfigError, match="^validation.dataset = 'c4_validation' is not one of: 'python', 'files', 'hf'"
+    ):
+        parse_job_config(flags)
+    parse_job_config([*flags, "--validation.dataset=python"])
