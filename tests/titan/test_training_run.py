@@ -138,7 +138,8 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(trainer, monkeypatch
     logged, found = [], "step 4: the validation loss is inf on rank 0"
     monkeypatch.setattr("mxtrain.titan.training_run.log_event", lambda _, *event: logged.append(event))
     monkeypatch.setattr(TitanTrainer, "train", lambda self: self.validator.validate(self.model_parts, self.step))
-    runs = [trainer("--validation.enable", f"--metrics.on_nonfinite_loss={then}") for then in ("stop", "continue")]
+    flags = ["--training.dataset=python", "--validation.enable"]
+    runs = [trainer(*flags, f"--metrics.on_nonfinite_loss={then}") for then in ("stop", "continue")]
     for one in runs:
         one.step, one.checkpointer.finish = 4, lambda: None
         if bad == "weights":
