@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 import mxtrain
 from mxtrain.cli import commands, compare_command
 from mxtrain.cli.paired_runs import planned, read_all
+from mxtrain.config import presets
 from mxtrain.settings.help import with_tables
 from mxtrain.settings.known import own_fields
 from mxtrain.titan.job_config import parse_job_config
@@ -35,6 +36,7 @@ DOCUMENTS = {
         "train_configs/MODELS.md",
         "train_configs/CUSTOM.md",
         "train_configs/LAYOUTS.md",
+        "train_configs/TITAN03.md",
         "train_configs/NUMERICS.md",
         "train_configs/FIRST_HOUR.md",
         CODE,
@@ -96,8 +98,12 @@ def check_mxtrain(words: list[str]) -> None:
 
 def check_torchrun(words: list[str]) -> None:
     options = get_args_parser().parse_args(words)
+    first, module, *flags = options.training_script_args
+    if options.training_script == "torchtitan.train":
+        assert options.module and (first, module, flags[0]) == ("--module", "mxtrain.titan", "--config")
+        parse_job_config([f"--job.config_file={presets()[flags[1]]}", *flags[2:]])
+        return
     assert options.module and options.training_script == "mxtrain.train"
-    first, _, *flags = options.training_script_args
     assert first in ("--job.config_file", "--resume")
     parse_job_config(flags if first == "--resume" else options.training_script_args)
 

@@ -1,7 +1,9 @@
 """Models of TorchTitan 0.3's own registry, converted for its own trainer."""
 
+import os
 from collections import Counter
 from importlib import import_module
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,16 +18,11 @@ from mxtrain import ConfigError, MXNorm
 from mxtrain.titan import with_mxtrain
 from mxtrain.titan.v03.config import built
 
+ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
+
+@patch.dict(os.environ, ONE_PROCESS)  # restores what TorchTitan sets, too
 def test_titans_trainer_trains_a_converted_model(tmp_path, monkeypatch):
-    for name, value in {
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "WORLD_SIZE": 1,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 0,
-    }.items():
-        monkeypatch.setenv(name, str(value))
     config = llama3_debugmodel()
     spec, config.model_spec = config.model_spec, with_mxtrain(config.model_spec, mxnorm={"p": 1, "recipe": "nvfp4"})
     assert config.model_spec.model is not spec.model
