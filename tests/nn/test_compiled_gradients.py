@@ -14,9 +14,11 @@ from torch._inductor.codegen.cpp import DTYPE_TO_CPP
 
 import mxtrain.nn
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
+from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
+from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
@@ -83,6 +85,20 @@ def block(mode: str, group: str, joins: bool = False, gather: str | None = None,
     return block
 
 
+def shared(mode: str, group: str) -> nn.Module:
+    """A norm whose result is made again for whole sequences, and its linears."""
+    shared, split = block(mode, group), SplitSequences(group, 1, 0)
+    shared.norm.register_forward_hook(lambda norm, args, normed: of_whole_sequences(normed, split))
+    return shared
+
+
+def summed(mode: str, group: str) -> nn.Module:
+    """A linear that sums the parts of its result's gradient."""
+    summed = linear(mode, group)
+    summed.register_forward_hook(lambda module, args, y: SumGradient.apply(y, SplitSequences(group, 1, 0).key))
+    return summed
+
+
 KERNELS, REFERENCE = "emulated", "reference"
 # No kernel takes fp64: plain PyTorch computes it on every device.
 CASES = {
@@ -98,6 +114,8 @@ CASES = {
     "GatherThenNorm": [partial(block, mode, gather="high_precision") for mode in (KERNELS, REFERENCE)],
     "NormThenGather": [partial(block, mode, gather="quantized") for mode in (KERNELS, REFERENCE)],
     "GatherSequences": [partial(block, KERNELS, gather="high_precision", plain=True)],
+    "_Gather": [partial(shared, mode) for mode in (KERNELS, REFERENCE)],
+    "SumGradient": [partial(summed, KERNELS)],
 }
 
 

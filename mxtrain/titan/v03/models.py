@@ -104,7 +104,6 @@ FLAVORS = {
 }  # fmt: skip
 """Name of a model -> flavor -> sizes in which it differs from ``DEFAULTS``"""
 
-_LONGEST = 2**17  # positions; a run's model has training.seq_len of them
 _NORM = {"weight": nn.init.ones_}
 
 
@@ -175,7 +174,7 @@ def _decoder(kind: type, s: dict, layers: list):
 def _llama3(s: dict) -> Llama3Model.Config:
     rope = ComplexRoPE.Config(
         dim=s["dim"] // s["n_heads"],
-        max_seq_len=_LONGEST,
+        max_seq_len=s["seq_len"],
         theta=s["rope_theta"],
         scaling="llama",
         scaling_factor=s["rope_factor"],
@@ -196,7 +195,7 @@ def _llama3(s: dict) -> Llama3Model.Config:
 
 
 def _qwen3(s: dict) -> Qwen3Model.Config:
-    rope = CosSinRoPE.Config(dim=s["head_dim"], max_seq_len=_LONGEST, theta=s["rope_theta"])
+    rope = CosSinRoPE.Config(dim=s["head_dim"], max_seq_len=s["seq_len"], theta=s["rope_theta"])
     blocks = [
         Qwen3TransformerBlock.Config(
             attention_norm=_norm(s["dim"], s["norm_eps"]),
@@ -213,7 +212,7 @@ def _qwen3(s: dict) -> Qwen3Model.Config:
 def _deepseek_v3(s: dict) -> DeepSeekV3Model.Config:
     rope = ComplexRoPE.Config(
         dim=s["qk_rope_head_dim"],
-        max_seq_len=_LONGEST,
+        max_seq_len=s["seq_len"],
         theta=s["rope_theta"],
         scaling="yarn" if s["seq_len"] > s["rope_original_seq_len"] else "none",
         rope_factor=s["rope_factor"],

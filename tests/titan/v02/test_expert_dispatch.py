@@ -59,8 +59,12 @@ def same_on_all(mesh, rows: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+ON_A_CPU = partial(kernels.generate_permute_indices, use_cpu=True)
+
+
 def _check_two_processes(mesh):
     use_cpu()
+    utils.generate_permute_indices = ON_A_CPU
     rank = mesh.get_local_rank()
     own = slice(rank * EXPERTS // 2, (rank + 1) * EXPERTS // 2)
     for mode, dtype in CASES:
@@ -92,7 +96,7 @@ def mesh():
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
-    monkeypatch.setattr(utils, "generate_permute_indices", partial(kernels.generate_permute_indices, use_cpu=True))
+    monkeypatch.setattr(utils, "generate_permute_indices", ON_A_CPU)
 
 
 @pytest.mark.parametrize("mode, dtype", CASES)
