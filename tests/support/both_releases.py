@@ -58,6 +58,7 @@ def _small(config: str) -> dict:
         "extends": str(REPOSITORY / "train_configs" / f"{config}.toml"),
         **{table: CONFIG[table] for table in same},
         "model": flavor,
+        "model_args": {"n_layers": 2},
         "training": {**CONFIG["training"], "local_batch_size": 2, "steps": 2},
         "parallelism": {"tensor_parallel_degree": 1, "pipeline_parallel_degree": 1, "expert_parallel_degree": 1},
         "validation": {"enable": False},
