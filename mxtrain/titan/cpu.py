@@ -1,8 +1,7 @@
 """Fault: TorchTitan does not train on a machine without an accelerator. No release mends it.
 
 ``torchtitan.tools.utils`` falls back to the device type "cuda", and other modules of TorchTitan import the device type
-and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``. Mixtures of experts of
-0.2.2 also need ``histc``, which counts integers as it does on CUDA.
+and module by name. ``use_cpu`` replaces them with "cpu" and a stand-in for ``torch.cuda``.
 """
 
 import ctypes
@@ -15,10 +14,8 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
 import torchtitan.tools.utils as titan_utils
 
-_histc = torch.histc
 # From glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -46,13 +43,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def histc(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """``torch.histc`` that also counts integers below 2^24 on a CPU. As on CUDA, counts have the dtype of ``x``."""
-    if x.is_floating_point() or x.is_cuda:
-        return _histc(x, *args, **kwargs)
-    return _histc(x.float(), *args, **kwargs).to(x.dtype)
 
 
 class CpuDevice:

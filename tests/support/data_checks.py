@@ -43,6 +43,10 @@ def job(*flags):
     return config
 
 
+def files_job(corpus, *flags):
+    return job("--training.dataset=files", f"--training.dataset_path={corpus}", *flags)
+
+
 def take(loader, count):
     batches = iter(loader)
     return [next(batches) for _ in range(count)]

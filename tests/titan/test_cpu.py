@@ -1,11 +1,6 @@
 import subprocess
 import sys
 
-import pytest
-import torch
-
-from mxtrain.titan.cpu import histc
-
 CODE = """
 import ctypes
 import math
@@ -44,13 +39,6 @@ for step in range(20):
     del tensors
 assert page_faults() - before < 18 * 8 * 1024 / 4, page_faults() - before
 """
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
-def test_histc_counts_integers(dtype):
-    chosen = torch.tensor([[0, 2], [2, 3], [3, 3]])
-    counts = histc(chosen.to(dtype), bins=4, min=0, max=4)
-    assert counts.dtype == dtype and counts.tolist() == [1, 0, 2, 3]
 
 
 def test_titan_uses_the_cpu_also_in_modules_that_have_imported_the_device_and_memory_is_kept():

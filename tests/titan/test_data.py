@@ -1,6 +1,5 @@
 import json
 
-import datasets as hf_datasets
 import pytest
 import torch
 
@@ -8,26 +7,9 @@ import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
-from tests.support.data_checks import VOCABULARY, job, take, text, validation_loader
+from tests.support.data_checks import VOCABULARY, files_job, job, take, text, validation_loader
 
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    """A folder of the test's own for ./outputs and all caches."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
-    return path
-
-
-def files_job(corpus, *flags):
-    return job("--training.dataset=files", f"--training.dataset_path={corpus}", *flags)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def test_tokenizer_loads_in_torchtitan_with_one_bos_and_one_eos(corpus):

@@ -8,9 +8,9 @@ from torchtitan.protocols.model_converter import register_model_converter
 
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.titan.converters import titan_converter
-from mxtrain.titan.cpu import histc
 from mxtrain.titan.v02.models.train_specs import register_train_specs
 from mxtrain.titan.v02.repairs.cpu_attention import use_gathered_attention
+from mxtrain.titan.v02.repairs.cpu_histc import histc
 
 
 def register() -> None:

@@ -5,7 +5,6 @@ import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
-import datasets as hf_datasets
 import pytest
 import torch
 from torch import nn
@@ -18,27 +17,10 @@ from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_tokenizer, prepare_from_job
 from mxtrain.titan.v02 import validator as titan_validator
 from mxtrain.titan.v02.validator import build_validator
-from tests.support.data_checks import VOCABULARY, job, rows_of, text
+from tests.support.data_checks import VOCABULARY, files_job, job, rows_of, text
 from tests.support.releases import parallel_dims
 
-
-@pytest.fixture(autouse=True)
-def own_folder(tmp_path, monkeypatch):
-    """A folder of the test's own for ./outputs and all caches."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hf_datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
-    return path
-
-
-def files_job(corpus, *flags):
-    return job("--training.dataset=files", f"--training.dataset_path={corpus}", *flags)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 class Bigrams(nn.Sequential):
