@@ -258,7 +258,8 @@ def sync_command(folder: Path, run_id: str) -> str | None:
     """
     found = folder.glob(f"**/offline-run-*/run-{glob.escape(run_id)}.wandb")
     places = [file.resolve().parent for file in found if not file.with_name(f"{file.name}.synced").exists()]
-    words = [shlex.quote(str(place)) for place in sorted(places, key=lambda place: place.name)]  # begins with the time
+    places.sort(key=lambda place: (place.name, place))  # the name begins with the second, the folder with the minute
+    words = [shlex.quote(str(place)) for place in places]
     return f"wandb sync {' '.join(words)}" if words else None
 
 

@@ -1,17 +1,12 @@
 """Gradients under tensor and sequence parallelism against one process, and what is refused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
+from mxtrain import ConfigError, MXLinear, MXNorm
 from mxtrain.nn.split import SplitSequences
-from mxtrain.parallel import tensor_parallel
-from mxtrain.parallel.tensor_parallel import check_part, choose_gathers, style_for
+from mxtrain.parallel.tensor_parallel import check_part, choose_gathers
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.schedule import LayerState, Timeline
 from mxtrain.titan.engine import RELEASE
@@ -150,37 +145,8 @@ def test_checkpoints_move_between_two_processes_and_one(base, tmp_path):
         assert resumed.losses == pytest.approx(expected, rel=5e-3)
 
 
-def linear(recipe="mxfp8", kind=MXLinear, sizes=(128, 192)) -> MXLinear:
-    return kind(*sizes, bias=False, recipe=recipe, device="meta")
-
-
-TWO_PROCESSES = SimpleNamespace(size=lambda: 2)
-"""In the place of a mesh, which takes a process group"""
-
-
-def test_styles_follow_the_swapped_modules():
-    norm = MXNorm(128, device="meta")
-
-    def own(module, style):
-        return style_for("layer.part", module, style, TWO_PROCESSES)
-
-    assert type(own(norm, SequenceParallel())) is tensor_parallel.GatheringNorm
-    column = own(linear(kind=MXNormLinear), ColwiseParallel(use_local_output=False))
-    assert type(column) is tensor_parallel.Columnwise and not column.use_local_output
-    row = own(linear(), RowwiseParallel(output_layouts=Shard(1)))
-    assert type(row) is tensor_parallel.Rowwise and row.output_layouts == (Shard(1),)
-    for kept in (nn.RMSNorm(8), nn.Linear(8, 8), None):
-        assert own(kept, style := RowwiseParallel()) is style
-
-    plan = PrepareModuleInput(input_layouts=(Shard(1), Shard(0)), desired_input_layouts=(Shard(0), Shard(0)))
-    attention = nn.ModuleDict({"wq": linear(kind=MXNormLinear)})
-    assert own(attention, plan).input_layouts == (None, Shard(0)) and plan.input_layouts == (Shard(1), Shard(0))
-    assert own(nn.ModuleDict({"wq": linear()}), plan) is plan, "its norm gives tensors"
-    problem = (
-        "degree = 2 splits layer.part by PrepareModuleInput, which works in high precision only, and it is an MXNorm"
-    )
-    with pytest.raises(ConfigError, match=problem):
-        own(norm, plan)
+def linear(recipe: str) -> MXLinear:
+    return MXLinear(128, 192, bias=False, recipe=recipe, device="meta")
 
 
 def test_a_bias_that_every_process_would_add_is_refused():

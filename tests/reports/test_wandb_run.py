@@ -242,13 +242,13 @@ def test_the_earlier_run_is_in_its_files(tmp_path, facts, metrics, expected):
 def test_the_sync_command_has_the_parts_that_are_not_uploaded_in_their_order(tmp_path):
     assert sync_command(tmp_path, "abc") is None
     run = tmp_path / "my run"
-    # Two starts within a second get a number.
-    starts = (("3", "1", ""), ("2", "2", ""), ("2", "2", "-1"))
+    # A second start within a second gets a number, or a folder of the next minute.
+    starts = (("3", "1", ""), ("2", "2", ""), ("2", "2", "-1"), *((tb, "3", "") for tb in "456789"))
     names = [f"tb/{tb}/wandb/offline-run-2026010{day}_000000-abc{number}" for tb, day, number in starts]
     for name, run_id in [*((name, "abc") for name in names), ("tb/2/wandb/offline-run-20260101_000000-abcd", "abcd")]:
         (run / name).mkdir(parents=True)
         (run / name / f"run-{run_id}.wandb").write_text("")
-    first, second, third = (run / name for name in names)
-    assert sync_command(run, "abc") == f"wandb sync '{first}' '{second}' '{third}'"
-    (first / "run-abc.wandb.synced").write_text("")
-    assert sync_command(run, "abc") == f"wandb sync '{second}' '{third}'"
+    places = [f"'{run / name}'" for name in names]
+    assert sync_command(run, "abc") == " ".join(["wandb sync", *places])
+    (run / names[0] / "run-abc.wandb.synced").write_text("")
+    assert sync_command(run, "abc") == " ".join(["wandb sync", *places[1:]])

@@ -28,7 +28,7 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name
-from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers, style_for
+from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers
 from mxtrain.reports.terminal import note_model
 from mxtrain.settings.known import settings_of
 from mxtrain.settings.machine import Machine, check_machine
@@ -41,6 +41,7 @@ from mxtrain.titan.v02.repairs.patches import in_every_module, meshes_on_cpu
 from mxtrain.titan.v02.repairs.qwen3_heads import with_local_heads
 from mxtrain.titan.v02.repairs.replicas import Layout
 from mxtrain.titan.v02.repairs.tied_weights import shared_group, stays_tied
+from mxtrain.titan.v02.styles import style_for
 
 
 def checked_parallelize(parallelize_fn):

@@ -38,8 +38,9 @@ from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.parallel.tensor_parallel import DEGREE, Columnwise, Rowwise, check_part_of_experts, restyled
+from mxtrain.parallel.tensor_parallel import DEGREE, check_part_of_experts
 from mxtrain.titan.v02.expert_dispatch import CodesExpertParallel
+from mxtrain.titan.v02.styles import Columnwise, Rowwise, restyled
 
 
 class Boundary(PrepareModuleInput):
