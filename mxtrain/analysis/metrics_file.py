@@ -1,8 +1,9 @@
 """Reads and writes ``metrics.jsonl``: one JSON object per logged step, in the order of logging.
 
-A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` (per device),
-``memory_gib`` (peak since the previous row), ``tokens_seen`` and ``time`` (Unix seconds). Runs with
-``optimizer.early_step_in_backward`` have no ``grad_norm``. A loss that ends the run between logged steps has ``step``,
+A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` and ``tflops`` (per
+device), ``mfu`` (percent of the peak in bf16, for GPUs whose peak TorchTitan knows), ``memory_gib`` (peak since the
+previous row), ``tokens_seen`` and ``time`` (Unix seconds). Runs with ``optimizer.early_step_in_backward`` have no
+``grad_norm``. A loss that ends the run between logged steps has ``step``,
 ``loss``, ``tokens_seen`` and ``time``. A validation row has ``step``, ``validation_loss`` and ``time``. A row of
 diagnostics has ``step``, the figures of ``mxtrain.analysis.numerics`` and ``time``. An event row has ``step``,
 ``event`` and ``time``: a text that says what changes with this step, such as another recipe or a setting of a resumed

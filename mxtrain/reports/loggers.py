@@ -19,6 +19,8 @@ TRAINING_KEYS = {
     "grad_norm": "grad_norm",
     "lr": "lr",
     "tokens_per_second": "throughput(tps)",
+    "tflops": "tflops",
+    "mfu": "mfu(%)",
     "memory_gib": "memory/max_reserved(GiB)",
     "tokens_seen": "n_tokens_seen",
 }
@@ -92,7 +94,7 @@ class ProgressLogger:
 
     def __init__(self, steps: int, processes: int):
         self.steps = steps
-        self.rate_unit = "tokens/s" if processes == 1 else "tokens/s per device"
+        self.each = "" if processes == 1 else " per device"
         self.first: tuple[int, float] | None = None  # the first logged step of this process, and its time
 
     def log(self, metrics: dict, step: int) -> None:
@@ -102,8 +104,11 @@ class ProgressLogger:
             show_line(f"{place}  validation loss {metrics[VALIDATION_LOSS]:.4f}")
         if VALIDATION_LOSS in metrics or LOSS not in metrics:
             return
-        words = [place, f"loss {float(metrics[LOSS]):.4f}"]
-        words.append(f"{metrics[TRAINING_KEYS['tokens_per_second']]:,.0f} {self.rate_unit}")
+        row = {key: float(metrics[source]) for key, source in TRAINING_KEYS.items() if source in metrics}
+        words = [place, f"loss {row['loss']:.4f}"]
+        if "grad_norm" in row:
+            words.append(f"grad norm {row['grad_norm']:.3g}")
+        words.append(f"{row['tokens_per_second']:,.0f} tokens/s{self.each}")
         if self.first is None:
             self.first = step, now
         elif step < self.steps:
@@ -111,6 +116,9 @@ class ProgressLogger:
             first_step, first_time = self.first
             left = (self.steps - step) * (now - first_time) / (step - first_step)
             words.append(f"{timedelta(seconds=round(left))} left")
+        words.append(f"{row['tflops']:,.4g} TFLOP/s{self.each}")
+        if "mfu" in row:
+            words.append(f"MFU {row['mfu']:.1f} %")
         show_status("  ".join(words))
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ logger = logging.getLogger()  # TorchTitan's
 LOG_ONLY = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchrun sets this variable, and TorchTitan overrides it
     "Error running lspci",  # TorchTitan then takes PyTorch's name of the device
-    "Peak flops undefined for",  # for the MFU, which the terminal does not show
+    "Peak flops undefined for",  # then the MFU is not shown
     "model.safetensors.index.json not found",  # of interest only to TorchTitan's own export
     "Failed to use grouped mm",  # experts run one after another instead, as they must on this hardware
 )

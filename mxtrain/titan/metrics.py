@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import os
 from datetime import datetime
 from pathlib import Path
@@ -42,13 +43,12 @@ class Loggers(LoggerContainer):
 
     to_file: MetricsFileLogger | None = None
     to_wandb: WandbLogger | None = None
-    has_gradient_norm = True
-    """With ``optimizer.early_step_in_backward`` TorchTitan's gradient norm is always 0, and no logger gets it"""
+    unknown: frozenset[str] = frozenset()
+    """Keys of ``TRAINING_KEYS`` that TorchTitan has no right value for; no logger gets them"""
 
     def log(self, metrics: dict, step: int) -> None:
-        if not self.has_gradient_norm:
-            metrics = {name: value for name, value in metrics.items() if name != TRAINING_KEYS["grad_norm"]}
-        super().log(metrics, step)
+        names = [TRAINING_KEYS[key] for key in self.unknown]
+        super().log({name: value for name, value in metrics.items() if name not in names}, step)
 
 
 def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
@@ -75,7 +75,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
 
     processor = engine().metrics_processor(job_config, parallel_dims, tag)
     loggers = Loggers()
-    loggers.has_gradient_norm = not job_config.optimizer.early_step_in_backward
+    loggers.unknown = _unknown(job_config, processor.gpu_peak_flops)
     loggers.add_logger(processor.logger)  # TensorBoard's
     processor.logger = loggers
     facts = run_facts(job_config) if is_first or wants_wandb else {}
@@ -96,6 +96,13 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
             loggers.add_logger(NonFiniteLogger())
         loggers.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
+
+
+def _unknown(job_config, peak: float | None) -> frozenset[str]:
+    """See ``Loggers``. ``peak``: TorchTitan's, in flop/s. 0.2.2 takes every device that it lacks for an A100."""
+    without_norm = job_config.optimizer.early_step_in_backward  # then it is always 0
+    without_peak = not peak or math.isnan(peak) or (peak == 312e12 and "A100" not in _device())
+    return frozenset(["grad_norm"] * without_norm + ["mfu"] * without_peak)
 
 
 def require_plain_recipes(job_config) -> None:

@@ -150,20 +150,21 @@ def test_without_a_terminal_conversions_go_to_torchtitans_logger(caplog):
     assert caplog.messages == ["mxnorm: 2 swapped\n  a"]
 
 
-def test_progress_estimates_the_time_left_from_the_steps_after_the_first(monkeypatch):
+def test_progress_shows_speed_and_the_time_left_from_the_steps_after_the_first(monkeypatch):
     shown, clock = [], iter([100.0, 160.0, 161.0, 201.0])
     monkeypatch.setattr(loggers.time, "perf_counter", lambda: next(clock))
     for name in ("show_status", "show_line"):
         monkeypatch.setattr(loggers, name, shown.append)
     progress = ProgressLogger(steps=1000, processes=2)
-    for number in (1, 11):
-        row = {"loss_metrics/global_avg_loss": float("nan"), "throughput(tps)": 1234.5}
-        progress.log(row, number)
+    row = {"loss_metrics/global_avg_loss": float("nan"), "throughput(tps)": 1234.5, "tflops": 1212.3}
+    progress.log(row, 1)
+    progress.log({**row, "grad_norm": 0.12345, "mfu(%)": 41.25}, 11)
     progress.log({"validation_metrics/loss": 2.0}, 11)
-    progress.log({"loss_metrics/global_avg_loss": 1.0, "throughput(tps)": 10.0}, 1000)
+    progress.log({"loss_metrics/global_avg_loss": 1.0, "throughput(tps)": 10.0, "tflops": 0.012345}, 1000)
     assert shown == [
-        "step    1/1000  loss nan  1,234 tokens/s per device",
-        "step   11/1000  loss nan  1,234 tokens/s per device  1:38:54 left",
+        "step    1/1000  loss nan  1,234 tokens/s per device  1,212 TFLOP/s per device",
+        "step   11/1000  loss nan  grad norm 0.123  1,234 tokens/s per device  1:38:54 left  1,212 TFLOP/s per device"
+        "  MFU 41.2 %",
         "step   11/1000  validation loss 2.0000",
-        "step 1000/1000  loss 1.0000  10 tokens/s per device",
+        "step 1000/1000  loss 1.0000  10 tokens/s per device  0.01235 TFLOP/s per device",
     ]

@@ -12,6 +12,7 @@ import torch
 import torchtitan
 import wandb
 from torchtitan.components.metrics import DeviceMemStats
+from torchtitan.tools import utils
 from wandb.proto import wandb_internal_pb2
 
 import mxtrain
@@ -111,7 +112,8 @@ def test_metrics_file_holds_what_torchtitan_logs(tmp_path, monkeypatch):
 
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
-    keys = {"step", "loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "tokens_seen", "time"}
+    keys = {"step", "loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "tflops", "memory_gib", "tokens_seen"}
+    keys |= {"time", "mfu"} if torch.cuda.is_available() else {"time"}
     assert all(row.keys() == keys for row in rows[:3])
     assert rows[3].keys() == {"step", "validation_loss", "time"} and rows[3]["validation_loss"] == 8.5
     second = rows[1]
@@ -120,6 +122,20 @@ def test_metrics_file_holds_what_torchtitan_logs(tmp_path, monkeypatch):
     assert second["tokens_per_second"] > 0 and second["memory_gib"] == 2.0
     assert rows[0]["time"] <= rows[1]["time"] <= rows[2]["time"]
     assert list((tmp_path / "run" / "tb").glob("**/events.out.tfevents.*")), "TensorBoard stays"
+
+
+@pytest.mark.parametrize(
+    "peak, device, known",
+    [(989e12, "NVIDIA H100", True), (312e12, "NVIDIA A100-SXM4-40GB", True), (312e12, "NVIDIA RTX", False)],
+)
+def test_mfu_is_shown_where_the_peak_is_known(tmp_path, monkeypatch, peak, device, known):
+    monkeypatch.setattr(utils, "get_peak_flops", lambda name: peak)
+    monkeypatch.setattr(utils.device_module, "get_device_name", lambda _: device)
+    processor = build(make_config(tmp_path / "run"))
+    log_step(processor, 1, 9.0)
+    processor.close()
+    [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row.get("mfu") == (pytest.approx(row["tflops"] * 1e14 / peak) if known else None)
 
 
 @only_022

@@ -48,8 +48,9 @@ def begin(text: list[str]) -> list[str]:
     return [*text, *model] if RELEASE == "v02" else [*model, *text]
 
 
-def step(number: int, of: int, left: bool, unit: str = "tokens/s") -> str:
-    return rf"step +{number}/{of}  loss {NUMBER}  [\d,]+ {unit}" + (r"  \d:\d\d:\d\d left" if left else "")
+def step(number: int, of: int, left: bool, each: str = "") -> str:
+    speed = rf"[\d,]+ tokens/s{each}" + r"  [\d:]+ left" * left + rf"  [\d.e-]+ TFLOP/s{each}"
+    return rf"step +{number}/{of}  loss {NUMBER}  grad norm [\d.]+  {speed}"
 
 
 def validation(number: int, of: int) -> str:
@@ -98,8 +99,8 @@ def test_the_readme_names_what_a_run_writes(command_run):
 
 def test_only_the_first_process_writes_to_the_terminal(several):
     first, second = several["fsdp"].output
-    rate = "tokens/s per device"
-    require_lines(first, [*begin([TEXT]), step(1, 2, False, rate), step(2, 2, False, rate), *SUMMARY])
+    each = " per device"
+    require_lines(first, [*begin([TEXT]), step(1, 2, False, each), step(2, 2, False, each), *SUMMARY])
     assert second == ""
     assert "Training starts at step 1" in (several["fsdp"].folder / "worker_logs" / "rank1.log").read_text()
     assert "2 processes" in first
