@@ -30,6 +30,10 @@ PYTHON_WARNINGS = (
     r"Set timeout is now only supported for either nccl or gloo",
     # torch.compile of Llama's rotary embedding, which multiplies complex numbers.
     r"Torchinductor does not support code generation for complex operators",
+    # Tensor parallelism of an embedding, whose result nothing changes in place.
+    r"FSDP2-wrapped module \(\w+\) returned a view tensor",
+    # TorchTitan's norms of queries and keys have float32 weights, and get bf16 from autocast.
+    r"Mismatch dtype between input and weight",
     # A package beside PyTorch was renamed; PyTorch finds it under either name.
     r"The pynvml package is deprecated",
     # TorchTitan calls barrier() without a device.
@@ -55,6 +59,8 @@ LOG_RECORDS = {
     "torchao": r"(Skipping import of cpp extensions|Failed to load .*\.so)",
     # torchao registers enumerations in a way that PyTorch has deprecated.
     "torch.utils._pytree": r".* is an Enum subclass",
+    # The norm of all gradients is reduced over two dimensions of the mesh, one after the other.
+    "torch.distributed.tensor._redistribute": r"While redistributing from \(_NormPartial",
 }
 
 

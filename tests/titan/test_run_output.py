@@ -106,6 +106,12 @@ def test_only_the_first_process_writes_to_the_terminal(several):
     assert "2 processes" in first
 
 
+def test_libraries_do_not_warn_a_user(one, several):
+    for name, run in [*one.items(), *several.items()]:
+        shown = re.findall(r"^warning: .*Warning: .*", run.output[0], re.MULTILINE)
+        assert not shown, (name, shown)
+
+
 def test_verbose_brings_back_torchtitans_lines(one):
     run = one["mxnorm again"]
     text = run.output[0]

@@ -7,9 +7,13 @@ and attends from its part of the sequence. It needs memory for whole keys and va
 import sys
 
 import torch
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 import torchtitan.distributed.context_parallel as titan_context
-from torch.distributed._functional_collectives import all_gather_tensor, all_gather_tensor_autograd
+
+# PyTorch 2.13 has renamed them.
+_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_gather_autograd = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 _NAME = "apply_cp_to_attention_module"
 SEQUENCE = 2
@@ -58,11 +62,11 @@ class GatheredAttention:
         enable_gqa: bool = False,
         is_causal: bool = True,
     ) -> torch.Tensor:
-        k, v = (all_gather_tensor_autograd(x.contiguous(), SEQUENCE, self._mesh) for x in (k, v))
+        k, v = (_gather_autograd(x.contiguous(), SEQUENCE, self._mesh) for x in (k, v))
         mask = None
         if is_causal:
             own = self._positions(q.shape[SEQUENCE], q.device)
-            mask = own[:, None] >= all_gather_tensor(own, 0, self._mesh)
+            mask = own[:, None] >= _gather(own, 0, self._mesh)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
 
     def _positions(self, length: int, device: torch.device) -> torch.Tensor:
