@@ -99,7 +99,8 @@ def watch(
             return _empty(tensor)
 
     model_copy = copy_of(model, fake)
-    watcher = _Watcher(norms, {id(model_copy.get_submodule(fqn).weight): fqn for fqn in linears}, mixtures, where)
+    owners = {id(model_copy.get_submodule(fqn).weight): fqn for fqn in linears}
+    watcher = _Watcher(model, norms, owners, mixtures, where)
     for (fqn, original), module in zip(model.named_modules(), model_copy.modules(), strict=True):
         # Layers of an earlier conversion do not run without data; the plain ones that they replaced do.
         if isinstance(module, MXNorm | QuantizedLinear):
@@ -149,14 +150,21 @@ class _Watcher(TorchFunctionMode):
         inputs: norm FQN, input, and the number of writes to it so far, of every call of a norm.
     """
 
-    def __init__(self, norms: Collection[str], linear_of: Mapping[int, str], mixtures: Collection[str], where: str):
+    def __init__(
+        self,
+        model: nn.Module,
+        norms: Collection[str],
+        linear_of: Mapping[int, str],
+        mixtures: Collection[str],
+        where: str,
+    ):
         super().__init__()
         self.where = where
         calls = dict.fromkeys([*norms, *linear_of.values()], 0)
         self.uses = Uses({fqn: [] for fqn in norms}, {fqn: set() for fqn in norms}, calls)
         self.running: str | None = None
         self.inputs: list[tuple[str, torch.Tensor, int | None]] = []
-        self._linear_of, self._mixtures = linear_of, mixtures
+        self._model, self._linear_of, self._mixtures = model, linear_of, mixtures
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
 
@@ -192,6 +200,11 @@ class _Watcher(TorchFunctionMode):
     def _norms_of(self, values) -> list[str]:
         return [self._outputs[id(value)][0] for value in tree_leaves(values) if id(value) in self._outputs]
 
+    def _runner(self) -> str:
+        """What runs now: the name of a linear; the class of any other module, for many layers have the same one."""
+        module = self._model.get_submodule(self.running or "")
+        return self.running if isinstance(module, nn.Linear) else type(module).__name__
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is nn.functional.linear:
@@ -206,7 +219,7 @@ class _Watcher(TorchFunctionMode):
         named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
         name = getattr(named, "__name__", str(func))
         if func not in _HARMLESS:
-            self.note_other_use((args, kwargs), name)
+            self.note_other_use((args, kwargs), f"{name} in {self._runner()}")
         if func is torch.histc:  # routers count tokens; PyTorch counts integers on GPUs only
             args = (args[0].float(), *args[1:])
         result = func(*args, **kwargs)

@@ -57,14 +57,15 @@ class LinearFacts:
 
 
 def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
-    """Every linear; the model itself is left out."""
+    """Every linear, also as transformers' ``Conv1D``; the model itself is left out."""
     owners, linears = _owners(modules), {}
     for fqn, module in modules.items():
-        if fqn and isinstance(module, nn.Linear):
+        is_conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+        if fqn and (is_conv or isinstance(module, nn.Linear)):
             kind, weight = type(module), module._parameters.get("weight")  # .weight would compute a parametrized one
             linears[fqn] = LinearFacts(
-                in_features=module.in_features,
-                out_features=module.out_features,
+                in_features=module.nx if is_conv else module.in_features,
+                out_features=module.nf if is_conv else module.out_features,
                 kind=_kind(module, kind is nn.Linear, "Linear"),
                 is_plain=kind is nn.Linear,
                 is_gate=_is_gate(modules, fqn),

@@ -65,11 +65,11 @@ class TiedWeights(UsesNormTwice):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (UsesNormTwice, "its output is used by add"),
+        (UsesNormTwice, "its output is used by add in UsesNormTwice"),
         (ReturnsNorm, "its output is used by the caller of the model"),
         (CallsLinearTwice, "which is called more than once"),
-        (TiedWeights, "its output is used by linear"),
-        (MultipliesTheWeightItself, "its output is used by linear"),
+        (TiedWeights, "its output is used by linear in 0.linear"),
+        (MultipliesTheWeightItself, "its output is used by linear in MultipliesTheWeightItself"),
     ],
 )
 def test_norms_that_cannot_be_proven_are_left_alone(module, reason):
@@ -144,7 +144,7 @@ def test_a_norm_whose_output_is_only_looked_at_is_swapped(name):
 def test_a_norm_is_left_alone_where_its_replacement_would_answer_otherwise(look, user):
     model = nn.Sequential(LooksAtNorm(look), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
     plan = convert(model, filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
-    assert plan.skipped["0.norm"] == f"its output is used by {user}" and plan.norms == {"1": ["2"]}
+    assert plan.skipped["0.norm"] == f"its output is used by {user} in LooksAtNorm" and plan.norms == {"1": ["2"]}
 
 
 class MultipliesJoinedWeights(nn.Module):
@@ -189,7 +189,7 @@ def test_linears_that_multiply_other_rows_are_no_group():
 def test_the_reason_names_the_norm_after_a_norm_and_nothing_that_the_survey_does_itself():
     model = nn.Sequential(nn.RMSNorm(DIM), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
     assert convert(model, filter_fqns=[], example_inputs=(torch.zeros(3, DIM),)).skipped == {
-        "0": "its output is used by rms_norm"
+        "0": "its output is used by rms_norm in RMSNorm"
     }
 
 
@@ -290,7 +290,7 @@ class FailsToCompile(UsesNormTwice):
 def test_the_reason_for_a_module_that_fails_names_the_cause_and_nothing_that_the_survey_does_itself(module, message):
     model = nn.Sequential(nn.RMSNorm(DIM), module(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
     reason = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),)).skipped["0"]
-    assert re.fullmatch(rf"its output is used by 1, which fails without data \({message}\), rms_norm", reason)
+    assert re.fullmatch(rf"its output is used by 1, which fails without data \({message}\), rms_norm in RMSNorm", reason)
 
 
 def test_a_module_that_cannot_run_without_data_is_stepped_over():

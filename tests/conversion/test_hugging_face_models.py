@@ -104,3 +104,10 @@ def test_a_model_whose_norms_cannot_be_swapped_is_refused_and_its_linears_conver
     before.backward()
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
     assert loss(model) < before
+
+
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
+def test_linears_of_another_class_are_named(converter):
+    config = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+    with pytest.raises(ConfigError, match="c_attn and 7 more: is a Conv1D"):
+        mxtrain.convert(transformers.GPT2LMHeadModel(config), converter)
