@@ -81,6 +81,13 @@ def test_init_copies_a_preset_with_its_comments(name, tmp_path, monkeypatch, cap
     assert capsys.readouterr().err == "mxtrain: error: FILE = 'my.toml' cannot be written: File exists\n"
 
 
+def test_init_copies_the_script_for_slurm(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "train.sbatch"]) == 0
+    assert "start it with 'sbatch train.sbatch CONFIG'" in capsys.readouterr().out
+    assert (tmp_path / "train.sbatch").read_bytes() == (ROOT / "train_configs" / "train.sbatch").read_bytes()
+
+
 def test_init_of_what_is_no_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "nothing"]) == 2
@@ -130,7 +137,8 @@ def test_a_wheel_holds_all_packages_and_presets(installed):
     wheel, _ = installed
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"mxtrain/{path.relative_to(ROOT / 'mxtrain')}" for path in (ROOT / "mxtrain").rglob("*.py")}
-    expected |= {f"mxtrain/train_configs/{path.name}" for path in FILES.values()} | {"mxtrain/py.typed"}
+    expected |= {f"mxtrain/train_configs/{path.name}" for path in FILES.values()}
+    expected |= {"mxtrain/train_configs/train.sbatch", "mxtrain/py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     (metadata,) = [name for name in names if name.endswith("/METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()
