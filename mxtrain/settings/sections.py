@@ -83,7 +83,7 @@ class MXNorm:
     resume = Resume.REFUSED
 
     p: Literal[P_VALUES] = 2
-    """Exponent of the mean of block maxima that estimates the RMS: 1 or 2"""
+    """Exponent of the p-mean of block maxima that estimates the RMS: 1 or 2"""
     recipe: str = "mxfp8"
     """
     Format of all operands: "mxfp8", "nvfp4", "nvfp4_dynamic" (scales from the values) or "unquantized" (the norm
@@ -93,9 +93,9 @@ class MXNorm:
 
     recipes: Table = field(default_factory=dict)
     """
-    Recipes for linears and experts in named modules. The last matching name wins; mxnorm.filter_fqns and
-    mxnorm.high_precision_share take precedence. In the TOML: the table [mxnorm.recipes] with lines such as "layers.0" =
-    "bf16"
+    Recipes for linears and experts in modules named as in mxnorm.filter_fqns. The last matching name wins;
+    mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. In the TOML: the table [mxnorm.recipes] with
+    lines such as "layers.0" = "bf16"
     """
 
     estimator: Literal[ESTIMATORS] = "pre_round"
