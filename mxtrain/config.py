@@ -18,11 +18,18 @@ from mxtrain.run_folder.files import CONFIG_FILE
 _PACKAGE = Path(__file__).parent
 
 
+def configs_folder() -> Path:
+    """Return the folder of the presets and of ``train.sbatch``.
+
+    In a checkout, and in an editable installation of one, it is beside the package; a wheel has it inside.
+    """
+    inside, beside = _PACKAGE / "train_configs", _PACKAGE.parent / "train_configs"
+    return inside if inside.is_dir() else beside
+
+
 def presets() -> dict[str, Path]:
     """Return name -> file of every preset, sorted by name."""
-    # In a checkout, and in an editable installation of one, the folder is beside the package; a wheel has it inside.
-    inside, beside = _PACKAGE / "train_configs", _PACKAGE.parent / "train_configs"
-    return {path.stem: path for path in sorted((inside if inside.is_dir() else beside).glob("*.toml"))}
+    return {path.stem: path for path in sorted(configs_folder().glob("*.toml"))}
 
 
 def config_path(config: str | os.PathLike, folder: Path | None = None) -> Path:

@@ -19,7 +19,7 @@ COMPARISON_VARIABLE = "MXTRAIN_COMPARISON_PID"
 START_VARIABLE = "MXTRAIN_START"
 """Environment variable by which ``mxtrain train`` tells its workers where the run starts, as JSON"""
 STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"
-"""Environment variable with the file in which a batch job (``scripts/slurm``) reads which signal stopped training"""
+"""Environment variable with the file in which a batch job (``train.sbatch``) reads which signal stopped training"""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the new name and the old name
 
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>

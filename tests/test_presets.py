@@ -81,6 +81,13 @@ def test_init_copies_a_preset_with_its_comments(name, tmp_path, monkeypatch, cap
     assert capsys.readouterr().err == "mxtrain: error: FILE = 'my.toml' cannot be written: File exists\n"
 
 
+def test_init_copies_the_script_for_slurm(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "train.sbatch"]) == 0
+    assert "start it with 'sbatch train.sbatch CONFIG'" in capsys.readouterr().out
+    assert (tmp_path / "train.sbatch").read_bytes() == (ROOT / "train_configs" / "train.sbatch").read_bytes()
+
+
 def test_init_of_what_is_no_preset(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "nothing"]) == 2
@@ -130,7 +137,8 @@ def test_a_wheel_holds_all_packages_and_presets(installed):
     wheel, _ = installed
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"mxtrain/{path.relative_to(ROOT / 'mxtrain')}" for path in (ROOT / "mxtrain").rglob("*.py")}
-    expected |= {f"mxtrain/train_configs/{path.name}" for path in FILES.values()} | {"mxtrain/py.typed"}
+    expected |= {f"mxtrain/train_configs/{path.name}" for path in FILES.values()}
+    expected |= {"mxtrain/train_configs/train.sbatch", "mxtrain/py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     (metadata,) = [name for name in names if name.endswith("/METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()
@@ -159,7 +167,7 @@ def test_links_of_a_package_lead_to_the_repository_that_it_was_built_from(source
         "Project-URL: Repository, https://example.org/some/one\n",
         "Project-URL: Changelog, https://example.org/some/one/blob/HEAD/CHANGELOG.md\n",
         "](https://example.org/some/one/raw/HEAD/.github/loss.png)\n",
-        "](https://example.org/some/one/blob/HEAD/train_configs/CHOOSING.md), [first hour]",
+        "](https://example.org/some/one/blob/HEAD/train_configs/CHOOSING.md),",
         "[TorchTitan](https://github.com/pytorch/torchtitan)",
         "[Limits](#limits)",
     ):

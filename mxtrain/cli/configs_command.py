@@ -4,8 +4,10 @@ import argparse
 import re
 from pathlib import Path
 
-from mxtrain.config import presets, summary
+from mxtrain.config import configs_folder, presets, summary
 from mxtrain.errors import ConfigError
+
+SLURM = "train.sbatch"
 
 
 def add(commands) -> None:
@@ -30,16 +32,19 @@ A TOML file may also extend a preset: extends = "llama3_125m".
         help="copy a preset",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
-Copy a preset with its comments, to edit it. A preset that extends another still does.
+Copy a preset with its comments, to edit it. A preset that extends another still does. The script for Slurm is copied,
+too.
 
   mxtrain init llama3_125m my.toml
   mxtrain train my.toml
+  mxtrain init train.sbatch
+  sbatch --nodes=2 train.sbatch my.toml
 """,
     )
     parser.set_defaults(run=_init)
-    parser.add_argument("name", metavar="NAME", help="a preset; 'mxtrain configs' lists them")
+    parser.add_argument("name", metavar="NAME", help="a preset; 'mxtrain configs' lists them; or train.sbatch")
     parser.add_argument(
-        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: NAME.toml)"
+        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: its name)"
     )
 
 
@@ -52,17 +57,18 @@ def _configs(options) -> int:
 
 
 def _init(options) -> int:
-    found = presets()
+    found = presets() | {SLURM: configs_folder() / SLURM}
     if options.name not in found:
         raise ConfigError(f"NAME = {options.name!r} is not one of the presets: {', '.join(found)}")
-    file = options.file or Path(f"{options.name}.toml")
+    file = options.file or Path(found[options.name].name)
     text = _independent_of_place(found[options.name].read_text(encoding="utf-8"))
     try:
         with file.open("x", encoding="utf-8") as copy:
             copy.write(text)
     except OSError as error:
         raise ConfigError(f"FILE = {str(file)!r} cannot be written: {error.strerror}") from error
-    print(f"{file}: a copy of {options.name}; start it with 'mxtrain train {file}'")
+    start = f"sbatch {file} CONFIG" if options.name == SLURM else f"mxtrain train {file}"
+    print(f"{file}: a copy of {options.name}; start it with '{start}'")
     return 0
 
 

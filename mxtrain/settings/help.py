@@ -19,6 +19,7 @@ from mxtrain.settings.fields import Settings, fields_of
 from mxtrain.settings.known import known_fields, own_fields
 from mxtrain.settings.model_settings import PLACES, SECTION
 from mxtrain.settings.read import HELP_FLAGS, OWN_MODULE, read_settings
+from mxtrain.settings.types import Resume
 
 WIDTH = 100
 INDENT = " " * 8
@@ -54,17 +55,16 @@ def settings_help(arguments: list[str]) -> str:
 def with_tables(page: str) -> str:
     """Return the text of train_configs/README.md with every table between its two marks made from the declarations."""
     docs, known = own_docs(), own_fields()
+    signs = {Resume.FREE: "*", Resume.DATA: "†"}
 
     def table(mark: re.Match) -> str:
         rows = [
-            f"| `{name}` | {'unset' if field.default is None else f'`{json.dumps(field.default)}`'} | "
-            f"{field.resume.value} | {' '.join(docs[name].split())} |"
+            f"`{name}`{signs.get(field.resume, '')} | "
+            f"{'unset' if field.default is None else f'`{json.dumps(field.default)}`'} | {' '.join(docs[name].split())}"
             for name, field in known.items()
             if name.rpartition(".")[0] in mark[2].split()
         ]
-        return "\n".join(
-            [mark[1], "| setting | default | resumed run | meaning |", "|---|---|---|---|", *rows, mark[3]]
-        )
+        return "\n".join([mark[1], "setting | default | meaning", "---|---|---", *rows, "", mark[3]])
 
     return re.sub(r"(<!-- settings: (.*?) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
 

@@ -23,9 +23,10 @@ TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_s
 def project(tmp_path):
     """The files of the document in one folder, and their text in another, which is the current folder of the runs."""
     document = (ROOT / "train_configs" / "CUSTOM.md").read_text()
-    for name, language in (("my_project.py", "python"), ("my.toml", "toml")):
-        (block,) = re.findall(rf"^```{language}\n(.*?)^```$", document, flags=re.MULTILINE | re.DOTALL)
-        (tmp_path / "project").mkdir(exist_ok=True)
+    blocks = re.findall(r"`([\w.]+)`[^`]*^```(?:python|toml)\n(.*?)^```$", document, flags=re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in blocks] == ["files.toml", "my_project.py", "my.toml"]
+    (tmp_path / "project").mkdir()
+    for name, block in blocks:
         (tmp_path / "project" / name).write_text(block)
     stories = (
         {"story": f"Once upon a time, number {i} met number {i * i}. They talked until noon."} for i in range(300)
@@ -46,6 +47,14 @@ def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_tex
     assert "mxnorm" in (project / "run" / "conversion.txt").read_text()
     config = tomli.loads((project / "run" / "config.toml").read_text())
     assert config["experimental"] == {"custom_import": "my_project"} and config["training"]["dataset"] == "stories"
+
+
+def test_a_file_of_text_is_prepared_with_the_settings_of_the_document(project, monkeypatch, capsys):
+    monkeypatch.chdir(project)
+    monkeypatch.setenv("MXTRAIN_CACHE", str(project / "cache"))
+    assert cli.main(["prepare", "project/files.toml"]) == 0, capsys.readouterr().err
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {"vocab size 512", "documents 300", "validation documents 19"} <= set(rows)
 
 
 @only_022
