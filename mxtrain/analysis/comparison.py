@@ -75,6 +75,14 @@ class Estimate:
         return None if self.error is None else student_t(self.count - 1) * self.error
 
 
+@dataclass(frozen=True)
+class PairedDifference(Estimate):
+    """The mean of paired differences."""
+
+    by_seed: Mapping[Hashable, float]
+    """Seed -> difference"""
+
+
 def estimate(values: Sequence[float]) -> Estimate | None:
     """Return the mean of ``values`` and its standard error; None if there are no values."""
     if not values:
@@ -93,12 +101,14 @@ def student_t(degrees: int) -> float:
     return 1.959964 + 2.372271 / degrees + 2.822502 / degrees**2 + 2.555852 / degrees**3 + 1.589536 / degrees**4
 
 
-def paired_difference(values: Mapping[Hashable, float], baseline: Mapping[Hashable, float]) -> Estimate | None:
+def paired_difference(values: Mapping[Hashable, float], baseline: Mapping[Hashable, float]) -> PairedDifference | None:
     """Return the mean of ``values[seed] - baseline[seed]`` over the seeds in both; None if they share none.
 
     What a seed does to both runs of a pair cancels, so the difference is known better than each mean.
     """
-    return estimate([value - baseline[seed] for seed, value in values.items() if seed in baseline])
+    by_seed = {seed: value - baseline[seed] for seed, value in values.items() if seed in baseline}
+    found = estimate(list(by_seed.values()))
+    return found and PairedDifference(found.mean, found.count, found.error, by_seed)
 
 
 @dataclass(frozen=True)
@@ -111,9 +121,9 @@ class Cell:
     """Number of runs, one per seed"""
     validation: Estimate | None
     tail: Estimate
-    validation_difference: Estimate | None
+    validation_difference: PairedDifference | None
     """None without a pair, and for the baseline"""
-    tail_difference: Estimate | None
+    tail_difference: PairedDifference | None
     spikes: int | None
     """In all runs; None if none of them has a curve"""
     tokens_per_second: float | None

@@ -324,6 +324,7 @@ def test_a_paired_difference_takes_the_seeds_that_both_have():
     p2 = {0: 2.551, 1: 2.524, 7: 9.0}
     found = paired_difference(p2, {0: 2.570, 1: 2.518, 8: 1.0})  # -0.019 and +0.006
     assert (found.count, found.mean, found.error) == (2, pytest.approx(-0.0065), pytest.approx(0.0125))
+    assert found.by_seed == {0: pytest.approx(-0.019), 1: pytest.approx(0.006)}
     assert paired_difference(p2, {3: 1.0}) is None
 
 
