@@ -21,6 +21,7 @@ VARIANTS = {
     "_p1": {"mxnorm": {"p": 1}},
     "_mx_linear": {"model": {"converters": ["mx_linear"]}},
     "_bf16": {"model": {"converters": []}},
+    "_fp32": {"model": {"converters": []}},
     "_fused_rmsnorm": {"model": {"converters": ["fused_rmsnorm"]}},
     "_nvfp4": {"mxnorm": {"recipe": "nvfp4"}},
     "_schedule": {"mxnorm": {"recipe": "nvfp4", "schedule": [{"from_share": 0.9, "recipe": "fprop=bf16"}]}},
@@ -39,6 +40,8 @@ CONVERTERS = {
     "qwen3_30b_a3b": ["mxnorm", "decompose_k_router"],
 }
 SIZES_OF = dict.fromkeys(VARIANTS, LLAMAS) | {
+    "_bf16": LLAMAS[1:],
+    "_fp32": ("debug",),
     "_fused_rmsnorm": ("debug", "125m"),
     "_nvfp4": ("debug", "125m"),
     "_schedule": ("debug",),

@@ -7,7 +7,7 @@ have different lengths are compared at the last number of tokens (or steps) that
 import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mxtrain.analysis.results import HASH_DIGITS, Result, curve_numbers, nonfinite_loss
 from mxtrain.analysis.runs import flat_settings
@@ -68,19 +68,18 @@ class Estimate:
     count: int
     error: float | None
     """Standard error of the mean: the sample's standard deviation / sqrt(count). None for one value"""
+    by_seed: Mapping[Hashable, float] = field(default_factory=dict)
+    """Of paired differences: seed -> difference"""
 
     @property
     def half_width(self) -> float | None:
         """Half the width of the confidence interval of Student's t around the mean. None for one value."""
         return None if self.error is None else student_t(self.count - 1) * self.error
 
-
-@dataclass(frozen=True)
-class PairedDifference(Estimate):
-    """The mean of paired differences."""
-
-    by_seed: Mapping[Hashable, float]
-    """Seed -> difference"""
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The ends of the confidence interval; the value itself for one value."""
+        return self.mean - (self.half_width or 0), self.mean + (self.half_width or 0)
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
@@ -101,14 +100,14 @@ def student_t(degrees: int) -> float:
     return 1.959964 + 2.372271 / degrees + 2.822502 / degrees**2 + 2.555852 / degrees**3 + 1.589536 / degrees**4
 
 
-def paired_difference(values: Mapping[Hashable, float], baseline: Mapping[Hashable, float]) -> PairedDifference | None:
+def paired_difference(values: Mapping[Hashable, float], baseline: Mapping[Hashable, float]) -> Estimate | None:
     """Return the mean of ``values[seed] - baseline[seed]`` over the seeds in both; None if they share none.
 
     What a seed does to both runs of a pair cancels, so the difference is known better than each mean.
     """
     by_seed = {seed: value - baseline[seed] for seed, value in values.items() if seed in baseline}
     found = estimate(list(by_seed.values()))
-    return found and PairedDifference(found.mean, found.count, found.error, by_seed)
+    return found and replace(found, by_seed=by_seed)
 
 
 @dataclass(frozen=True)
@@ -121,9 +120,9 @@ class Cell:
     """Number of runs, one per seed"""
     validation: Estimate | None
     tail: Estimate
-    validation_difference: PairedDifference | None
+    validation_difference: Estimate | None
     """None without a pair, and for the baseline"""
-    tail_difference: PairedDifference | None
+    tail_difference: Estimate | None
     spikes: int | None
     """In all runs; None if none of them has a curve"""
     tokens_per_second: float | None

@@ -12,6 +12,8 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from mxtrain.analysis.metrics_file import NUMERICS
 from mxtrain.analysis.plots import in_own_style, literal, picture_path, save_picture
 from mxtrain.analysis.runs import Run
@@ -31,32 +33,21 @@ CASTS = {
 }
 """Name of a cast in keys -> GEMM and operand"""
 
-COLUMNS = 6
-"""Panels beside each other: one per cast"""
-PANEL_WIDTH = 3
+COLUMNS, PANEL_WIDTH = 6, 3
+"""Panels beside each other, one per cast; inches"""
 STEP_LABELS = 4
 """Largest number of steps that are named below a panel"""
 FONT_SIZE, LABEL_HEIGHT, MARGIN = 9, 0.13, 1.5
 """Points; height of a module's name, and of a panel's title and steps, in inches"""
-TITLE_LETTERS, LINE_LETTERS = 25, 190
-"""Letters in a line of a panel's title, and of a text over the whole picture"""
+TITLE_LETTERS, LINE_LETTERS = 25, 180
+"""Letters in a line of a panel's title, and of the picture's"""
 
 SCALES = {
-    "ratio": (0.5, 2.0),
-    "spread": (0.0, 0.1),
-    "share": (0.0, 1.0),
-    "rare": (0.0, 0.01),
-    "saturated": (0.0, 0.01),
-    "underflowed": (0.0, 0.01),
-    "error": (0.0, 0.1),
-    "sqnr_db": (15.0, 35.0),
-    "exponent": (-16.0, 0.0),
-    "output": (0.0, 10.0),
-    "noise": (0.0, 10.0),
-}
-"""
-Kind of figure -> what its color scale covers at least: values that differ little, as 31.5 and 31.6 dB, look alike
-"""
+    "ratio": (0.5, 2), "spread": (0, 0.1), "share": (0, 1), "rare": (0, 0.01), "saturated": (0, 0.01),
+    "underflowed": (0, 0.01), "error": (0, 0.1), "sqnr_db": (15, 35), "exponent": (-16, 0), "output": (0, 10),
+    "noise": (0, 10),
+}  # fmt: skip
+"""Kind of figure -> what its color scale covers at least: 31.5 and 31.6 dB look alike"""
 VARIES_FROM = 0.02
 """Figures that vary by less than this share of their color scale are not drawn"""
 
@@ -192,40 +183,55 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
             "measured every mxnorm.diagnostics.every steps, such as 50"
         )
     values, steps = by_figure(run.numerics), sorted({row["step"] for row in run.numerics})
-    constant = [figure for figure in (*FIGURES, *CAST_FIGURES) if _is_constant(figure, values)]
-    lines = []
-    for figures in (FIGURES, CAST_FIGURES):
-        groups = [figures[start : start + COLUMNS] for start in range(0, len(figures), COLUMNS)]
-        lines += [[one for one in group if one.name in values and one not in constant] for group in groups]
+    tables = {
+        one: np.array([[of_steps.get(step, np.nan) for step in steps] for of_steps in values[one.name].values()])
+        for one in (*FIGURES, *CAST_FIGURES)
+        if one.name in values
+    }
+    scales = {
+        kind: _ends(np.concatenate([ends, *(table.ravel() for one, table in tables.items() if one.kind == kind)]))
+        for kind, ends in SCALES.items()
+    }
+    constant = [
+        one
+        for one, table in tables.items()
+        if np.ptp(_ends(table)) < VARIES_FROM * np.ptp(scales[one.kind]) and not np.isinf(table).any()
+        if not one.noteworthy(values)
+    ]
+    groups = [of[i : i + COLUMNS] for of in (FIGURES, CAST_FIGURES) for i in range(0, len(of), COLUMNS)]
+    lines = [[one for one in group if one in tables and one not in constant] for group in groups]
     lines = [line for line in lines if line]
-    inches = [min(6.0, max(1.6, LABEL_HEIGHT * max(len(values[one.name]) for one in line))) for line in lines]
+    inches = [min(6.0, max(1.6, LABEL_HEIGHT * max(len(tables[one]) for one in line))) for line in lines]
 
     from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
 
-    height = sum(inches) + MARGIN * len(lines) + 1.5
-    picture = Picture(figsize=(PANEL_WIDTH * COLUMNS, height), dpi=100, layout="constrained")
-    text = (
+    size = (PANEL_WIDTH * COLUMNS, 1.5 + sum(inches) + MARGIN * len(lines))
+    picture = Picture(figsize=size, dpi=100, layout="constrained")
+    texts = [
         f"{run.name}: numerics by module (down, in the order of the model) and step (right). Dark is low, light is "
         "high; white was not measured; a cross marks values that deserve a look."
-    )
-    picture.suptitle(literal(textwrap.fill(text, LINE_LETTERS)), fontsize=FONT_SIZE + 2)
-    parts = picture.subfigures(len(lines) + 1, 1, squeeze=False, height_ratios=[0.8, *(own + MARGIN for own in inches)])
-    for part, figures, own in zip(parts[1:, 0], lines, inches):
-        _draw_line(part.subplots(1, COLUMNS), figures, values, steps, own)
+    ]
     if constant:
-        named = ", ".join(f"{one.title} ({_shown_range(_all(values, one.name))})" for one in constant)
-        text = f"Not drawn, because they vary by less than {VARIES_FROM:.0%} of the color scale: {named}."
-        parts[0, 0].suptitle(textwrap.fill(text, LINE_LETTERS), fontsize=FONT_SIZE + 1, y=0.9, va="top")
+        named = ", ".join(f"{one.title} ({_range(tables[one])})" for one in constant)
+        texts.append(f"Not drawn, because they vary by less than {VARIES_FROM:.0%} of the color scale: {named}.")
+    picture.suptitle("\n".join(textwrap.fill(literal(text), LINE_LETTERS) for text in texts), fontsize=FONT_SIZE + 2)
+    parts = picture.subfigures(
+        max(1, len(lines)), 1, squeeze=False, height_ratios=[own + MARGIN for own in inches] or None
+    )
+    for part, line, own in zip(parts[:, 0], lines, inches):
+        row = part.subplots(1, COLUMNS)
+        for index, (axes, figure) in enumerate(zip(row, line)):
+            image = _draw(axes, figure, tables[figure], scales[figure.kind], values, steps)
+            modules = list(values[figure.name])
+            # Neighbors of one kind share a color bar, and those of equal modules the modules' names.
+            _label(axes, modules if index == 0 or modules != list(values[line[index - 1].name]) else [], steps, own)
+            if figure.kind not in [one.kind for one in line[index + 1 :]]:
+                alike = [axes for axes, one in zip(row, line) if one.kind == figure.kind]
+                part.colorbar(image, ax=alike, aspect=30, pad=0.01).ax.tick_params(labelsize=FONT_SIZE - 1)
+        for axes in row[len(line) :]:
+            axes.set_visible(False)
     save_picture(picture, path)
     return path, remarks(values, steps[-1])
-
-
-def _is_constant(figure: Figure, values: Values) -> bool:
-    """Return whether a figure was measured, and looks the same everywhere."""
-    own = _all(values, figure.name)
-    (low, high), (least, largest) = _scale(figure, values), _range(own)
-    is_same = all(map(math.isfinite, own)) and largest - least < VARIES_FROM * (high - low)
-    return bool(own) and is_same and not figure.noteworthy(values)
 
 
 def remarks(values: Values, step: int) -> list[str]:
@@ -244,58 +250,29 @@ def remarks(values: Values, step: int) -> list[str]:
     return lines
 
 
-def _draw_line(row, figures: list[Figure], values: Values, steps: list[int], inches: float) -> None:
-    """Draw panels beside each other. Neighbors of one kind share a color bar, and of equal modules their names."""
-    for axes in row[len(figures) :]:
-        axes.set_visible(False)
-    for index, (axes, figure) in enumerate(zip(row, figures)):
-        image = _draw(axes, figure, values, steps)
-        modules = list(values[figure.name])
-        is_named = index == 0 or modules != list(values[figures[index - 1].name])
-        _label(axes, modules if is_named else [], steps, inches)
-        if index + 1 == len(figures) or figures[index + 1].kind != figure.kind:
-            alike = [axes for axes, one in zip(row, figures) if one.kind == figure.kind]
-            axes.figure.colorbar(image, ax=alike, aspect=30, pad=0.01).ax.tick_params(labelsize=FONT_SIZE - 1)
-
-
-def _draw(axes, figure: Figure, values: Values, steps: list[int]):
-    of_modules = values[figure.name]
-    table = [[of_steps.get(step, math.nan) for step in steps] for of_steps in of_modules.values()]
-    low, high = _scale(figure, values)
-    table = [[value if math.isfinite(value) else math.nan for value in row] for row in table]
+def _draw(axes, figure: Figure, table: np.ndarray, scale: tuple[float, float], values: Values, steps: list[int]):
     # Color-blind readers see this color map as others do.
-    image = axes.imshow(table, aspect="auto", cmap="viridis", interpolation="nearest", vmin=low, vmax=high)
-    lines = {module: line for line, module in enumerate(of_modules)}
+    style = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest"}
+    image = axes.imshow(np.where(np.isfinite(table), table, np.nan), vmin=scale[0], vmax=scale[1], **style)
+    lines = {module: line for line, module in enumerate(values[figure.name])}
     marks = [(steps.index(step), lines[module]) for module, at in figure.noteworthy(values).items() for step in at]
     if marks:
         for color, width in (("black", 2.5), ("white", 1.2)):
             style = {"linestyle": "none", "marker": "x", "markersize": 4, "markeredgewidth": width}
             axes.plot(*zip(*marks), color=color, **style)
-    title = [figure.title, _shown_range(_all(values, figure.name))]
-    title += [f"look at: {figure.limit}"] if figure.limit else []
+    title = [figure.title, _range(table)] + [f"look at: {figure.limit}"] * bool(figure.limit)
     axes.set_title("\n".join(textwrap.fill(line, TITLE_LETTERS) for line in title), fontsize=FONT_SIZE)
     return image
 
 
-def _scale(figure: Figure, values: Values) -> tuple[float, float]:
-    """Return the ends of the color scale of a figure's kind."""
-    alike = [one.name for one in (*FIGURES, *CAST_FIGURES) if one.kind == figure.kind]
-    return _range([*SCALES[figure.kind], *(value for name in alike for value in _all(values, name))])
-
-
-def _all(values: Values, name: str) -> list[float]:
-    return [value for of_steps in values.get(name, {}).values() for value in of_steps.values()]
-
-
-def _range(values: list[float]) -> tuple[float, float]:
+def _ends(values: np.ndarray) -> tuple[float, float]:
     """Return the least and the largest finite value; NaN if there is none."""
-    finite = [value for value in values if math.isfinite(value)]
-    return min(finite, default=math.nan), max(finite, default=math.nan)
+    finite = values[np.isfinite(values)]
+    return (finite.min(), finite.max()) if finite.size else (np.nan, np.nan)
 
 
-def _shown_range(values: list[float]) -> str:
-    low, high = (f"{value:.4g}" for value in _range(values))
-    return low if low == high else f"{low} to {high}"
+def _range(values: np.ndarray) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.4g}" for value in _ends(values)))
 
 
 def _label(axes, modules: list[str], steps: list[int], inches: float) -> None:

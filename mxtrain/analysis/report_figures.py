@@ -10,17 +10,14 @@ from collections.abc import Hashable, Iterable, Mapping
 
 import numpy as np
 
-from mxtrain.analysis.comparison import CONFIDENCE, Estimate, Group, PairedDifference
+from mxtrain.analysis.comparison import CONFIDENCE, Estimate, Group
 from mxtrain.analysis.plots import COLORS, Curve, curve, in_own_style, line_style, literal, values_at, window
 
-WIDTH = 9
+WIDTH, ROW_HEIGHT = 9, 0.4
 """Inches. A README shows this width in about 850 pixels, and a font size of 9 in 12 pixels"""
-TITLE, FONT_SIZE, SMALL = 11, 10, 9
-ROW_HEIGHT = 0.4
-COLUMNS = 3
-"""Panels of curves beside each other"""
+FONT_SIZE, SMALL = 10, 9
 MARKERS = "osD^vPX"
-OUTLIER = 3.0
+OUTLIER = 5.0
 """A variant whose differences are so many times those of the next one leaves the scale, which the others would lose"""
 LINEAR_BELOW = 0.01
 """Nats. The axis of differences against learning rates is linear up to here, and logarithmic beyond"""
@@ -34,15 +31,14 @@ def difference_text(value: Estimate | None) -> str:
         return "no pair"
     if value.half_width is None:
         return f"{value.mean:+.4f} (one pair)"
-    low, high = value.mean - value.half_width, value.mean + value.half_width
-    return f"{value.mean:+.4f} [{low:+.4f}, {high:+.4f}] ({value.count} pairs)"
+    return "{:+.4f} [{:+.4f}, {:+.4f}] ({} pairs)".format(value.mean, *value.interval, value.count)
 
 
 @in_own_style
 def differences_svg(group: Group) -> str:
     """Draw the paired differences: a panel per learning rate, a row per variant; empty without a pair."""
     name, loss = _compared_loss(group)
-    rows: dict[float | None, list[tuple[str, PairedDifference]]] = {}
+    rows: dict[float | None, list[tuple[str, Estimate]]] = {}
     for cell in group.cells:
         if found := getattr(cell, f"{name}_difference"):
             rows.setdefault(cell.lr, []).append((cell.variant, found))
@@ -50,52 +46,46 @@ def differences_svg(group: Group) -> str:
         return ""
     heights = [len(own) + 1 for own in rows.values()]
     figure = _figure(ROW_HEIGHT * sum(heights) + 1.5)
-    panels = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
     seeds = sorted({seed for own in rows.values() for _, found in own for seed in found.by_seed})
     for axes, (rate, own) in zip(panels, rows.items()):
         _draw_differences(axes, sorted(own, key=lambda row: row[1].mean), seeds)
-        if rate is not None:
-            axes.set_title(f"learning rate {rate:g}", fontsize=FONT_SIZE, loc="left")
+        axes.set_title("" if rate is None else f"learning rate {rate:g}", fontsize=FONT_SIZE, loc="left")
     panels[-1].set_xlabel("difference (nats per token); left of zero is better than the baseline")
-    figure.suptitle(_wrapped(f"{loss.capitalize()} minus that of {group.baseline}: {group.title}"), fontsize=TITLE)
-    order = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}" + " from top to bottom" * (len(seeds) > 1)
-    _note(
+    order = f"seeds {', '.join(map(str, seeds))} from top to bottom" if len(seeds) > 1 else f"seed {seeds[0]}"
+    _title(
         figure,
+        f"{loss} minus that of {group.baseline}: {group.title}",
         f"Circles: pairs of runs, {order}. Diamonds and lines: mean and {100 * CONFIDENCE:g} % interval of "
         "Student's t,\nin numbers on the right. Arrows: beyond the scale.",
     )
     return _svg(figure)
 
 
-def _draw_differences(axes, rows: list[tuple[str, PairedDifference]], seeds: list) -> None:
+def _draw_differences(axes, rows: list[tuple[str, Estimate]], seeds: list) -> None:
     """Draw a row per variant. The scale is that of the circles; intervals and variants far beyond it become arrows."""
-    from matplotlib.ticker import MaxNLocator
-
-    reach = 1.6 * scale([max(map(abs, found.by_seed.values())) for _, found in rows])
-    intervals = [(found.mean - (found.half_width or 0), found.mean + (found.half_width or 0)) for _, found in rows]
-    low, high = _limits([*intervals, *(list(found.by_seed.values()) for _, found in rows)], reach, 0.06)
+    reach = 1.6 * scale(max(map(abs, found.by_seed.values())) for _, found in rows)
+    low, high = _limits([(*found.interval, *found.by_seed.values()) for _, found in rows], reach, 0.06)
     axes.axvline(0, color="black", linewidth=1)
     axes.hlines(np.arange(0.5, len(rows) - 1), low, high, color="0.9", linewidth=0.8)
-    for row, ((_, found), (left, right)) in enumerate(zip(rows, intervals)):
-        place = row + 0.2  # below the circles
+    for row, (_, found) in enumerate(rows):
+        place, ends = row + 0.2, found.interval  # below the circles
         if found.error is not None:
-            axes.plot(np.clip([left, right], low, high), [place, place], color="black", linewidth=1.6)
+            axes.plot(np.clip(ends, low, high), [place, place], color="black", linewidth=1.6)
             axes.plot(found.mean, place, "D", color="black", markersize=6)
-        for edge, marker, is_beyond in ((low, "<", left < low), (high, ">", right > high)):
+        for edge, marker, is_beyond in ((low, "<", ends[0] < low), (high, ">", ends[1] > high)):
             if is_beyond:
                 axes.plot(edge, place, marker, color="black", markersize=7, clip_on=False)
         for seed, value in found.by_seed.items():
             height = row - 0.35 + 0.35 * (seeds.index(seed) + 0.5) / len(seeds)
             axes.plot(value, height, "o", color=COLORS[1], markersize=5.5, markeredgecolor="white", markeredgewidth=0.6)
-    axes.set_xlim(low, high)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+        text = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": SMALL}
+        axes.text(1.03, row, difference_text(found), **text)
+    axes.set(xlim=(low, high), ylim=(len(rows) - 0.5, -0.5))
+    axes.locator_params("x", nbins=5)
     axes.set_yticks(range(len(rows)), [literal(variant) for variant, _ in rows])
-    numbers = axes.secondary_yaxis("right")
-    numbers.set_yticks(range(len(rows)), [difference_text(found) for _, found in rows], fontsize=SMALL)
-    for one in (axes, numbers):
-        one.tick_params(axis="y", length=0, pad=9)  # room for an arrow
-        one.spines[["left", "right"] if one is axes else ["right"]].set_visible(False)
+    axes.tick_params("y", length=0, pad=9)  # room for an arrow
+    axes.spines["left"].set_visible(False)
 
 
 def scale(extents: Iterable[float]) -> float:
@@ -112,7 +102,7 @@ def scale(extents: Iterable[float]) -> float:
 def _limits(values: Iterable[Iterable[float]], reach: float, margin: float) -> tuple[float, float]:
     """Return the limits of an axis with zero and all ``values``, but for those beyond ``reach``."""
     inside = np.clip([0.0, *(value for own in values for value in own)], -reach, reach)
-    room = margin * (inside.max() - inside.min()) or 1e-4
+    room = margin * np.ptp(inside) or 1e-4
     return inside.min() - room, inside.max() + room
 
 
@@ -120,40 +110,37 @@ def _limits(values: Iterable[Iterable[float]], reach: float, margin: float) -> t
 def rates_svg(group: Group) -> str:
     """Draw the final loss, and its paired difference, against the learning rate; empty with fewer than two rates."""
     cells = [cell for cell in group.cells if cell.lr is not None]
-    rates = sorted({cell.lr for cell in cells})
+    rates, variants = sorted({cell.lr for cell in cells}), list(dict.fromkeys(cell.variant for cell in cells))
     if len(rates) < 2:
         return ""
     name, loss = _compared_loss(group)
     figure = _figure(8)
     upper, lower = figure.subplots(2, 1, sharex=True)
-    styles = _styles(group)
-    for index, (variant, style) in enumerate(styles.items()):
+    for index, variant in enumerate(variants):
+        # Hollow markers, gaps and falling widths show what is below.
+        style = {**line_style(index, len(variants)), "marker": MARKERS[index % 7], "markerfacecolor": "white"}
         # Side by side, so that no bar hides another: together a fifth of the distance between rates.
-        factor = min(b / a for a, b in zip(rates, rates[1:])) ** (0.2 * ((index + 0.5) / len(styles) - 0.5))
-        own = [cell for cell in cells if cell.variant == variant]
-        means = [getattr(cell, name).mean for cell in own]
-        upper.plot([factor * cell.lr for cell in own], means, **style, label=literal(variant))
-        paired = [(cell.lr, found) for cell in own if (found := getattr(cell, f"{name}_difference"))]
+        factor = min(2.0, *(b / a for a, b in zip(rates, rates[1:]))) ** (0.2 * ((index + 0.5) / len(variants) - 0.5))
+        own = [(factor * cell.lr, cell) for cell in cells if cell.variant == variant]
+        upper.plot(*zip(*((x, getattr(cell, name).mean) for x, cell in own)), **style, label=literal(variant))
+        paired = [(x, found) for x, cell in own if (found := getattr(cell, f"{name}_difference"))]
         if paired:
-            x, y = [factor * lr for lr, _ in paired], [found.mean for _, found in paired]
-            errors = [found.error or math.nan for _, found in paired]
-            lower.errorbar(x, y, errors, **style, capsize=3, elinewidth=1.2)
+            points = [(x, found.mean, found.error or math.nan) for x, found in paired]
+            lower.errorbar(*zip(*points), **style, capsize=3, elinewidth=1.2)
     lower.axhline(0, color="black", linewidth=1)
+    lower.set(xscale="log", xlabel="learning rate", ylabel=f"minus that of {literal(group.baseline)}")
     lower.set_yscale("symlog", linthresh=LINEAR_BELOW)
     lower.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
-    lower.set_xscale("log")
     lower.set_xticks(rates, [f"{rate:g}" for rate in rates])
     lower.minorticks_off()
-    lower.set_xlabel("learning rate")
-    upper.set_ylabel(f"{loss} (nats per token)")
-    lower.set_ylabel(f"minus that of {literal(group.baseline)}")
-    upper.set_title(_wrapped(f"{loss.capitalize()} against the learning rate: {group.title}"), fontsize=TITLE)
-    _note(
+    upper.set_ylabel("nats per token")
+    upper.legend(loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False, fontsize=SMALL, handlelength=4, ncols=2)
+    _title(
         figure,
-        "Below: mean and standard error of the paired differences, on an axis that is logarithmic beyond "
-        f"±{LINEAR_BELOW:g}.\nPoints of one rate are side by side.",
+        f"{loss} against the learning rate: {group.title}",
+        "Below: mean and standard error of the paired differences in nats per token, on an axis that is\nlogarithmic "
+        f"beyond ±{LINEAR_BELOW:g}. Points of one rate are side by side.",
     )
-    figure.legend(loc="outside upper center", frameon=False, fontsize=SMALL, handlelength=4, ncols=2)
     return _svg(figure)
 
 
@@ -161,21 +148,21 @@ def rates_svg(group: Group) -> str:
 def curves_svg(group: Group) -> str:
     """Draw the curves of every learning rate, see ``draw_curves``; empty if the results have no curves."""
     results = [result for result in group.results if result.run is not None]
-    if not results:
-        return ""
-    axis = "tokens" if all(r.get("tokens_seen") is not None for one in results for r in one.run.training) else "step"
+    has_tokens = all(row.get("tokens_seen") is not None for result in results for row in result.run.training)
     by_rate: dict[float | None, dict[str, dict]] = {cell.lr: {} for cell in group.cells}
     for result in results:
         # A run without a seed has no pair.
         seed = str(result.run.folder) if result.seed is None else result.seed
-        by_rate[result.lr].setdefault(result.variant, {})[seed] = curve(result.run, axis)
+        by_rate[result.lr].setdefault(result.variant, {})[seed] = curve(result.run, "tokens" if has_tokens else "step")
     by_rate = {rate: own for rate, own in by_rate.items() if group.baseline in own}
+    if not by_rate:
+        return ""
     rows = [math.ceil(len(own) / columns_of(len(own))) for own in by_rate.values()]
     figure = _figure(2.6 * sum(rows) + 0.5 * len(rows) + 0.8)
     parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     for part, (rate, own) in zip(parts, by_rate.items()):
         title = group.title + ("" if rate is None else f", learning rate {rate:g}")
-        draw_curves(part, own, group.baseline, title, "tokens seen" if axis == "tokens" else "step")
+        draw_curves(part, own, group.baseline, title, "tokens seen" if has_tokens else "step")
     return _svg(figure)
 
 
@@ -191,29 +178,27 @@ def draw_curves(
 
     of_baseline = curves[baseline]
     points = window(next(iter(of_baseline.values())), None)
-    shown = {baseline: of_baseline}
-    for name, own in curves.items():
-        pairs = {seed: one.minus(of_baseline[seed]) for seed, one in own.items() if seed in of_baseline}
-        if name != baseline and pairs:
-            shown[name] = pairs
-    drawn = {name: _on_one_axis([one.smoothed(points) for one in own.values()]) for name, own in shown.items()}
-    ends = {name: np.nanquantile(values, (0.01, 0.99)) for name, (_, values) in drawn.items() if name != baseline}
+    shown = {baseline: list(of_baseline.values())}
+    for name in curves.keys() - {baseline}:
+        shown[name] = [one.minus(of_baseline[seed]) for seed, one in curves[name].items() if seed in of_baseline]
+    drawn = {name: _on_one_axis([one.smoothed(points) for one in shown[name]]) for name in curves if shown[name]}
+    drawn = {baseline: drawn.pop(baseline), **drawn}
+    ends = {name: np.nanquantile(losses, (0.01, 0.99)) for name, (_, losses) in drawn.items() if name != baseline}
     reach = scale(np.abs(own).max() for own in ends.values()) if ends else 1.0
-    limits = _limits(ends.values(), reach, 0.15)
-    columns = columns_of(len(drawn))
+    limits, columns = _limits(ends.values(), reach, 0.15), columns_of(len(drawn))
     panels = figure.subplots(math.ceil(len(drawn) / columns), columns, squeeze=False).flatten()
     for axes in panels[len(drawn) :]:
         axes.set_visible(False)
-    for axes, (name, (x, values)) in zip(panels, drawn.items()):
+    for axes, (name, (x, losses)) in zip(panels, drawn.items()):
         color = "black" if name == baseline else COLORS[0]
-        axes.plot(x, values.T, color=color, alpha=0.35, linewidth=0.7)
-        axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, linewidth=0)
-        axes.plot(x, values.mean(axis=0), color=color, linewidth=1.6)
+        axes.plot(x, losses.T, color=color, alpha=0.35, linewidth=0.7)
+        axes.fill_between(x, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.2, linewidth=0)
+        axes.plot(x, losses.mean(axis=0), color=color, linewidth=1.6)
         axes.set_title(literal(textwrap.fill(name, 34)), fontsize=FONT_SIZE)
-        axes.set_xlabel(x_label, fontsize=SMALL)
-        axes.set_ylabel("training loss (nats)" if name == baseline else "difference (nats)", fontsize=SMALL)
+        axes.set(xlabel=x_label, ylabel=f"{'loss' if name == baseline else 'difference'} (nats per token)")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.tick_params(labelsize=SMALL)
+        axes.locator_params("x", nbins=6)
+        axes.set_xlim(0, max(one[-1] for one, _ in drawn.values()))
         axes.grid(alpha=0.25)
         if name != baseline:
             axes.axhline(0, color="black", linewidth=1)
@@ -221,17 +206,14 @@ def draw_curves(
             if np.abs(ends[name]).max() > reach:
                 beyond = "beyond the scale: from {:+.2g} to {:+.2g}".format(*ends[name])
                 axes.text(0.5, 0.5, beyond, transform=axes.transAxes, ha="center", fontsize=SMALL)
-    figure.suptitle(_wrapped(f"Training loss of {baseline}, and paired differences to it: {title}"), fontsize=TITLE)
-    _note(
-        figure,
-        "Lines: mean over seeds, where all of them are. Bands: from the lowest to the highest seed."
-        + (f"\nAll are means of {points} logged steps." if points > 1 else ""),
-    )
+    note = "Lines: mean over seeds, where all of them are. Bands: from the lowest to the highest seed."
+    note += f"\nAll are means of {points} logged steps." * (points > 1)
+    _title(figure, f"Training loss of {baseline}, and paired differences to it: {title}", note)
 
 
 def columns_of(count: int) -> int:
     """Return how many of so many panels are beside each other."""
-    return {1: 1, 2: 2, 4: 2}.get(count, COLUMNS)
+    return min(3, math.isqrt(count - 1) + 1)
 
 
 def _on_one_axis(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
@@ -243,25 +225,12 @@ def _on_one_axis(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
 def _compared_loss(group: Group) -> tuple[str, str]:
     """Return the field of a Cell, and the name, of the loss that figures show: validation, if all have it."""
     is_validated = all(cell.validation for cell in group.cells)
-    return ("validation", "validation loss") if is_validated else ("tail", "training loss of the last 10 %")
+    return ("validation", "Validation loss") if is_validated else ("tail", "Training loss of the last 10 %")
 
 
-def _styles(group: Group) -> dict[str, dict]:
-    """Return a style per variant. Hollow markers, gaps and falling widths show what is below."""
-    names = dict.fromkeys(cell.variant for cell in group.cells)
-    hollow = {"markerfacecolor": "white", "markersize": 6}
-    return {
-        name: {**line_style(i, len(names)), "marker": MARKERS[i % len(MARKERS)], **hollow}
-        for i, name in enumerate(names)
-    }
-
-
-def _note(figure, text: str) -> None:
-    figure.supxlabel(text, fontsize=SMALL, color="0.3")
-
-
-def _wrapped(title: str) -> str:
-    return literal(textwrap.fill(title, 90))
+def _title(figure, title: str, note: str) -> None:
+    figure.suptitle(literal(textwrap.fill(title, 90)), fontsize=11)
+    figure.supxlabel(note, fontsize=SMALL, color="0.3")
 
 
 def _figure(height: float):

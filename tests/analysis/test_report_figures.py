@@ -45,7 +45,7 @@ def test_a_row_has_a_circle_per_seed_and_the_mean_and_interval_of_the_table(axes
     np.testing.assert_allclose(
         interval.get_xdata(), [0.02 - 4.3026527 * 0.01 / 3**0.5, 0.02 + 4.3026527 * 0.01 / 3**0.5]
     )
-    numbers = [text.get_text() for text in axes.child_axes[0].get_yticklabels()]
+    numbers = [text.get_text() for text in axes.texts]
     assert numbers == [cells[4] for cells in losses_table(group)[2:]] == ["+0.0200 [-0.0048, +0.0448] (3 pairs)"]
     assert axes.figure.get_suptitle() == "Validation loss minus that of base: tiny, 10 steps"
 

@@ -189,7 +189,7 @@ def test_a_comparison_is_resumed_where_its_configs_are_found(stand_in, tmp_path,
     path, elsewhere = stand_in / "comparison.json", tmp_path / "elsewhere"
     path.write_text(path.read_text().replace('"status": 0', '"status": null'))
     elsewhere.mkdir()
-    (elsewhere / "own.toml").write_text('extends = "llama3_debug_bf16"\n')
+    (elsewhere / "own.toml").write_text('extends = "llama3_debug_fp32"\n')
     monkeypatch.chdir(elsewhere)
     assert cli.main(["compare", "--resume", "../c"]) == 0
     assert [start["directory"] for start in starts(stand_in)] == [str(tmp_path)] * 2
@@ -354,7 +354,7 @@ def test_two_variants_from_start_to_report(tmp_path):
     """The first-step losses of two variants that differ in the kernels of a high-precision norm are equal."""
     sizes = ["--training.seq_len=32", "--training.local_batch_size=2", "--data.max_bytes=100000"]
     quiet = ["--validation.no-enable", "--metrics.no-enable_wandb", "--metrics.log_freq=1"]
-    words = ["compare", "llama3_debug_bf16", "fused=llama3_debug_fused_rmsnorm", "--steps=1", *sizes, *quiet, "-o", "c"]
+    words = ["compare", "llama3_debug_fp32", "fused=llama3_debug_fused_rmsnorm", "--steps=1", *sizes, *quiet, "-o", "c"]
     environment = {**os.environ, "MXTRAIN_CACHE": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     repository = str(Path(cli.__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join([repository, os.environ.get("PYTHONPATH", "")])
@@ -362,6 +362,6 @@ def test_two_variants_from_start_to_report(tmp_path):
         [sys.executable, "-m", "mxtrain.cli", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    losses = [load_run(tmp_path / "c" / f"{name}-seed0").first_loss for name in ("llama3_debug_bf16", "fused")]
+    losses = [load_run(tmp_path / "c" / f"{name}-seed0").first_loss for name in ("llama3_debug_fp32", "fused")]
     assert losses[1] == pytest.approx(losses[0], rel=3e-7)  # two units in the last place of an fp32 sum
     assert "fused" in (tmp_path / "c" / "report.md").read_text()

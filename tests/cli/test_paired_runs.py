@@ -27,9 +27,9 @@ def test_a_config_may_have_an_equals_sign_in_its_name(tmp_path, monkeypatch):
 
 
 def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last():
-    runs = planned(["a=llama3_debug --mxnorm.p 1", "llama3_debug_bf16"], 2, ["0.001"], ["--mxnorm.p", "2"])
+    runs = planned(["a=llama3_debug --mxnorm.p 1", "llama3_debug_fp32"], 2, ["0.001"], ["--mxnorm.p", "2"])
     assert list(runs) == [
-        "a-lr0.001-seed0", "llama3_debug_bf16-lr0.001-seed0", "a-lr0.001-seed1", "llama3_debug_bf16-lr0.001-seed1",
+        "a-lr0.001-seed0", "llama3_debug_fp32-lr0.001-seed0", "a-lr0.001-seed1", "llama3_debug_fp32-lr0.001-seed1",
     ]  # fmt: skip
     run = runs["a-lr0.001-seed1"]
     flags = ["--mxnorm.p", "2", "--mxnorm.p", "1", "--optimizer.lr=0.001", "--debug.seed=1"]
