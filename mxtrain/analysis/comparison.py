@@ -72,14 +72,10 @@ class Estimate:
     """Of paired differences: seed -> difference"""
 
     @property
-    def half_width(self) -> float | None:
-        """Half the width of the confidence interval of Student's t around the mean. None for one value."""
-        return None if self.error is None else student_t(self.count - 1) * self.error
-
-    @property
     def interval(self) -> tuple[float, float]:
-        """The ends of the confidence interval; the value itself for one value."""
-        return self.mean - (self.half_width or 0), self.mean + (self.half_width or 0)
+        """The ends of the confidence interval of Student's t around the mean; for one value, twice this value."""
+        half_width = 0.0 if self.error is None else student_t(self.count - 1) * self.error
+        return self.mean - half_width, self.mean + half_width
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:

@@ -39,7 +39,7 @@ STEP_LABELS = 4
 """Largest number of steps that are named below a panel"""
 FONT_SIZE, LABEL_HEIGHT, MARGIN = 9, 0.13, 1.5
 """Points; height of a module's name, and of a panel's title and steps, in inches"""
-TITLE_LETTERS, LINE_LETTERS = 25, 180
+TITLE_LETTERS, LINE_LETTERS = 25, 215
 """Letters in a line of a panel's title, and of the picture's"""
 
 SCALES = {
@@ -213,7 +213,7 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
     ]
     if constant:
         named = ", ".join(f"{one.title} ({_range(tables[one])})" for one in constant)
-        texts.append(f"Not drawn, because they vary by less than {VARIES_FROM:.0%} of the color scale: {named}.")
+        texts.append(f"Not drawn, because they vary by less than {100 * VARIES_FROM:g} % of the color scale: {named}.")
     picture.suptitle("\n".join(textwrap.fill(literal(text), LINE_LETTERS) for text in texts), fontsize=FONT_SIZE + 2)
     parts = picture.subfigures(
         max(1, len(lines)), 1, squeeze=False, height_ratios=[own + MARGIN for own in inches] or None

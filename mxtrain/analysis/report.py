@@ -2,7 +2,6 @@
 
 import base64
 from pathlib import Path
-from typing import NamedTuple
 
 from mxtrain.analysis.comparison import CONFIDENCE, Cell, Estimate, Group
 from mxtrain.analysis.report_figures import curves_svg, difference_text, differences_svg, rates_svg
@@ -44,7 +43,7 @@ img { max-width: 100% }
 {% elif kind == "ul" %}
 <ul>{% for line in value %}<li>{{ line }}</li>{% endfor %}</ul>
 {% elif kind == "img" %}
-<p><img alt="{{ value.description }}" src="data:image/svg+xml;base64,{{ value.encoded }}"></p>
+<p><img alt="{{ value[1] }}" src="data:image/svg+xml;base64,{{ value[2] }}"></p>
 {% else %}
 <{{ kind }}>{{ value }}</{{ kind }}>
 {% endif %}
@@ -53,23 +52,12 @@ img { max-width: 100% }
 """
 """A figure is an image of its own: the ids inside of two inline pictures would be those of one document"""
 
-
 FIGURES = {
-    "differences": (differences_svg, "Paired differences of the loss by variant, with 95 % intervals: {}"),
-    "curves": (curves_svg, "Training loss of the baseline, and its paired differences over the run: {}"),
-    "learning_rates": (rates_svg, "Loss against the learning rate, and paired differences: {}"),
+    "differences": (differences_svg, "Paired differences of the loss by variant, with 95 % intervals"),
+    "curves": (curves_svg, "Training loss of the baseline, and its paired differences over the run"),
+    "learning_rates": (rates_svg, "Loss against the learning rate, and paired differences"),
 }
 """File, in the order of a report -> function that draws a group, or returns nothing; alternative text"""
-
-
-class Figure(NamedTuple):
-    file: str
-    description: str
-    svg: str
-
-    @property
-    def encoded(self) -> str:
-        return base64.b64encode(self.svg.encode()).decode()
 
 
 def report(title: str, groups: list[Group], notes: list[str]) -> dict[str, str]:
@@ -86,17 +74,15 @@ def report(title: str, groups: list[Group], notes: list[str]) -> dict[str, str]:
         blocks += [("h2", "Not read"), ("ul", notes)]
     for number, group in enumerate(groups, start=1):
         suffix = "" if len(groups) == 1 else f"_{number}"
-        drawn = [
-            Figure(f"{name}{suffix}.svg", description.format(f"{group.title}, baseline {group.baseline}"), svg)
-            for name, (draw, description) in FIGURES.items()
-            if (svg := draw(group))
-        ]
+        drawn = {name: svg for name, (draw, _) in FIGURES.items() if (svg := draw(group))}
         blocks += [("h2", group.title), ("p", f"Baseline: {group.baseline}")]
-        blocks += [("img", figure) for figure in drawn]
+        for name, svg in drawn.items():
+            about = f"{FIGURES[name][1]}: {group.title}, baseline {group.baseline}"
+            blocks.append(("img", (f"{name}{suffix}.svg", about, base64.b64encode(svg.encode()).decode())))
         blocks += [("table", losses_table(group))]
         blocks += [("ul", group.notes)] if group.notes else []
         blocks += [("h3", "Runs"), ("table", runs_table(group))]
-        figures |= {figure.file: figure.svg for figure in drawn}
+        figures |= {f"{name}{suffix}.svg": svg for name, svg in drawn.items()}
     blocks += [("h2", "How to read this report"), ("p", EXPLANATION)]
     markdown = "\n\n".join(_markdown(kind, value) for kind, value in blocks)
     template = Environment(trim_blocks=True, autoescape=True).from_string(HTML)
@@ -111,7 +97,7 @@ def _markdown(kind: str, value) -> str:
     if kind == "ul":
         return "\n".join(f"- {line}" for line in value)
     if kind == "img":
-        return f"![{value.description}]({value.file})"
+        return f"![{value[1]}]({value[0]})"
     return value if kind == "p" else f"{'#' * int(kind[1])} {value}"
 
 

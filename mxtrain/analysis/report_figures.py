@@ -29,7 +29,7 @@ def difference_text(value: Estimate | None) -> str:
     """Return a paired difference as text: "+0.0150 [-0.0485, +0.0785] (2 pairs)"."""
     if value is None:
         return "no pair"
-    if value.half_width is None:
+    if value.error is None:
         return f"{value.mean:+.4f} (one pair)"
     return "{:+.4f} [{:+.4f}, {:+.4f}] ({} pairs)".format(value.mean, *value.interval, value.count)
 
@@ -79,8 +79,7 @@ def _draw_differences(axes, rows: list[tuple[str, Estimate]], seeds: list) -> No
         for seed, value in found.by_seed.items():
             height = row - 0.35 + 0.35 * (seeds.index(seed) + 0.5) / len(seeds)
             axes.plot(value, height, "o", color=COLORS[1], markersize=5.5, markeredgecolor="white", markeredgewidth=0.6)
-        text = {"transform": axes.get_yaxis_transform(), "va": "center", "fontsize": SMALL}
-        axes.text(1.03, row, difference_text(found), **text)
+        axes.annotate(difference_text(found), (1.03, row), xycoords=axes.get_yaxis_transform(), va="center", size=SMALL)
     axes.set(xlim=(low, high), ylim=(len(rows) - 0.5, -0.5))
     axes.locator_params("x", nbins=5)
     axes.set_yticks(range(len(rows)), [literal(variant) for variant, _ in rows])
@@ -114,6 +113,8 @@ def rates_svg(group: Group) -> str:
     if len(rates) < 2:
         return ""
     name, loss = _compared_loss(group)
+    # Means over different seeds differ by what the seeds do. Their pairs do not.
+    base = {cell.lr: getattr(cell, name).mean for cell in cells if cell.variant == group.baseline}
     figure = _figure(8)
     upper, lower = figure.subplots(2, 1, sharex=True)
     for index, variant in enumerate(variants):
@@ -121,12 +122,14 @@ def rates_svg(group: Group) -> str:
         style = {**line_style(index, len(variants)), "marker": MARKERS[index % 7], "markerfacecolor": "white"}
         # Side by side, so that no bar hides another: together a fifth of the distance between rates.
         factor = min(2.0, *(b / a for a, b in zip(rates, rates[1:]))) ** (0.2 * ((index + 0.5) / len(variants) - 0.5))
-        own = [(factor * cell.lr, cell) for cell in cells if cell.variant == variant]
-        upper.plot(*zip(*((x, getattr(cell, name).mean) for x, cell in own)), **style, label=literal(variant))
-        paired = [(x, found) for x, cell in own if (found := getattr(cell, f"{name}_difference"))]
-        if paired:
-            points = [(x, found.mean, found.error or math.nan) for x, found in paired]
-            lower.errorbar(*zip(*points), **style, capsize=3, elinewidth=1.2)
+        points, pairs = [], []
+        for cell in (cell for cell in cells if cell.variant == variant):
+            found = getattr(cell, f"{name}_difference")
+            points.append((factor * cell.lr, base[cell.lr] + found.mean if found else getattr(cell, name).mean))
+            pairs += [(factor * cell.lr, found.mean, found.error or math.nan)] if found else []
+        upper.plot(*zip(*points), **style, label=literal(variant))
+        if pairs:
+            lower.errorbar(*zip(*pairs), **style, capsize=3, elinewidth=1.2)
     lower.axhline(0, color="black", linewidth=1)
     lower.set(xscale="log", xlabel="learning rate", ylabel=f"minus that of {literal(group.baseline)}")
     lower.set_yscale("symlog", linthresh=LINEAR_BELOW)
@@ -138,8 +141,8 @@ def rates_svg(group: Group) -> str:
     _title(
         figure,
         f"{loss} against the learning rate: {group.title}",
-        "Below: mean and standard error of the paired differences in nats per token, on an axis that is\nlogarithmic "
-        f"beyond ±{LINEAR_BELOW:g}. Points of one rate are side by side.",
+        "Above: the baseline's mean, and this plus the mean of a variant's paired differences. Below: these means,\n"
+        f"their standard errors, on an axis that is logarithmic beyond ±{LINEAR_BELOW:g}. Points of a rate are side by side.",
     )
     return _svg(figure)
 
@@ -178,11 +181,13 @@ def draw_curves(
 
     of_baseline = curves[baseline]
     points = window(next(iter(of_baseline.values())), None)
-    shown = {baseline: list(of_baseline.values())}
-    for name in curves.keys() - {baseline}:
-        shown[name] = [one.minus(of_baseline[seed]) for seed, one in curves[name].items() if seed in of_baseline]
-    drawn = {name: _on_one_axis([one.smoothed(points) for one in shown[name]]) for name in curves if shown[name]}
-    drawn = {baseline: drawn.pop(baseline), **drawn}
+    drawn: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for name in sorted(curves, key=lambda name: name != baseline):
+        pairs = [(one, of_baseline[seed]) for seed, one in curves[name].items() if seed in of_baseline]
+        own = [(one if name == baseline else one.minus(base)).smoothed(points) for one, base in pairs]
+        if own:
+            x = max((one.x for one in own), key=lambda x: x[-1])
+            drawn[name] = x, np.array([values_at(x, one.x, one.loss) for one in own])  # NaN where a curve has ended
     ends = {name: np.nanquantile(losses, (0.01, 0.99)) for name, (_, losses) in drawn.items() if name != baseline}
     reach = scale(np.abs(own).max() for own in ends.values()) if ends else 1.0
     limits, columns = _limits(ends.values(), reach, 0.15), columns_of(len(drawn))
@@ -214,12 +219,6 @@ def draw_curves(
 def columns_of(count: int) -> int:
     """Return how many of so many panels are beside each other."""
     return min(3, math.isqrt(count - 1) + 1)
-
-
-def _on_one_axis(curves: list[Curve]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the x of the longest curve, and all losses there [curves, points]; NaN where a curve has none."""
-    x = max((one.x for one in curves), key=lambda x: x[-1])
-    return x, np.array([values_at(x, one.x, one.loss) for one in curves])
 
 
 def _compared_loss(group: Group) -> tuple[str, str]:

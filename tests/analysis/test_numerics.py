@@ -93,7 +93,7 @@ def test_as_many_modules_have_names_as_there_is_room_for(panels):
 
 
 def test_figures_of_one_kind_have_one_color_scale_and_those_that_hardly_vary_are_named(panels, texts):
-    """31.475 to 31.6 dB are one color on a scale of 20 dB."""
+    """31.475 to 31.6 dB are one color on a scale of 20 dB. NaN, and a value below its limit, deserve a look."""
     key = "numerics/layers.{}.wo/{}"
     rows = [
         {"step": step, key.format(layer, f"{cast}_sqnr_db"): base + 0.125 * spread * (layer == 1)}
@@ -101,18 +101,20 @@ def test_figures_of_one_kind_have_one_color_scale_and_those_that_hardly_vary_are
         for layer in (0, 1)
         for cast, base, spread in (("fprop_input", 31.475, 1), ("fprop_weight", 31.0, 8), ("dgrad_grad", 40.0, 80))
     ]
-    rows += [{"step": 10, key.format(0, "fprop_error"): math.nan}, {"step": 10, key.format(0, "dgrad_error"): 0.03}]
+    others = {"fprop_error": math.nan, "dgrad_error": 0.03, "grad_norm_to_noise": 1.5}
+    rows += [{"step": 10, key.format(0, name): value} for name, value in others.items()]
     found = panels(*rows)
     assert list(found) == [
         "fprop: relative error of the result",
+        "weight gradient: norm / quantization noise",
         "fprop: weight: SQNR (dB)",
         "dgrad: output gradient: SQNR (dB)",
     ]
-    scales = [(found[name].images[0].norm.vmin, found[name].images[0].norm.vmax) for name in list(found)[1:]]
+    scales = [(found[name].images[0].norm.vmin, found[name].images[0].norm.vmax) for name in list(found)[2:]]
     assert scales == [(15.0, 50.0)] * 2
     (text,) = [text[text.index("Not drawn") :] for text in texts if "Not drawn" in text]
     same = "dgrad: relative error of the result (0.03), fprop: input: SQNR (dB) (31.48 to 31.6)."
-    assert text == f"Not drawn, because they vary by less than 2% of the color scale: {same}"
+    assert text == f"Not drawn, because they vary by less than 2 % of the color scale: {same}"
 
 
 def test_remarks_name_the_worst_module():
