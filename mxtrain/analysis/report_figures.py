@@ -142,7 +142,7 @@ def rates_svg(group: Group) -> str:
         figure,
         f"{loss} against the learning rate: {group.title}",
         "Above: the baseline's mean, and this plus the mean of a variant's paired differences. Below: these means,\n"
-        f"their standard errors, on an axis that is logarithmic beyond ±{LINEAR_BELOW:g}. Points of a rate are side by side.",
+        f"their standard errors, on an axis that is logarithmic beyond ±{LINEAR_BELOW:g}. Points of a rate are apart.",
     )
     return _svg(figure)
 
