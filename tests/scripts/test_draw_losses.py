@@ -1,3 +1,5 @@
+import importlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -5,14 +7,11 @@ import pytest
 from matplotlib.figure import Figure
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
+sys.path.insert(0, str(EVIDENCE))
+draw_losses = importlib.import_module("draw_losses")
 
 
-@pytest.fixture(scope="module")
-def draw_losses(import_evidence):
-    return import_evidence("draw_losses")
-
-
-def test_runs_are_read_by_variant_and_seed_and_repetitions_are_left_out(draw_losses):
+def test_runs_are_read_by_variant_and_seed_and_repetitions_are_left_out():
     curves = draw_losses.read(EVIDENCE / "llama3_1b" / "losses.csv", "loss")
     assert {name: list(seeds) for name, seeds in curves.items()} == {
         "bf16": ["0", "1"], "mx_linear": ["0"], "exact": ["0"], "p2": ["0", "1"],
@@ -21,7 +20,7 @@ def test_runs_are_read_by_variant_and_seed_and_repetitions_are_left_out(draw_los
     assert list(draw_losses.read(EVIDENCE / "norm_gradients" / "losses.csv", "grad_norm")["radial"]) == ["0", "1"]
 
 
-def test_the_picture_has_differences_and_every_gradient_norm(draw_losses, monkeypatch):
+def test_the_picture_has_differences_and_every_gradient_norm(monkeypatch):
     drawn = []
     monkeypatch.setattr(draw_losses, "save_picture", lambda figure, path: drawn.append((figure, path)))
     draw_losses.draw(EVIDENCE / "rms_ablations", "exact", gradient_norms=True)
