@@ -166,7 +166,7 @@ def test_links_of_a_package_lead_to_the_repository_that_it_was_built_from(source
         "Project-URL: Paper, https://arxiv.org/abs/2603.13180\n",
         "Project-URL: Repository, https://example.org/some/one\n",
         "Project-URL: Changelog, https://example.org/some/one/blob/HEAD/CHANGELOG.md\n",
-        "](https://example.org/some/one/raw/HEAD/.github/loss.png)\n",
+        "](https://example.org/some/one/raw/HEAD/scripts/evidence/llama3_125m/differences_2.svg)\n",
         "](https://example.org/some/one/blob/HEAD/train_configs/CHOOSING.md),",
         "[TorchTitan](https://github.com/pytorch/torchtitan)",
         "[Limits](#limits)",

@@ -7,7 +7,7 @@ have different lengths are compared at the last number of tokens (or steps) that
 import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mxtrain.analysis.results import HASH_DIGITS, Result, curve_numbers, nonfinite_loss
 from mxtrain.analysis.runs import flat_settings
@@ -68,11 +68,14 @@ class Estimate:
     count: int
     error: float | None
     """Standard error of the mean: the sample's standard deviation / sqrt(count). None for one value"""
+    by_seed: Mapping[Hashable, float] = field(default_factory=dict)
+    """Of paired differences: seed -> difference"""
 
     @property
-    def half_width(self) -> float | None:
-        """Half the width of the confidence interval of Student's t around the mean. None for one value."""
-        return None if self.error is None else student_t(self.count - 1) * self.error
+    def interval(self) -> tuple[float, float]:
+        """The ends of the confidence interval of Student's t around the mean; for one value, twice this value."""
+        half_width = 0.0 if self.error is None else student_t(self.count - 1) * self.error
+        return self.mean - half_width, self.mean + half_width
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
@@ -98,7 +101,9 @@ def paired_difference(values: Mapping[Hashable, float], baseline: Mapping[Hashab
 
     What a seed does to both runs of a pair cancels, so the difference is known better than each mean.
     """
-    return estimate([value - baseline[seed] for seed, value in values.items() if seed in baseline])
+    by_seed = {seed: value - baseline[seed] for seed, value in values.items() if seed in baseline}
+    found = estimate(list(by_seed.values()))
+    return found and replace(found, by_seed=by_seed)
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,11 @@ class Curve:
 
     def minus(self, other: "Curve") -> "Curve":
         """Return the difference of the losses where both curves are, by linear interpolation of ``other``."""
+        validation = values_at(self.validation_x, other.validation_x, other.validation_loss)
         return replace(
             self,
-            loss=self.loss - _at(self.x, other.x, other.loss),
-            validation_loss=self.validation_loss - _at(self.validation_x, other.validation_x, other.validation_loss),
+            loss=self.loss - values_at(self.x, other.x, other.loss),
+            validation_loss=self.validation_loss - validation,
         )
 
 
@@ -113,7 +114,7 @@ def moving_average(values: np.ndarray, half_width: int) -> np.ndarray:
     return np.where(finite, mean, np.nan)
 
 
-def _at(x: np.ndarray, other_x: np.ndarray, values: np.ndarray) -> np.ndarray:
+def values_at(x: np.ndarray, other_x: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return ``values`` at ``x``; NaN where ``other_x`` ends, and beside a value that is not finite."""
     if not len(other_x):
         return np.full(len(x), np.nan)

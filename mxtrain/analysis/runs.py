@@ -171,8 +171,8 @@ def variant_of(facts: dict) -> str:
         return ""
     others = [name for name in facts.get("converters") or [] if name != converter]
     if converter == "none":
-        compute = (facts.get("precision") or "bfloat16").partition(" ")[0]
-        words = [SHORT_DTYPES.get(compute, compute)]
+        compute = (facts.get("precision") or "").partition(" ")[0]
+        words = [SHORT_DTYPES.get(compute, compute or "high precision")]
     else:
         words = [converter, facts.get("recipe")]
     if by_name := facts.get("recipes"):

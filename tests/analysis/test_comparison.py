@@ -37,7 +37,7 @@ def test_means_and_paired_differences_by_hand():
     assert mx.validation.mean == pytest.approx(2.544) and mx.validation.error == pytest.approx(0.026)
     assert mx.validation_difference is None
     assert p2.validation_difference.mean == pytest.approx(-0.0065)
-    assert p2.validation_difference.half_width == pytest.approx(12.7062047 * 0.0125)
+    assert p2.validation_difference.interval[1] == pytest.approx(-0.0065 + 12.7062047 * 0.0125)
     assert p2.tail_difference.mean == 0.0
     assert (p2.memory_gib, p2.tokens_per_second, p2.spikes, alone.validation.error) == (3.0, 10.0, None, None)
 
@@ -311,12 +311,12 @@ def test_a_mean_its_standard_error_and_its_interval_by_hand():
     found = estimate([1.0, 2.0, 4.0, 5.0])  # deviations -2, -1, 1, 2: variance 10/3
     assert (found.mean, found.count) == (3.0, 4)
     assert found.error == pytest.approx((10 / 3 / 4) ** 0.5)
-    assert found.half_width == pytest.approx(3.182446 * 0.9128709, rel=1e-6)
+    assert found.interval == pytest.approx((3.0 - 3.182446 * 0.9128709, 3.0 + 3.182446 * 0.9128709), abs=3e-6)
 
 
 def test_one_value_has_no_error_and_no_interval_and_no_value_no_mean():
     one = estimate([2.5])
-    assert (one.mean, one.count, one.error, one.half_width) == (2.5, 1, None, None)
+    assert (one.mean, one.count, one.error, one.interval) == (2.5, 1, None, (2.5, 2.5))
     assert estimate([]) is None
 
 
@@ -324,6 +324,7 @@ def test_a_paired_difference_takes_the_seeds_that_both_have():
     p2 = {0: 2.551, 1: 2.524, 7: 9.0}
     found = paired_difference(p2, {0: 2.570, 1: 2.518, 8: 1.0})  # -0.019 and +0.006
     assert (found.count, found.mean, found.error) == (2, pytest.approx(-0.0065), pytest.approx(0.0125))
+    assert found.by_seed == {0: pytest.approx(-0.019), 1: pytest.approx(0.006)}
     assert paired_difference(p2, {3: 1.0}) is None
 
 

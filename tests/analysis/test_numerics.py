@@ -1,10 +1,20 @@
 import math
 
 import matplotlib.figure
+import matplotlib.text
 import pytest
 
 from mxtrain.analysis import MetricsWriter, load_run
-from mxtrain.analysis.numerics import CAST_FIGURES, FIGURES, Figure, by_figure, draw_numerics, remarks, wandb_key
+from mxtrain.analysis.numerics import (
+    CAST_FIGURES,
+    FIGURES,
+    SCALES,
+    Figure,
+    by_figure,
+    draw_numerics,
+    remarks,
+    wandb_key,
+)
 from mxtrain.errors import ConfigError
 
 
@@ -28,15 +38,24 @@ def row(step, r2, ratio=5.0, spread=0.2, saturated=0.0):
 
 
 @pytest.fixture
-def panels(tmp_path, monkeypatch):
-    """``panels(*rows)``: the panels of their picture, which is not painted, by the first line of their titles."""
+def texts():
+    """All texts in the picture of ``panels``."""
+    return []
+
+
+@pytest.fixture
+def panels(tmp_path, monkeypatch, texts):
+    """``panels(*rows)``: the panels of their picture, which is not painted, by the title of their figure."""
 
     def panels(*rows):
         pictures = []
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda picture, *args, **_: pictures.append(picture))
         write(tmp_path / "run", rows)
         draw_numerics(load_run(tmp_path / "run"), tmp_path / "a.png")
-        return {axes.get_title().partition("\n")[0]: axes for axes in pictures[0].axes}
+        texts.extend(text.get_text().replace("\n", " ") for text in pictures[0].findobj(matplotlib.text.Text))
+        titles = [(axes, axes.get_title().replace("\n", " ")) for axes in pictures[0].axes]
+        figures = (*FIGURES, *CAST_FIGURES)
+        return {one.title: axes for one in figures for axes, title in titles if title.startswith(one.title)}
 
     return panels
 
@@ -64,15 +83,38 @@ def test_a_low_r2_of_a_precise_estimate_has_no_cross(panels):
     assert sorted(zip(*mark.get_data())) == [(1, 0), (1, 1)], "step 20 of both modules"
 
 
-def test_zero_shares_are_dark_and_as_many_modules_have_names_as_there_is_room_for(panels):
+def test_as_many_modules_have_names_as_there_is_room_for(panels):
     linears = [f"layers.{layer}.wo" for layer in range(40)]
-    errors = {f"numerics/{linear}/fprop_error": 0.03 for linear in linears}
-    found = panels(row(10, [0.99] * 60) | errors | {"numerics/layers.0.ffn_norm/outlier_rows": 0.02})
-    norms = [axes.images[0].norm for title, axes in found.items() if "share saturated" in title or "share of" in title]
-    assert [(norm.vmin, norm.vmax) for norm in norms] == [(0, 0.02), (0, 1)], "zero is not the middle of the scale"
+    errors = {f"numerics/{linear}/fprop_error": 0.03 + 0.01 * (linear == "layers.3.wo") for linear in linears}
+    found = panels(row(10, [0.5, *[0.99] * 59]) | errors)
     names = {title: [text.get_text() for text in axes.get_yticklabels()] for title, axes in found.items()}
     assert names["fprop: relative error of the result"] == linears
     assert names["r² of estimated and true RMS"] == [f"layers.{layer}.ffn_norm" for layer in range(0, 60, 2)]
+
+
+def test_figures_of_one_kind_have_one_color_scale_and_those_that_hardly_vary_are_named(panels, texts):
+    """31.475 to 31.6 dB are one color on a scale of 20 dB. NaN, and a value below its limit, deserve a look."""
+    key = "numerics/layers.{}.wo/{}"
+    rows = [
+        {"step": step, key.format(layer, f"{cast}_sqnr_db"): base + 0.125 * spread * (layer == 1)}
+        for step in (10, 20)
+        for layer in (0, 1)
+        for cast, base, spread in (("fprop_input", 31.475, 1), ("fprop_weight", 31.0, 8), ("dgrad_grad", 40.0, 80))
+    ]
+    others = {"fprop_error": math.nan, "dgrad_error": 0.03, "grad_norm_to_noise": 1.5}
+    rows += [{"step": 10, key.format(0, name): value} for name, value in others.items()]
+    found = panels(*rows)
+    assert list(found) == [
+        "fprop: relative error of the result",
+        "weight gradient: norm / quantization noise",
+        "fprop: weight: SQNR (dB)",
+        "dgrad: output gradient: SQNR (dB)",
+    ]
+    scales = [(found[name].images[0].norm.vmin, found[name].images[0].norm.vmax) for name in list(found)[2:]]
+    assert scales == [(15.0, 50.0)] * 2
+    (text,) = [text[text.index("Not drawn") :] for text in texts if "Not drawn" in text]
+    same = "dgrad: relative error of the result (0.03), fprop: input: SQNR (dB) (31.48 to 31.6)."
+    assert text == f"Not drawn, because they vary by less than 2 % of the color scale: {same}"
 
 
 def test_remarks_name_the_worst_module():
@@ -119,12 +161,13 @@ def worthy(figure, value, second=None):
 
 
 def test_what_deserves_a_look():
-    figure = Figure("ratio", "ratio", 0.5, 2.0)
+    figure = Figure("ratio", "ratio", "ratio", 0.5, 2.0)
     assert [worthy(figure, value) for value in (0.4, 0.5, 2.0, 2.1, math.nan)] == [True, False, False, True, True]
-    assert figure.limit == "below 0.5 or above 2" and Figure("x", "x").limit == ""
-    assert figure.distance(0.1) > figure.distance(0.4) and not worthy(Figure("x", "x"), math.inf)
-    with_a_second = Figure("r2", "r2", 0.95, only_above=("std", 0.1))
+    assert figure.limit == "below 0.5 or above 2" and Figure("x", "x", "x").limit == ""
+    assert figure.distance(0.1) > figure.distance(0.4) and not worthy(Figure("x", "x", "x"), math.inf)
+    with_a_second = Figure("r2", "r2", "share", 0.95, only_above=("std", 0.1))
     assert [worthy(with_a_second, 0.5, second) for second in (0.1, 0.2, math.nan)] == [False, True, True]
     assert worthy(with_a_second, 0.5), "a second figure that was not measured excuses nothing"
     figures = (*FIGURES, *CAST_FIGURES)
     assert len({figure.name for figure in figures}) == len(figures) == 54
+    assert {figure.kind for figure in figures} == SCALES.keys()

@@ -38,12 +38,12 @@ def test_the_report_is_markdown_with_figures_and_one_html_file_without_other_fil
     markdown, page = write_report(folder, report("a & b", groups, ["gone does not exist"]))
     text = markdown.read_text()
     assert "# a & b\n" in text and "- gone does not exist" in text and r"| mx\|linear | 0.001 | 2 |" in text
-    assert sorted(re.findall(r"\]\((\w+\.svg)\)", text)) == ["curves.svg", "learning_rates.svg"]
-    for name in ("curves.svg", "learning_rates.svg"):
-        assert (folder / name).read_text().count("mx|linear") == 1, "the legend names a variant once"
+    files = ["differences.svg", "curves.svg", "learning_rates.svg"]
+    assert re.findall(r"\]\((\w+\.svg)\)", text) == files
+    assert text.index("](differences.svg)") < text.index("| variant |"), "the result comes first"
     html = page.read_text()
     assert "<h1>a &amp; b</h1>" in html and "&lt;p2&gt;" in html and "<p2>" not in html
-    assert re.findall(r'src="(.{10})', html) == ["data:image"] * 2 and "href" not in html
+    assert re.findall(r'src="(.{10})', html) == ["data:image"] * 3 and "href" not in html
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     write_report(folder, report("a & b", groups, ["gone does not exist"]))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "equal reports are equal files"
@@ -57,17 +57,17 @@ def test_figures_show_names_as_they_are(tmp_path):
         for lr in (1e-3, 3e-3)
     ]
     write_report(tmp_path / "report", report("t", compare(results), []))
-    for name in ("curves.svg", "learning_rates.svg"):
-        svg = (tmp_path / "report" / name).read_text()
-        assert "> _a</text>" in svg and ">lr$x^$</text>" in svg
+    for name, title in (("curves", "> _a</text>"), ("learning_rates", "> _a</text>"), ("differences", "that of _a: ")):
+        svg = (tmp_path / "report" / f"{name}.svg").read_text()
+        assert title in svg and ">lr$x^$</text>" in svg
 
 
-def test_one_rate_without_curves_has_no_figure_and_one_seed_no_interval():
+def test_one_rate_without_curves_has_one_figure_and_one_seed_no_interval():
     rows = [Result(name, name, 1e-3, 0, 10, 2.0 + shift, "tiny") for shift, name in enumerate("ab")]
     (group,) = compare(rows)
     (_, a, b) = losses_table(group)
     assert a[3:7] == ("-", "-", "2.0000", "baseline") and b[3:7] == ("-", "-", "3.0000", "+1.0000 (one pair)")
-    assert set(report("t", [group], [])) == {"report.md", "report.html"}
+    assert set(report("t", [group], [])) == {"differences.svg", "report.md", "report.html"}
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

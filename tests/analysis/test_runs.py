@@ -90,8 +90,8 @@ def test_nonfinite_losses_are_kept(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "variant"),
     [
-        ({"converter": "none", "recipe": None, "p": None, "estimator": None}, "bf16"),
-        ({"converter": "none", "converters": ["fused_rmsnorm"]}, "bf16, fused_rmsnorm"),
+        ({"converter": "none", "recipe": None, "p": None, "estimator": None}, "high precision"),
+        ({"converter": "none", "converters": ["fused_rmsnorm"]}, "high precision, fused_rmsnorm"),
         ({"converter": "none", "precision": "float32 compute, float32 parameters"}, "fp32"),
         ({"converter": "none", "precision": "bfloat16 compute, float32 parameters"}, "bf16"),
         (

@@ -47,15 +47,15 @@ def without_picture(monkeypatch):
 def test_a_table_has_one_aligned_line_per_run(tmp_path):
     runs = [
         load_run(make_run(tmp_path / "a", [10.0, 9.0, 8.0], validation=8.25)),
-        load_run(make_run(tmp_path / "longer-name", [10.0, math.nan], converter="none")),
+        load_run(make_run(tmp_path / "longer-name", [10.0, math.nan], converter="none", precision="float32 compute")),
     ]
     lines = table(runs).splitlines()
     header, first, second = [line.split() for line in lines]
     assert header[:3] == ["run", "variant", "steps"]
-    assert [line.index(word) for line, word in zip(lines, ("variant", "mxnorm", "bf16"))] == [13] * 3
+    assert [line.index(word) for line, word in zip(lines, ("variant", "mxnorm", "fp32"))] == [13] * 3
     assert len({len(line) for line in lines}) == 1  # numbers align right
     assert first == ["a", "mxnorm", "mxfp8", "p=2", "3", "10.0000", "8.0000", "8.0000", "8.2500", "3,012", "1.25"]
-    assert second == ["longer-name", "bf16", "2", "10.0000", "nan", "nan", "-", "3,012", "1.25"]
+    assert second == ["longer-name", "fp32", "2", "10.0000", "nan", "nan", "-", "3,012", "1.25"]
 
 
 def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):

@@ -10,7 +10,7 @@ from mxtrain.run_folder.comparison import PairedRun, write_comparison
 @pytest.mark.parametrize("is_comparison", [True, False])
 def test_the_report_goes_into_the_folder_of_a_comparison_only(tmp_path, monkeypatch, is_comparison):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "curves_svg", lambda group: "")  # drawing is slow, and tested elsewhere
+    monkeypatch.setattr(report, "FIGURES", {})  # drawing is slow, and tested elsewhere
     folder = Path("runs")
     (folder / "a").mkdir(parents=True)
     rows = '{"step": 5, "loss": 3.0}\n{"step": 1, "validation_loss": 4.0}\n'

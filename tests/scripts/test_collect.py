@@ -1,5 +1,6 @@
 import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.comparison import compare
-from mxtrain.analysis.report import MARKDOWN_FILE, report
+from mxtrain.analysis.report_figures import differences_svg
 from mxtrain.analysis.results import COLUMNS, read_results, result_of
 from mxtrain.errors import ConfigError
 from tests.support.paired_runs import make_run
@@ -52,14 +53,16 @@ def test_a_run_that_shared_its_gpu_has_no_speed(tmp_path):
 
 
 @pytest.mark.parametrize("table", sorted(EVIDENCE.glob("*.csv")), ids=lambda path: path.stem)
-def test_the_committed_tables_are_read_whole_and_their_reports_are_up_to_date(table, tmp_path):
+def test_the_committed_tables_are_read_whole_and_their_pictures_are_up_to_date(table, tmp_path):
     results = read_results(table)
     collect.append_results(tmp_path / "again.csv", results)
     assert table.read_text() == (tmp_path / "again.csv").read_text()
-    text = (EVIDENCE / table.stem / MARKDOWN_FILE).read_text()
-    baseline = text.partition("Baseline: ")[2].partition("\n")[0]
-    drawn = report(table.name, compare(results, baseline), [])[MARKDOWN_FILE]
-    assert text == drawn, "draw it again with the command in scripts/evidence/README.md"
+    pictures = [path.read_text() for path in sorted((EVIDENCE / table.stem).glob("differences*.svg"))]
+    baseline = re.search("minus that of (.*?): ", pictures[0])[1]
+    drawn = [differences_svg(group) for group in compare(results, baseline)]
+    numbers = [re.findall(r"[-+]\d\.\d{4} .*?pairs?\)", picture) for picture in (*pictures, *drawn)]
+    again = "draw them again with the command in scripts/evidence/README.md"
+    assert numbers[0] and numbers[: len(drawn)] == numbers[len(pictures) :], again
 
 
 def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
