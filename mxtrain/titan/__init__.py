@@ -13,12 +13,13 @@ from mxtrain.titan.engine import RELEASE
 if not torch.cuda.is_available():
     cpu.use_cpu()
 
-if RELEASE == "v02":
+# mypy takes the first of two declarations. This one allows all arguments of the other.
+if RELEASE == "v03":
+    from mxtrain.titan.v03.with_mxtrain import with_mxtrain
+else:
     from mxtrain.titan.v02.models.train_specs import with_mxtrain
     from mxtrain.titan.v02.register import register
 
     register()
-else:
-    from mxtrain.titan.v03.with_mxtrain import with_mxtrain
 
 __all__ = ["with_mxtrain"]

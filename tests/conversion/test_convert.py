@@ -219,8 +219,11 @@ def unchanged(model):
             {"converter": "fused_rmsnorm", "filter_fqns": ["layers", "norm"]},
             r"finds nothing to convert in this Llama\n  layers.* and \d+ more: named in filter_fqns$",
         ),
-        ({"converter": "mx_linear", "p": 1}, "converter = 'mx_linear': setting = 'p' is not one of"),
-        ({"filters": ["output"]}, "converter = 'mxnorm': setting = 'filters' is not one of: 'filter_fqns', 'recipe'"),
+        ({"converter": "mx_linear", "p": 1}, "p = 1 is not a setting of converter 'mx_linear'; all"),
+        (
+            {"filters": ["output"]},
+            "^filters = .* is not a setting of converter 'mxnorm'; allowed are: 'filter_fqns', 'recipe'",
+        ),
         ({"recipe": "mx"}, "recipe = 'mx' is not one of"),
         ({"p": True}, "p = True is not one of: 1, 2"),
         ({"p": 2.0}, r"p = 2\.0 is not one of: 1, 2"),

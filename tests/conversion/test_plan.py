@@ -201,7 +201,9 @@ def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():
     ],
 )
 def test_a_converter_refuses_settings_of_another(converter, setting, known):
-    with pytest.raises(ConfigError, match=f"^converter = '{converter}': setting = '{setting}' is not one of: {known}"):
+    with pytest.raises(
+        ConfigError, match=f"^{setting} = None is not a setting of converter '{converter}'; allowed are: {known}"
+    ):
         get_converter(converter, {setting: None})
 
 
