@@ -234,6 +234,10 @@ def unchanged(model):
         ({"filter_fqns": "output"}, r"filter_fqns = 'output' is not a list: write \['output'\]"),
         ({"filter_fqns": 3}, "filter_fqns = 3 is not a list of names of modules"),
         ({"filter_fqns": [1]}, "filter_fqns: 1 is not the name of a module"),
+        ({"filter_fqns": torch.zeros(2)}, r"filter_fqns: tensor\(0.\) is not the name of a module"),
+        ({"tensor_scale": 0}, "tensor_scale = 0 needs recipe 'nvfp4', not 'mxfp8'"),
+        ({"tensor_scale": torch.zeros(2)}, "tensor_scale = tensor"),
+        ({"recipe": "nvfp4", "scale_rounding": False}, "scale_rounding = False does not apply to recipe 'nvfp4'"),
         ({"example_inputs": ()}, "one forward pass without data failed with TypeError"),
     ],
 )
