@@ -3,7 +3,7 @@
 Nobody runs it. Lines with "type: ignore" are mistakes: a checker that accepts one reports an unused comment.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -94,7 +94,14 @@ assert_type(mxtrain.__version__, str)
 assert_type(recipe.fprop, Recipe)
 Recipe("mine", "mxfp8", 32)  # type: ignore
 print(mxtrain.nothing)  # type: ignore
-with_mxtrain()  # type: ignore
+
+
+def spec_with_mxtrain(spec: Any) -> None:
+    with_mxtrain(spec)
+    with_mxtrain(spec, ["mxnorm", "fused_norm"], mxnorm={"recipe": "nvfp4"})
+    with_mxtrain(spec, "mxnorm", 1)  # type: ignore
+
+
 try:
     pass
 except ConfigError as error:
