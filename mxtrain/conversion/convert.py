@@ -22,8 +22,8 @@ from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
-# For editors and type checkers. tests/conversion/test_overloads.py compares names, types and defaults of settings with
-# the converters' fields.
+# For editors and type checkers. tests/conversion/test_overloads.py compares settings, types and defaults with the fields
+# of the converters.
 @overload
 def convert(
     model: nn.Module,
@@ -142,16 +142,17 @@ def convert(
     return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-def _settings_of(converter: type[Converter]) -> str:
-    """Names and defaults of a converter's settings, for the help."""
-    instance = converter()
-    settings = ", ".join(f"{field.name}={getattr(instance, field.name)!r}" for field in fields(converter))
-    return fill(f'"{converter.name}": {settings}', 118, initial_indent=" " * 8, subsequent_indent=" " * 12)
+def _help_on_settings() -> str:
+    lines = ["    Settings and their defaults:"]
+    for name, converter in CONVERTERS.items():
+        defaults = converter()
+        settings = ", ".join(f"{field.name}={getattr(defaults, field.name)!r}" for field in fields(converter))
+        lines.append(fill(f'"{name}": {settings}', 118, initial_indent=" " * 8, subsequent_indent=" " * 12))
+    return "\n".join(lines)
 
 
-if convert.__doc__ is not None:  # it is under python -OO
-    settings = "\n".join(map(_settings_of, CONVERTERS.values()))
-    convert.__doc__ += f"\n    Settings and their defaults:\n{settings}\n    "
+if convert.__doc__ is not None:  # python -OO drops it
+    convert.__doc__ += f"\n{_help_on_settings()}\n    "
 
 
 def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs = None, prefix: str = "") -> Plan:
