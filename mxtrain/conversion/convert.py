@@ -22,8 +22,8 @@ from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
-# For editors and type checkers. tests/conversion/test_overloads.py compares settings, types and defaults with the fields
-# of the converters.
+# For editors and type checkers. tests/conversion/test_overloads.py compares settings, types and defaults with the
+# fields of the converters.
 @overload
 def convert(
     model: nn.Module,
