@@ -14,8 +14,8 @@ nested tables cannot read field types that are strings.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mxtrain.recipes.formats import P, ScaleRounding
-from mxtrain.recipes.recipe import Estimator, TensorScale
+from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
+from mxtrain.recipes.recipe import ESTIMATORS, TENSOR_SCALES
 from mxtrain.recipes.schedule import RMSNORM
 from mxtrain.settings.types import (
     Amount,
@@ -69,9 +69,9 @@ class Guard:
     there is no guard
     """
 
-    p: P | None = None
+    p: Literal[P_VALUES] | None = None
     """p of all norms after a spike"""
-    estimator: Estimator | None = None
+    estimator: Literal[ESTIMATORS] | None = None
     """Estimator of all norms after a spike: "exact", for example"""
     norm: Literal[RMSNORM] | None = None
     """After a spike, "rmsnorm": norms and the linears that they feed are in high precision"""
@@ -87,7 +87,7 @@ class Guard:
 class MXNorm:
     resume = Resume.REFUSED
 
-    p: P = 2
+    p: Literal[P_VALUES] = 2
     """Exponent of the p-mean over block maxima that estimates the RMS: 1 or 2"""
     recipe: str = "mxfp8"
     """
@@ -105,19 +105,19 @@ class MXNorm:
     with lines such as "layers.0" = "bf16"
     """
 
-    estimator: Estimator = "pre_round"
+    estimator: Literal[ESTIMATORS] = "pre_round"
     """
     Where the norm's RMS comes from: "pre_round" (block maxima, the method), "post_round" (block scales
     after rounding, an ablation) or "exact" (the true RMS, a control)
     """
 
-    scale_rounding: ScaleRounding | None = None
+    scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
     How a block's scale is rounded to a power of two: "rceil" (up, the default) or "floor" (OCP, saturates). Not for
     NVFP4
     """
 
-    tensor_scale: TensorScale | None = None
+    tensor_scale: Literal[TENSOR_SCALES] | None = None
     """
     NVFP4: source of the per-tensor scale of a norm's output: "static" (known before training, from MXNorm's bound) or
     "dynamic" (the largest element). Unset keeps the recipe's choice. All other operands have dynamic scales

@@ -19,8 +19,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 from mxtrain.data.config import LARGEST_VOCABULARY
 from mxtrain.files import local_path
 from mxtrain.json_toml import parse
-from mxtrain.recipes.formats import P
-from mxtrain.recipes.recipe import Estimator
+from mxtrain.recipes.formats import P_VALUES
+from mxtrain.recipes.recipe import ESTIMATORS
 from mxtrain.recipes.schedule import RMSNORM
 
 
@@ -121,8 +121,8 @@ class ScheduleEntry(TypedDict, total=False):
     until_share: float
     modules: list[str]
     recipe: str
-    p: P
-    estimator: Estimator
+    p: Literal[P_VALUES]
+    estimator: Literal[ESTIMATORS]
     norm: Literal[RMSNORM]
 
 
