@@ -1,12 +1,16 @@
 """What pyproject.toml cannot say: a wheel's packages, and the links to the repository that it is built from.
 
-A wheel holds mxtrain, and the folder train_configs as data inside it. Its description is README.md, whose relative
-links and pictures lead nowhere outside of the repository. They become absolute, with the address of the Git remote
-"origin"; without such an address they stay as they are.
+A wheel holds mxtrain, and the folder train_configs as data inside it. An editable installation reads that folder where
+it is. All its packages are then under one path, which setuptools writes into a .pth file. For packages in several
+places it would write an import hook, which type checkers do not run.
+
+The description is README.md, whose relative links and pictures lead nowhere outside of the repository. They become
+absolute, with the address of the Git remote "origin"; without such an address they stay as they are.
 """
 
 import re
 import subprocess
+import sys
 from email import message_from_string
 from pathlib import Path
 
@@ -57,9 +61,11 @@ def links() -> dict:
     return dict(long_description=absolute(text, address), project_urls=urls)
 
 
+IS_EDITABLE = "editable_wheel" in sys.argv
+
 setup(
-    packages=[*find_packages(include=["mxtrain", "mxtrain.*"]), CONFIGS],
-    package_dir={CONFIGS: "train_configs"},
+    packages=[*find_packages(include=["mxtrain", "mxtrain.*"]), *([] if IS_EDITABLE else [CONFIGS])],
+    package_dir={"": "."} if IS_EDITABLE else {CONFIGS: "train_configs"},
     long_description_content_type="text/markdown",
     **links(),
 )

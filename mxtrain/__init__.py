@@ -5,6 +5,7 @@ command line) costs nothing until PyTorch is needed.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 _PUBLIC = {
     "norm_constant": "mxtrain.recipes.formats",
@@ -28,12 +29,30 @@ _PUBLIC = {
 __all__ = list(_PUBLIC)
 __version__ = "0.1.0"
 
+# Type checkers see no names that a function finds, and with the function they would accept any name.
+if TYPE_CHECKING:
+    from mxtrain.conversion.convert import convert as convert
+    from mxtrain.errors import ConfigError as ConfigError
+    from mxtrain.nn.decompose_k_router import DecomposeKRouter as DecomposeKRouter
+    from mxtrain.nn.decompose_k_router import decompose_k_mm as decompose_k_mm
+    from mxtrain.nn.mx_linear import MXLinear as MXLinear
+    from mxtrain.nn.mxnorm import MXNorm as MXNorm
+    from mxtrain.nn.mxnorm import MXNormLinear as MXNormLinear
+    from mxtrain.nn.row_norms import FusedLayerNorm as FusedLayerNorm
+    from mxtrain.nn.row_norms import FusedRMSNorm as FusedRMSNorm
+    from mxtrain.nn.row_norms import layer_norm as layer_norm
+    from mxtrain.nn.row_norms import rms_norm as rms_norm
+    from mxtrain.ops.mxnorm import mxnorm_cast as mxnorm_cast
+    from mxtrain.recipes.formats import norm_constant as norm_constant
+    from mxtrain.recipes.recipe import Recipe as Recipe
+    from mxtrain.reference.nvfp4 import static_tensor_scale as static_tensor_scale
+    from mxtrain.rng.rounding import set_rounding_step as set_rounding_step
+else:
 
-def __getattr__(name: str):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'mxtrain' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    def __getattr__(name: str):
+        if name not in _PUBLIC:
+            raise AttributeError(f"module 'mxtrain' has no attribute {name!r}")
+        return getattr(import_module(_PUBLIC[name]), name)
 
-
-def __dir__():
-    return sorted(set(globals()) | set(_PUBLIC))
+    def __dir__():
+        return sorted(__all__)

@@ -49,7 +49,7 @@ die() {
 
 active_environment_holds_mxtrain() {
     local packages="mxtrain torch torchtitan torchao"
-    if [ "$1" = dev ]; then packages="$packages pytest pytest-xdist hypothesis ruff"; fi
+    if [ "$1" = dev ]; then packages="$packages pytest pytest-xdist hypothesis ruff mypy pyright"; fi
     # From /, because an editable installation leaves metadata in the checkout that every Python finds there.
     [ "${VIRTUAL_ENV:-}" != "$VENV" ] && (cd / && python3 - $packages) >/dev/null 2>&1 <<'PYTHON_CODE'
 import os, sys

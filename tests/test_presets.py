@@ -15,6 +15,7 @@ import tomli
 from mxtrain import cli
 from mxtrain.config import config_path, find_setting, load_config, presets, summary
 from mxtrain.errors import ConfigError
+from tests.support.packages import copy_source, pip
 
 ROOT = Path(__file__).parents[1]
 FILES = {path.stem: path for path in (ROOT / "train_configs").glob("*.toml")}
@@ -98,22 +99,9 @@ def test_init_of_what_is_no_preset(tmp_path, monkeypatch, capsys):
 # A wheel
 
 
-def pip(*arguments, **options):
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
-    assert result.returncode == 0, result.stderr
-    return result
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of what is built, because a build writes into its folder."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in ("mxtrain", "train_configs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / name)
-    return folder
+    return copy_source(tmp_path_factory.mktemp("source"))
 
 
 @pytest.fixture(scope="module")

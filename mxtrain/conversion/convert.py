@@ -1,23 +1,97 @@
 """``mxtrain.convert``: survey a model, plan its conversion, swap its modules."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from textwrap import fill
+from typing import Any, Literal
 
 import torch.nn as nn
+from typing_extensions import overload  # before Python 3.11, typing's cannot be listed
 
-from mxtrain.conversion.converters import Converter, get_converter
+from mxtrain.conversion.converters import CONVERTERS, Converter, get_converter
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.survey import survey
 from mxtrain.conversion.swap import swap
 from mxtrain.errors import ConfigError
 from mxtrain.inductor.passes import install, remove
+from mxtrain.nn.row_norms import WhenCompiled
+from mxtrain.ops.hardware import Mode
+from mxtrain.recipes.formats import P, ScaleRounding
+from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale
+
+ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
+# For editors and type checkers. tests/conversion/test_overloads.py compares settings, types and defaults with the
+# fields of the converters.
+@overload
+def convert(
+    model: nn.Module,
+    converter: Literal["mxnorm"] = "mxnorm",
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+    recipe: str | LinearRecipe | None = "mxfp8",
+    recipes: Mapping[str, str | LinearRecipe] | None = {},
+    scale_rounding: ScaleRounding | None = None,
+    tensor_scale: TensorScale | None = None,
+    weight_tiles: bool | None = None,
+    hadamard: bool | None = None,
+    stochastic_rounding: bool | None = None,
+    high_precision_share: float | None = None,
+    mode: Mode | None = "auto",
+    seed: int | None = 0,
+    graph_passes: bool | None = True,
+    p: P | None = 2,
+    estimator: Estimator | None = "pre_round",
+    eps: float | None = None,
+    group_linears: bool | None = True,
+) -> Plan: ...
+@overload
+def convert(
+    model: nn.Module,
+    converter: Literal["mx_linear"],
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+    recipe: str | LinearRecipe | None = "mxfp8",
+    recipes: Mapping[str, str | LinearRecipe] | None = {},
+    scale_rounding: ScaleRounding | None = None,
+    tensor_scale: TensorScale | None = None,
+    weight_tiles: bool | None = None,
+    hadamard: bool | None = None,
+    stochastic_rounding: bool | None = None,
+    high_precision_share: float | None = None,
+    mode: Mode | None = "auto",
+    seed: int | None = 0,
+    graph_passes: bool | None = True,
+) -> Plan: ...
+@overload
+def convert(
+    model: nn.Module,
+    converter: Literal["fused_norm", "fused_rmsnorm"],
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+    when_compiled: WhenCompiled | None = "auto",
+) -> Plan: ...
+@overload
+def convert(
+    model: nn.Module,
+    converter: Literal["decompose_k_router"],
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+) -> Plan: ...
 def convert(
     model: nn.Module,
     converter: str = "mxnorm",
     *,
-    example_inputs: tuple | Mapping | None = None,
+    example_inputs: ExampleInputs = None,
     prefix: str = "",
     **settings,
 ) -> Plan:
@@ -50,7 +124,7 @@ def convert(
             in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
             settings and in the plan are those within the part, whose blocks ``high_precision_share`` counts.
         **settings: the fields of the converter's class (``mxtrain.conversion.converters``), such as ``p=1`` or
-            ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
+            ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default; the defaults are listed below.
 
     Returns:
         The plan that was carried out: what was swapped, and what was kept and why. Print it.
@@ -68,9 +142,20 @@ def convert(
     return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-def apply(
-    converter: Converter, model: nn.Module, example_inputs: tuple | Mapping | None = None, prefix: str = ""
-) -> Plan:
+def _help_on_settings() -> str:
+    lines = ["    Settings and their defaults:"]
+    for name, converter in CONVERTERS.items():
+        defaults = converter()
+        settings = ", ".join(f"{field.name}={getattr(defaults, field.name)!r}" for field in fields(converter))
+        lines.append(fill(f'"{name}": {settings}', 118, initial_indent=" " * 8, subsequent_indent=" " * 12))
+    return "\n".join(lines)
+
+
+if convert.__doc__ is not None:  # python -OO drops it
+    convert.__doc__ += f"\n{_help_on_settings()}\n    "
+
+
+def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs = None, prefix: str = "") -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
     plan = replace(converter.plan(facts), note=facts.failed_pass)

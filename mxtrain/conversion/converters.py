@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from numbers import Integral
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 import torch.nn as nn
@@ -32,11 +32,19 @@ from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.experts import check_tiles, has_nvfp4
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
-from mxtrain.nn.row_norms import WHEN_COMPILED
+from mxtrain.nn.row_norms import WHEN_COMPILED, WhenCompiled
 from mxtrain.nn.three_gemms import check_features
-from mxtrain.ops.hardware import MODES, check_mode, default_device_type, resolve_mode
+from mxtrain.ops.hardware import Mode, check_mode, default_device_type, resolve_mode
+from mxtrain.recipes.formats import P, ScaleRounding
 from mxtrain.recipes.parse import SWITCHES, get_recipes
-from mxtrain.recipes.recipe import HIGH_PRECISION, LinearRecipe, RMSEstimate, recipe_of_norm
+from mxtrain.recipes.recipe import (
+    HIGH_PRECISION,
+    Estimator,
+    LinearRecipe,
+    RMSEstimate,
+    TensorScale,
+    recipe_of_norm,
+)
 
 # Dtypes of parameters that every recipe takes.
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -65,10 +73,13 @@ class Converter(ABC):
     filter_fqns: Iterable[str] | None = None
 
     def __post_init__(self):
-        if not isinstance(self.filter_fqns, Iterable | None):
-            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list of names of modules")
-        if isinstance(self.filter_fqns, str):
-            raise ConfigError(f"filter_fqns = {self.filter_fqns!r} is not a list: write [{self.filter_fqns!r}]")
+        names = self.filter_fqns
+        if isinstance(names, str):
+            raise ConfigError(f"filter_fqns = {names!r} is not a list: write [{names!r}]")
+        try:
+            self.filter_fqns = None if names is None else list(names)
+        except TypeError:
+            raise ConfigError(f"filter_fqns = {names!r} is not a list of names of modules") from None
 
     @abstractmethod
     def plan(self, survey: Survey) -> Plan:
@@ -126,13 +137,13 @@ class MXLinearConverter(Converter):
 
     recipe: str | LinearRecipe = "mxfp8"
     recipes: Mapping[str, str | LinearRecipe] = field(default_factory=dict)
-    scale_rounding: str | None = None
-    tensor_scale: str | None = None
+    scale_rounding: ScaleRounding | None = None
+    tensor_scale: TensorScale | None = None
     weight_tiles: bool | None = None
     hadamard: bool | None = None
     stochastic_rounding: bool | None = None
     high_precision_share: float | None = None
-    mode: str = "auto"
+    mode: Mode = "auto"
     seed: int = 0
     graph_passes: bool = True
 
@@ -141,7 +152,7 @@ class MXLinearConverter(Converter):
         self.default_recipe, self.recipe_by_pattern = get_recipes(
             self.recipe, self.recipes, **{switch: getattr(self, switch) for switch in SWITCHES}
         )
-        require_one_of("mode", self.mode, ("auto", *MODES))
+        require_one_of("mode", self.mode, get_args(Mode))
         require_one_of("graph_passes", self.graph_passes, (True, False))
         if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
             raise ConfigError(f"seed = {self.seed!r} is not an integer")
@@ -305,8 +316,8 @@ class MXNormConverter(MXLinearConverter):
     watches_norms: ClassVar[bool] = True
     way_out: ClassVar[str] = "It needs an RMSNorm that feeds only linears. 'mx_linear' converts linears without norms."
 
-    p: int = 2
-    estimator: str = "pre_round"
+    p: P = 2
+    estimator: Estimator = "pre_round"
     eps: float | None = None
     group_linears: bool = True
 
@@ -413,7 +424,7 @@ class FusedNormConverter(Converter):
     name: ClassVar[str] = "fused_norm"
     kinds: ClassVar[tuple[NormKind, ...]] = (nn.RMSNorm, nn.LayerNorm)
 
-    when_compiled: str = "auto"
+    when_compiled: WhenCompiled = "auto"
 
     def __post_init__(self):
         super().__post_init__()
@@ -483,6 +494,8 @@ def get_converter(name: str, settings: Mapping) -> Converter:
     """
     require_one_of("converter", name, CONVERTERS)
     known = [setting.name for setting in fields(CONVERTERS[name])]
-    for setting in settings:
-        require_one_of(f"converter = {name!r}: setting", setting, known)
+    for setting, value in settings.items():
+        if setting not in known:
+            allowed = ", ".join(map(repr, known))
+            raise ConfigError(f"{setting} = {value!r} is not a setting of converter {name!r}; allowed are: {allowed}")
     return CONVERTERS[name](**{setting: value for setting, value in settings.items() if value is not None})

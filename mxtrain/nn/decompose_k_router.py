@@ -17,6 +17,7 @@ from mxtrain.nn.split import own_part
 from mxtrain.ops import decompose_k as ops
 from mxtrain.ops.arguments import check_tensor
 from mxtrain.reference.casts import at_least_fp32
+from mxtrain.reference.decompose_k import Epilogue
 
 
 @untraced
@@ -72,7 +73,7 @@ def decompose_k_mm(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: torch.Tensor | None = None,
-    epilogue: str | None = None,
+    epilogue: Epilogue | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute epilogue(a b + bias) for small results and long reductions: programs share K, then sum their parts.

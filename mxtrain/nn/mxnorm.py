@@ -46,11 +46,12 @@ from mxtrain.nn.three_gemms import (
 )
 from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.gemm import Operand
-from mxtrain.ops.hardware import check_mode, mode_in_forward
+from mxtrain.ops.hardware import Mode, check_mode, mode_in_forward
 from mxtrain.ops.mxnorm import fold_backward, norm_backward
 from mxtrain.ops.quantize import normalize
+from mxtrain.recipes.formats import P
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate, from_key
+from mxtrain.recipes.recipe import Estimator, LinearRecipe, RMSEstimate, from_key
 from mxtrain.recipes.schedule import LayerState
 
 
@@ -189,10 +190,10 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         *,
-        p: int = 2,
-        estimator: str = "pre_round",
-        recipe="mxfp8",
-        mode="auto",
+        p: P = 2,
+        estimator: Estimator = "pre_round",
+        recipe: str | LinearRecipe = "mxfp8",
+        mode: Mode = "auto",
         **factory_kwargs,
     ):
         self.recipe = get_recipe(recipe)
@@ -211,7 +212,14 @@ class MXNorm(RecipeModule, nn.RMSNorm):
 
     @classmethod
     def from_rms_norm(
-        cls, norm: nn.RMSNorm, *, p=2, estimator="pre_round", eps: float | None = None, recipe="mxfp8", mode="auto"
+        cls,
+        norm: nn.RMSNorm,
+        *,
+        p: P = 2,
+        estimator: Estimator = "pre_round",
+        eps: float | None = None,
+        recipe: str | LinearRecipe = "mxfp8",
+        mode: Mode = "auto",
     ) -> "MXNorm":
         """Return the MXNorm that replaces ``norm`` and shares its gain; ``eps`` None keeps the eps of ``norm``."""
         if len(norm.normalized_shape) != 1:
@@ -219,8 +227,8 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         if eps is None:
             # nn.RMSNorm without eps uses the machine epsilon of its input's dtype; fp32's stands for it.
             eps = norm.eps if norm.eps is not None else torch.finfo(torch.float32).eps
-        settings = dict(p=p, estimator=estimator, recipe=recipe, mode=mode)
-        new = cls(norm.normalized_shape[0], eps, norm.elementwise_affine, **settings, device="meta")
+        shape, affine = norm.normalized_shape[0], norm.elementwise_affine
+        new = cls(shape, eps, affine, p=p, estimator=estimator, recipe=recipe, mode=mode, device="meta")
         new.weight, new.plain_eps = norm.weight, norm.eps
         return new.train(norm.training)
 

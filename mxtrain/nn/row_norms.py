@@ -6,6 +6,7 @@ have a bias.
 
 import math
 from numbers import Real
+from typing import Literal, get_args, overload
 
 import torch
 import torch.nn as nn
@@ -25,7 +26,8 @@ if HAS_TRITON:
 # The kernels take all but float64, which is for gradcheck and oracles.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-WHEN_COMPILED = ("auto", "kernel", "formula")
+WhenCompiled = Literal["auto", "kernel", "formula"]
+WHEN_COMPILED = get_args(WhenCompiled)
 
 # Measured to be faster: Inductor fuses the residual add and the casts around the norm with the formula only.
 AUTO_WHEN_COMPILED = "formula"
@@ -88,6 +90,14 @@ class _RowNormFunction(torch.autograd.Function):
         return dx if needs_x else None, dweight, dbias, dx if needs_residual else None, None, None
 
 
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: None = None
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor = ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -116,6 +126,22 @@ def rms_norm(
     return _row_norm("rms_norm", x, weight, None, residual, eps)
 
 
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: None = None,
+) -> torch.Tensor: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    residual: torch.Tensor = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -233,7 +259,7 @@ class _FusedNorm(nn.Module):
     It defines ``_fused(x, residual)``, which calls the public function.
     """
 
-    when_compiled: str
+    when_compiled: WhenCompiled
 
     @staticmethod
     def _check_settings(dim, when_compiled: str) -> None:
@@ -287,7 +313,7 @@ class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
         eps: float | None = 1e-5,
         elementwise_affine: bool = True,
         *,
-        when_compiled: str = "auto",
+        when_compiled: WhenCompiled = "auto",
         **factory_kwargs,
     ):
         self._check_settings(dim, when_compiled)
@@ -295,7 +321,7 @@ class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
         self.when_compiled = when_compiled
 
     @classmethod
-    def from_rms_norm(cls, norm: nn.RMSNorm, *, when_compiled: str = "auto") -> "FusedRMSNorm":
+    def from_rms_norm(cls, norm: nn.RMSNorm, *, when_compiled: WhenCompiled = "auto") -> "FusedRMSNorm":
         """Return the FusedRMSNorm that replaces ``norm`` and shares its weight."""
         shape, affine = norm.normalized_shape, norm.elementwise_affine
         new = cls(shape, norm.eps, affine, when_compiled=when_compiled, device="meta")
@@ -329,7 +355,7 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
         elementwise_affine: bool = True,
         bias: bool = True,
         *,
-        when_compiled: str = "auto",
+        when_compiled: WhenCompiled = "auto",
         **factory_kwargs,
     ):
         self._check_settings(dim, when_compiled)
@@ -337,7 +363,7 @@ class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
         self.when_compiled = when_compiled
 
     @classmethod
-    def from_layer_norm(cls, norm: nn.LayerNorm, *, when_compiled: str = "auto") -> "FusedLayerNorm":
+    def from_layer_norm(cls, norm: nn.LayerNorm, *, when_compiled: WhenCompiled = "auto") -> "FusedLayerNorm":
         """Return the FusedLayerNorm that replaces ``norm`` and shares its weight and bias."""
         shape, affine, has_bias = norm.normalized_shape, norm.elementwise_affine, norm.bias is not None
         new = cls(shape, norm.eps, affine, has_bias, when_compiled=when_compiled, device="meta")

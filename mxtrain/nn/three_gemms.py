@@ -19,13 +19,14 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.once_differentiable import refuse_transforms
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.ops.hardware import check_mode, mode_in_forward
+from mxtrain.ops.hardware import Mode, check_mode, mode_in_forward
 from mxtrain.ops.quantize import cast
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import LinearRecipe, Recipe, from_key
@@ -229,7 +230,7 @@ class QuantizedLayer(RecipeModule):
     split: SplitMatrices = WHOLE
     runs_wgrad = True
 
-    def _set_recipe(self, recipe, mode: str) -> None:
+    def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
         self.recipe = get_recipe(recipe)
         check_mode(mode)
         self.mode = mode
@@ -273,7 +274,14 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     """The MXNorm that feeds this layer, if there is one; None if it is not known (``mxtrain.nn.ready_weights``)"""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, recipe="mxfp8", mode="auto", **factory_kwargs
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: str | LinearRecipe = "mxfp8",
+        mode: Mode = "auto",
+        **factory_kwargs,
     ):
         self._set_recipe(recipe, mode)
         check_features(in_features, out_features, self.recipe)
@@ -284,7 +292,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         self.set_seed(0, "")
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, recipe="mxfp8", mode="auto"):
+    def from_linear(cls, linear: nn.Linear, *, recipe: str | LinearRecipe = "mxfp8", mode: Mode = "auto") -> Self:
         """Return the same layer, sharing the parameters of ``linear`` (which may be on the meta device)."""
         new = cls(
             linear.in_features,

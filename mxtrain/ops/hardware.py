@@ -3,7 +3,7 @@
 import functools
 import os
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -12,7 +12,8 @@ from mxtrain.ops.gemm import Operand, matmul
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.reference import casts, nvfp4
 
-MODES = ("native", "emulated", "reference")
+Mode = Literal["auto", "native", "emulated", "reference"]
+MODES = get_args(Mode)[1:]
 
 # Triton is installed on Linux only.
 HAS_TRITON = find_spec("triton") is not None
@@ -77,7 +78,7 @@ def _native_support(capability: tuple[int, int], name: str) -> ModeSupport:
 
 def check_mode(mode: str) -> None:
     """Raise ConfigError for an unknown mode, or a mode that no device of this machine runs."""
-    require_one_of("mode", mode, ("auto", *MODES))
+    require_one_of("mode", mode, get_args(Mode))
     device_types = dict.fromkeys((default_device_type(), "cpu"))
     if mode != "auto" and not any(mode in _available(device_type) for device_type in device_types):
         resolve_mode(mode)  # raises
@@ -91,7 +92,7 @@ def resolve_mode(mode: str, device_type: str | None = None) -> str:
     Raises:
         ConfigError: for an unknown mode, or a mode that the device lacks.
     """
-    require_one_of("mode", mode, ("auto", *MODES))
+    require_one_of("mode", mode, get_args(Mode))
     device_type = device_type or default_device_type()
     available = _available(device_type)
     if mode == "auto":

@@ -5,10 +5,11 @@ import math
 import torch
 
 from mxtrain.ops.arguments import check_tensor
-from mxtrain.ops.hardware import HAS_TRITON, resolve_mode, runs_kernels
+from mxtrain.ops.hardware import HAS_TRITON, Mode, resolve_mode, runs_kernels
 from mxtrain.ops.quantize import normalize
+from mxtrain.recipes.formats import P, ScaleRounding
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import Recipe, RMSEstimate
+from mxtrain.recipes.recipe import Estimator, LinearRecipe, RMSEstimate
 from mxtrain.reference import mxnorm as reference
 
 if HAS_TRITON:
@@ -38,12 +39,12 @@ def fold_backward(
 @torch.no_grad()
 def mxnorm_cast(
     x: torch.Tensor,
-    p: int = 2,
-    recipe: str | Recipe = "mxfp8",
+    p: P = 2,
+    recipe: str | LinearRecipe = "mxfp8",
     eps: float = 1e-5,
-    estimator: str = "pre_round",
-    scale_rounding: str | None = None,
-    mode: str = "auto",
+    estimator: Estimator = "pre_round",
+    scale_rounding: ScaleRounding | None = None,
+    mode: Mode = "auto",
 ) -> tuple[torch.Tensor, ...]:
     """Normalize and cast every row; the inverse RMS comes from the block maxima that the cast needs anyway.
 

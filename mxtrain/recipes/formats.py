@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from typing import Literal, get_args
 
 from mxtrain.errors import require_one_of, require_positive_integer
 
@@ -44,16 +45,17 @@ NVFP4_RANGE = NVFP4.element_max * NVFP4_SCALE_MAX
 # With smaller tensor scales, (1 / tensor scale) / NVFP4_SCALE_MIN overflows fp32, and zeros become NaN.
 NVFP4_TENSOR_SCALE_MIN = 2.0**-121
 
-P_VALUES = (1, 2)
-SCALE_ROUNDINGS = ("rceil", "floor")
+P = Literal[1, 2]
+P_VALUES = get_args(P)
+ScaleRounding = Literal["rceil", "floor"]
+SCALE_ROUNDINGS = get_args(ScaleRounding)
 
 # Beyond this many standard deviations the survival function is below 1e-30 for any block that fits in memory.
 _UPPER_LIMIT = 16.0
 _INTERVALS = 4096
 
 
-@lru_cache(maxsize=None, typed=True)
-def norm_constant(p: int, block_size: int) -> float:
+def norm_constant(p: P, block_size: int) -> float:
     """Return c(p, B), the ratio of the p-mean of block maxima to the RMS for an infinitely long Gaussian row.
 
     c = E[m^p]^(1/p), with m the largest of ``block_size`` magnitudes |N(0, 1)|. The survival function of m is
@@ -71,7 +73,12 @@ def norm_constant(p: int, block_size: int) -> float:
     """
     require_one_of("p", p, P_VALUES)
     require_positive_integer("block_size", block_size)
+    return _solved(p, int(block_size))
 
+
+# A function of its own, because type checkers lose the arguments of a cached one.
+@cache
+def _solved(p: int, block_size: int) -> float:
     def integrand(m: float) -> float:
         tail = math.erfc(m / math.sqrt(2.0))
         # 1 - (1 - tail)^B, without cancellation where the tail is small.

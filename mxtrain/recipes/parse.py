@@ -103,9 +103,9 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
 
 
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
-    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching off (False) is always allowed."""
+    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching a flag off is always allowed."""
     gemms = _CHANGES.get(switch)
-    if gemms is None or value is False:
+    if gemms is None or (value is False and switch in FLAGS):
         return
     if any(r.has(switch) and r.format is not None for recipe in recipes for r in _named(recipe, gemms)):
         return

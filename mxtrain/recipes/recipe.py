@@ -4,12 +4,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
+from typing import Literal, get_args
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
-from mxtrain.recipes.formats import MXFP8, NVFP4, P_VALUES, SCALE_ROUNDINGS, BlockFormat, norm_constant
+from mxtrain.recipes.formats import (
+    MXFP8,
+    NVFP4,
+    P_VALUES,
+    SCALE_ROUNDINGS,
+    BlockFormat,
+    P,
+    ScaleRounding,
+    norm_constant,
+)
 
-ESTIMATORS = ("pre_round", "post_round", "exact")
-TENSOR_SCALES = ("static", "dynamic")
+Estimator = Literal["pre_round", "post_round", "exact"]
+ESTIMATORS = get_args(Estimator)
+TensorScale = Literal["static", "dynamic"]
+TENSOR_SCALES = get_args(TensorScale)
 GEMMS = ("fprop", "dgrad", "wgrad")
 FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
 """Fields of an NVFP4 recipe that are on or off"""
@@ -123,8 +135,8 @@ class Recipe(LinearRecipe):
     name: str
     format: BlockFormat | None
     block_size: int
-    scale_rounding: str | None = "rceil"
-    tensor_scale: str | None = None
+    scale_rounding: ScaleRounding | None = "rceil"
+    tensor_scale: TensorScale | None = None
     weight_tiles: bool = False
     hadamard: bool = False
     stochastic_rounding: bool = False
@@ -149,8 +161,9 @@ class Recipe(LinearRecipe):
             if not isinstance(getattr(self, switch), bool):
                 raise ConfigError(f"{switch} = {getattr(self, switch)!r} is not one of: True, False")
         for switch in ("tensor_scale", *FLAGS):
-            if getattr(self, switch) and not self.is_nvfp4:
-                raise ConfigError(f"{switch} = {getattr(self, switch)!r} needs recipe 'nvfp4', not {self.name!r}")
+            value, unset = getattr(self, switch), None if switch == "tensor_scale" else False
+            if value is not unset and not self.is_nvfp4:
+                raise ConfigError(f"{switch} = {value!r} needs recipe 'nvfp4', not {self.name!r}")
         share = self.high_precision_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError(f"high_precision_share = {share!r} is not a number from 0 to less than 1")
@@ -233,8 +246,8 @@ class RMSEstimate(Keyed):
         constant: c(p, B). Computed once here, so that ``torch.compile`` does not trace the integral.
     """
 
-    p: int
-    estimator: str
+    p: P
+    estimator: Estimator
     eps: float
     block_size: int
     constant: float = field(init=False)
@@ -249,7 +262,9 @@ class RMSEstimate(Keyed):
         self._register()
 
     @classmethod
-    def for_recipe(cls, recipe: Recipe, p: int = 2, estimator: str = "pre_round", eps: float = 1e-5) -> "RMSEstimate":
+    def for_recipe(
+        cls, recipe: Recipe, p: P = 2, estimator: Estimator = "pre_round", eps: float = 1e-5
+    ) -> "RMSEstimate":
         """Return the estimate over the blocks of ``recipe``.
 
         Raises:

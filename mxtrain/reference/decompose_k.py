@@ -6,11 +6,14 @@ Easy to simplify wrongly:
 * Bias and epilogue come after the last sum, in fp32, and the result is rounded once.
 """
 
+from typing import Literal, get_args
+
 import torch
 
 from mxtrain.reference.casts import at_least_fp32, converted
 
-EPILOGUES = (None, "relu", "sigmoid", "softmax")
+Epilogue = Literal["relu", "sigmoid", "softmax"]
+EPILOGUES = (None, *get_args(Epilogue))
 
 
 def decompose_k_mm(

@@ -13,6 +13,7 @@ stochastically. Easy to simplify wrongly:
 """
 
 import math
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,7 @@ from mxtrain.recipes.formats import (
     NVFP4_SCALE_MIN,
     NVFP4_TENSOR_SCALE_MIN,
     P_VALUES,
+    P,
     norm_constant,
 )
 from mxtrain.reference.casts import at_least_fp32, converted, split_blocks
@@ -72,7 +74,9 @@ def _to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale.isfinite(), rounded, scale)
 
 
-def static_tensor_scale(columns: int, p: int = 2, estimator: str = "pre_round", constant: float | None = None) -> float:
+def static_tensor_scale(
+    columns: int, p: P = 2, estimator: Literal["pre_round", "exact"] = "pre_round", constant: float | None = None
+) -> float:
     """Return a tensor scale that no row of MXNorm's output exceeds. It is known before training.
 
     With K = columns / 16 blocks, the p-mean of block maxima is at least K^(-1/p) times the largest maximum. Hence

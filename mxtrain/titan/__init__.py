@@ -4,6 +4,8 @@ Importing this package makes TorchTitan use the CPU if there is no accelerator. 
 mxtrain's converters and its versions of the models, under ``-m mxtrain.train`` and ``-m torchtitan.train`` alike.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from mxtrain.titan import cpu
@@ -13,12 +15,13 @@ from mxtrain.titan.engine import RELEASE
 if not torch.cuda.is_available():
     cpu.use_cpu()
 
-if RELEASE == "v02":
+# Type checkers see this declaration only: it has the arguments of the other one, too.
+if TYPE_CHECKING or RELEASE == "v03":
+    from mxtrain.titan.v03.with_mxtrain import with_mxtrain
+else:
     from mxtrain.titan.v02.models.train_specs import with_mxtrain
     from mxtrain.titan.v02.register import register
 
     register()
-else:
-    from mxtrain.titan.v03.with_mxtrain import with_mxtrain
 
 __all__ = ["with_mxtrain"]

@@ -1,13 +1,15 @@
 """Plans: values that follow from a survey and settings. No model is built here."""
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError
-from mxtrain.conversion.converters import get_converter
+from mxtrain.conversion.converters import CONVERTERS, get_converter
 from mxtrain.conversion.forward_pass import Uses
 from mxtrain.conversion.layers import LinearFacts
 from mxtrain.conversion.norms import NormFacts
@@ -201,8 +203,18 @@ def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():
     ],
 )
 def test_a_converter_refuses_settings_of_another(converter, setting, known):
-    with pytest.raises(ConfigError, match=f"^converter = '{converter}': setting = '{setting}' is not one of: {known}"):
+    with pytest.raises(
+        ConfigError, match=f"^{setting} = None is not a setting of converter '{converter}'; allowed are: {known}"
+    ):
         get_converter(converter, {setting: None})
+
+
+@pytest.mark.parametrize("converter", CONVERTERS)
+def test_a_converter_refuses_values_of_a_wrong_type(converter):
+    for setting in fields(CONVERTERS[converter]):
+        for value in (object(), 1.5j, np.array(1), print):
+            with pytest.raises(ConfigError, match=f"^{setting.name} = {re.escape(repr(value))} "):
+                get_converter(converter, {setting.name: value})
 
 
 def test_none_stands_for_the_default():
