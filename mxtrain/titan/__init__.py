@@ -21,4 +21,9 @@ if RELEASE == "v02":
 else:
     from mxtrain.titan.v03.with_mxtrain import with_mxtrain
 
+    if not torch.cuda.is_available():
+        from mxtrain.titan.v03.gloo import use_single_exchanges
+
+        use_single_exchanges()
+
 __all__ = ["with_mxtrain"]
