@@ -66,7 +66,9 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
 
 
 def _check_layout(parallelism: ParallelismConfig) -> None:
-    require_one_of("parallelism.spmd_backend", parallelism.spmd_backend, ("spmd_types",))  # others need DTensors
+    # Layers take plain tensors. "partial_dtensor" gives DTensors under tensor parallelism only.
+    plain = ["spmd_types"] if parallelism.tensor_parallel_degree > 1 else ["spmd_types", "partial_dtensor"]
+    require_one_of("parallelism.spmd_backend", parallelism.spmd_backend, plain)
     if parallelism.pipeline_parallel_degree > 1:
         for name in ("parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"):
             allowed, _ = TITAN[name]
