@@ -28,6 +28,17 @@ def plain_name(fqn: str) -> str:
     return ".".join(segment for segment in fqn.split(".") if segment not in WRAPPERS)
 
 
+def shared_seed(parallel_dims, debug_seed: int | None) -> int:
+    """Return ``debug.seed`` or, if it is unset, the seed that TorchTitan has given to PyTorch on all ranks.
+
+    TorchTitan adds the number of the pipeline stage to its seed. It is subtracted here.
+    """
+    if debug_seed is not None:
+        return debug_seed
+    stages = parallel_dims.get_optional_mesh("pp")
+    return (torch.initial_seed() - (stages.get_local_rank() if stages is not None else 0)) % 2**64
+
+
 def draw_by_name(
     model: torch.nn.Module, seed: int, device: torch.device, renamed: Callable[[str], str] = plain_name
 ) -> None:

@@ -24,4 +24,9 @@ else:
 
     register()
 
+    if not torch.cuda.is_available():
+        from mxtrain.titan.v03.gloo import use_single_exchanges
+
+        use_single_exchanges()
+
 __all__ = ["with_mxtrain"]

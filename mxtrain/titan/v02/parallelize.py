@@ -27,7 +27,7 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.parallel.expert_dispatch import choose_exchange
-from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers
 from mxtrain.reports.terminal import note_model
 from mxtrain.settings.known import settings_of
@@ -132,17 +132,6 @@ def check_gates(processes: int, gates: dict[str, nn.Module], inner: set[nn.Modul
                 f"{DEGREE} = {processes} gives {fqn} wrong gradients, because no module around it has the style "
                 "PrepareModuleInputOutput with output_layouts = Partial(): allowed is 1"
             )
-
-
-def shared_seed(parallel_dims, debug_seed: int | None) -> int:
-    """Return ``debug.seed`` or, if it is unset, the seed that TorchTitan has given to PyTorch on all ranks.
-
-    TorchTitan adds the number of the pipeline stage to its seed. It is subtracted here.
-    """
-    if debug_seed is not None:
-        return debug_seed
-    stages = parallel_dims.get_optional_mesh("pp")
-    return (torch.initial_seed() - (stages.get_local_rank() if stages is not None else 0)) % 2**64
 
 
 @contextmanager

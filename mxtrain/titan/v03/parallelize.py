@@ -24,7 +24,7 @@ from mxtrain.nn.split import SplitSequences, by_input_features, by_output_featur
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
 from mxtrain.parallel.expert_dispatch import choose_exchange
-from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
 from mxtrain.reports.terminal import note_model
 from mxtrain.settings.mxnorm_section import quantizing_among
@@ -119,7 +119,7 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)
-        seed = torch.initial_seed() if job_config.debug.seed is None else job_config.debug.seed
+        seed = shared_seed(parallel_dims, job_config.debug.seed)
         is_tied = getattr(model, "enable_weight_tying", False)
         draw_by_name(model, seed, torch.device(utils.device_type), partial(_drawn_as, is_tied))
         return model

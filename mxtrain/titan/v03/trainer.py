@@ -14,7 +14,6 @@ from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.pipeline_stage import Stage
 from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
 from mxtrain.titan.v03.config import trainer_config
-from mxtrain.titan.v03.gloo import use_single_exchanges
 from mxtrain.titan.v03.models import model_spec
 from mxtrain.titan.v03.names import name_in_022
 from mxtrain.titan.v03.parallelize import with_converters
@@ -36,8 +35,6 @@ class Trainer(TrainingRun, titan.Trainer):
     def _build(self) -> None:
         if own := self.job_config.experimental.custom_import:
             import_own("experimental.custom_import", own)
-        if not torch.cuda.is_available():
-            use_single_exchanges()
         config = trainer_config(
             self.job_config, with_converters(model_spec(self.job_config), self.job_config), self._parts()
         )

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import torch.nn as nn
+from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -11,6 +13,7 @@ from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import settings_in
+from mxtrain.settings.titan import TITAN
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.metrics import require_plain_recipes
@@ -36,7 +39,8 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
         tables: settings of the converters, as in the TOML tables of these names.
 
     Raises:
-        ConfigError: for an unknown or wrong setting. When the model is built: it has nothing to convert.
+        ConfigError: for an unknown or wrong setting. When the model is built: it has nothing to convert. When it is
+            parallelized: DTensors, or a pipeline's schedule that computes gradients of inputs and of weights apart.
     """
     for name in converters:
         require_one_of("model.converters", name, CONVERTERS)
@@ -52,9 +56,20 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
     spec = with_converters(replace(spec), job_config)
     parallelize = spec.parallelize_fn
 
-    def with_given_configs(model: nn.Module, *, training, ac_config, **others) -> nn.Module:
+    def with_given_configs(model: nn.Module, *, training, parallelism, ac_config, **others) -> nn.Module:
+        _check_layout(parallelism)
         job_config.training = training
         job_config.activation_checkpoint.mode = "selective" if isinstance(ac_config, SelectiveAC.Config) else "other"
-        return parallelize(model, training=training, ac_config=ac_config, **others)
+        return parallelize(model, training=training, parallelism=parallelism, ac_config=ac_config, **others)
 
     return replace(spec, parallelize_fn=with_given_configs)
+
+
+def _check_layout(parallelism: ParallelismConfig) -> None:
+    # Layers take plain tensors. "partial_dtensor" gives DTensors under tensor parallelism only.
+    plain = ["spmd_types"] if parallelism.tensor_parallel_degree > 1 else ["spmd_types", "partial_dtensor"]
+    require_one_of("parallelism.spmd_backend", parallelism.spmd_backend, plain)
+    if parallelism.pipeline_parallel_degree > 1:
+        for name in ("parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"):
+            allowed, _ = TITAN[name]
+            require_one_of(name, getattr(parallelism, name.rpartition(".")[2]), get_args(allowed))

@@ -18,6 +18,7 @@ from torchtitan.distributed.expert_parallel import TensorParallel
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain import ConfigError
+from mxtrain.parallel.initial_weights import shared_seed
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02 import parallelize
@@ -28,7 +29,6 @@ from mxtrain.titan.v02.parallelize import (
     checked_parallelize,
     checked_pipeline,
     plans_with_own_styles,
-    shared_seed,
     try_plan,
 )
 from mxtrain.titan.v02.repairs.expert_gradients import Replicated, SplitExperts

@@ -9,7 +9,6 @@ from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.casts import image
 from mxtrain.titan.v03.expert_dispatch import CodesDispatcher
-from mxtrain.titan.v03.gloo import use_single_exchanges
 from tests.support.dispatch_checks import CASES, CODES, COUNTS, DIM, EXPERTS, Routed, counted
 from tests.support.expert_checks import heavy_tailed
 from tests.support.layer_checks import in_two_processes
@@ -50,7 +49,6 @@ def rounded(dy: torch.Tensor) -> torch.Tensor:
 
 
 def _check_two_processes(mesh):
-    use_single_exchanges()
     mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), mesh.get_local_rank()
     set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
     own = sum(COUNTS[0]) * rank, sum(COUNTS[rank])

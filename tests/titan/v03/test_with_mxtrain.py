@@ -3,13 +3,17 @@
 import os
 from collections import Counter
 from importlib import import_module
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.tensor import debug
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
@@ -17,35 +21,79 @@ from torchtitan.trainer import Trainer
 from mxtrain import ConfigError, MXNorm
 from mxtrain.titan import with_mxtrain
 from mxtrain.titan.v03.config import built
+from tests.support.layer_checks import in_two_processes
 
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
-@patch.dict(os.environ, ONE_PROCESS)  # restores what TorchTitan sets, too
-def test_titans_trainer_trains_a_converted_model(tmp_path, monkeypatch):
-    config = llama3_debugmodel()
-    spec, config.model_spec = config.model_spec, with_mxtrain(config.model_spec, mxnorm={"p": 1, "recipe": "nvfp4"})
-    assert config.model_spec.model is not spec.model
+def configured(config: Trainer.Config, batches, folder, **tables) -> Trainer.Config:
+    """A config of a registry with a converted model of two layers, for a CPU. ``batches``: of the ranks' rows."""
+    config.model_spec = with_mxtrain(config.model_spec, mxnorm=tables)
     for layer in config.model_spec.model.layers:  # a CPU has no flex attention
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     del config.model_spec.model.layers[2:]
+    config.dataloader = built(BaseDataLoader.Config, batches)
+    config.tokenizer = built(BaseTokenizer.Config, lambda **_: None)
+    config.training.seq_len, config.training.disable_cuda_graphs = 64, True
+    config.activation_checkpoint, config.dump_folder = None, str(folder)
+    return config
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    losses = []
+    trainer.metrics_processor.log = lambda step, loss, *_, **__: losses.append(loss)
+    trainer.train()
+    return losses
+
+
+@patch.dict(os.environ, ONE_PROCESS)  # restores what TorchTitan sets, too
+def test_titans_trainer_trains_a_converted_model(tmp_path):
     tokens = torch.arange(65)[None] % 7
     batch = {"input": tokens[:, :-1], "positions": torch.arange(64)[None]}, tokens[:, 1:]
-    config.dataloader = built(BaseDataLoader.Config, lambda **_: [batch] * 8)
-    config.tokenizer = built(BaseTokenizer.Config, lambda **_: None)
-    config.training.seq_len, config.training.local_batch_size, config.training.steps = 64, 1, 8
-    config.training.disable_cuda_graphs, config.dump_folder = True, str(tmp_path)
-    config.activation_checkpoint = None
-    losses = []
+    plain = llama3_debugmodel().model_spec
+    config = configured(llama3_debugmodel(), lambda **_: [batch] * 8, tmp_path, p=1, recipe="nvfp4")
+    assert config.model_spec.model is not plain.model
+    config.training.local_batch_size, config.training.steps = 1, 8
     try:
         trainer = Trainer(config)
-        monkeypatch.setattr(trainer.metrics_processor, "log", lambda step, loss, *_, **__: losses.append(loss))
-        trainer.train()
+        losses = losses_of(trainer)
         norm = trainer.model_parts[0].layers["0"].attention_norm
         assert isinstance(norm, MXNorm) and "p=1" in repr(norm) and "nvfp4" in repr(norm)
         assert losses[-1] < losses[0] - 1
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _batches(dp_world_size, dp_rank, local_batch_size, **_) -> list:
+    """Two batches of four sequences; every rank has its part of them in parts of so many rows."""
+    rows = torch.randint(64, (2, 4, 65), generator=torch.Generator().manual_seed(0))[:, dp_rank::dp_world_size]
+    positions = torch.arange(64).expand(local_batch_size, 64)
+    return [
+        ({"input": part[:, :-1], "positions": positions}, part[:, 1:])
+        for part in rows.flatten(0, 1).split(local_batch_size)
+    ]
+
+
+def _check_layouts(mesh) -> None:
+    os.environ["LOCAL_RANK"] = str(mesh.get_local_rank())
+    torch.autograd.set_multithreading_enabled(False)  # as TorchTitan, which finds the processes joined
+    losses = {}
+    with TemporaryDirectory() as folder:
+        for name in ("data_parallel_shard", "expert_parallel", "pipeline_parallel"):
+            debug._clear_sharding_prop_cache()  # PyTorch keeps meshes of the layout before in it
+            config = configured(deepseek_v3_debugmodel(), _batches, folder)
+            setattr(config.parallelism, f"{name}_degree", 2)
+            config.parallelism.pipeline_parallel_schedule, config.debug.seed = "1F1B", 0
+            config.training.local_batch_size = 4 if name == "pipeline_parallel" else 2
+            config.training.steps, config.training.mixed_precision_param = 2, "float32"
+            losses[name] = losses_of(Trainer(config))
+    first, *others = losses.values()
+    if mesh.get_local_rank() == 1:  # which has the last stage
+        assert all(other == pytest.approx(first, rel=1e-5) for other in others), losses
+
+
+def test_layouts_have_the_same_losses():
+    in_two_processes(_check_layouts, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +114,21 @@ def test_titans_trainer_trains_a_converted_model(tmp_path, monkeypatch):
 def test_what_it_cannot_do_is_one_line(converters, tables, message):
     with pytest.raises(ConfigError, match=message):
         with_mxtrain(model_registry("debugmodel"), converters, **tables)
+
+
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("spmd_backend", "full_dtensor"),
+        ("pipeline_parallel_schedule", "ZBVZeroBubble"),
+        ("pipeline_parallel_schedule_csv", "schedule.csv"),
+    ],
+)
+def test_layouts_that_layers_cannot_do_are_refused_by_name(setting, value):
+    parallelism = ParallelismConfig(**{"pipeline_parallel_degree": 2, setting: value})
+    given = dict.fromkeys(("model", "training", "ac_config", "parallel_dims"))
+    with pytest.raises(ConfigError, match=f"^parallelism.{setting} = '{value}' is not one of: '"):
+        with_mxtrain(model_registry("debugmodel")).parallelize_fn(**given, parallelism=parallelism)
 
 
 @pytest.mark.parametrize(
