@@ -309,3 +309,9 @@ def test_no_sentence_stands_twice():
         )
         sentences.update(sentence for p in paragraphs for sentence in re.split(r"(?<=[.:]) ", p) if len(sentence) > 40)
     assert [sentence for sentence, count in sentences.items() if count > 1] == []
+
+
+def test_a_reader_gets_through_all_documents():
+    folders = (".", "mxtrain", "scripts/*", "train_configs")
+    texts = [path.read_text() for folder in folders for path in ROOT.glob(f"{folder}/*.md")]
+    assert len(texts) > len(DOCUMENTS) and sum(len(text.split()) for text in texts) <= 16_000
