@@ -5,7 +5,7 @@ The ``.bin`` files hold little-endian token ids; ``prepared.json`` holds the rep
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Document, Progress, megabytes
+from mxtrain.data.encode import SPLITS, encode, token_dtype
 from mxtrain.data.tokenizer import LoadedTokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file, reason
@@ -21,12 +22,8 @@ from mxtrain.json_toml import read_json
 
 SUMMARY = "prepared.json"
 TOKENIZER = "tokenizer"
-SPLITS = ("train", "validation")
 WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
 """The parts of a data identity (``Prepared.identity``) in words"""
-
-# Text per tokenizer call: enough to keep every core busy, and little memory.
-BATCH_CHARACTERS = 2_000_000
 
 
 class DamagedText(Exception):
@@ -143,39 +140,18 @@ def tokenize(
     progress: Progress,
 ) -> tuple[dict[str, TokenFile], dict[str, int]]:
     """Write ``train.bin`` and ``validation.bin`` into ``folder``. Return them, and the counts of a ``TextReport``."""
-    dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
-    before, after = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
-    tokens, digests, counts = Counter(), {split: sha256() for split in SPLITS}, Counter()
+    digests, counts = {split: sha256() for split in SPLITS}, Counter({f"{split}_tokens": 0 for split in SPLITS})
     paths = {split: folder / f"{split}.bin" for split in SPLITS}
     with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
-        for batch in _batches(documents):
-            texts = [document.text for document in batch]
-            encodings = tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
-            for document, encoding in zip(batch, encodings, strict=True):
-                held_out = document.is_held_out(validation_share)
-                split, file = ("validation", validation) if held_out else ("train", train)
-                ids = before + encoding.ids + after
-                content = np.array(ids, dtype).tobytes()
-                file.write(content)  # not ``tofile``, whose error does not say that the disk is full
-                digests[split].update(content)
-                tokens[split] += len(ids)
-                size = len(document.text.encode())
-                counts.update({"documents": 1, "validation_documents": int(held_out), "bytes": size})
+        for batch in encode(documents, tokenizer, validation_share, expected_bytes):
+            for split, file in zip(SPLITS, (train, validation), strict=True):
+                file.write(batch.content[split])  # not ``tofile``, whose error does not say that the disk is full
+                digests[split].update(batch.content[split])
+            counts.update(batch.counts)
             progress.tick(lambda: f"tokenized {megabytes(counts['bytes'])} of about {megabytes(expected_bytes)}")
-    files = {split: TokenFile(paths[split], dtype, tokens[split], digests[split].hexdigest()) for split in SPLITS}
-    return files, {**counts, "train_tokens": tokens["train"], "validation_tokens": tokens["validation"]}
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    dtype = token_dtype(tokenizer.size)
+    files = {s: TokenFile(paths[s], dtype, counts[f"{s}_tokens"], digests[s].hexdigest()) for s in SPLITS}
+    return files, dict(counts)
 
 
 def write_summary(folder: Path, config: DataConfig, tokenizer: str, files: dict, report: TextReport) -> None:

@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 
-from mxtrain.data import DataConfig, TokenFile, prepare, store
+from mxtrain.data import DataConfig, TokenFile, encode, prepare, store
 from mxtrain.data.documents import Document, Progress, is_held_out
 from mxtrain.data.store import DamagedText, TextReport, load_text, tokenize
 from mxtrain.data.tokenizer import EOS_TOKEN, load_tokenizer, tokenizer_hash, train_tokenizer
@@ -29,7 +29,7 @@ def split_documents(tokens: np.ndarray, tokenizer) -> list[str]:
 
 
 def test_each_file_holds_its_documents_in_order(tokenizer, tmp_path, prose, monkeypatch):
-    monkeypatch.setattr(store, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 2000)
     documents = [Document(f"doc{i}", prose(i, 40)) for i in range(50)] + [Document("odd", f"a{EOS_TOKEN}\u2028é")]
     files, counts = tokenize(documents, tokenizer, tmp_path, 0.3, 0, SILENT)
     for split, held_out in (("train", False), ("validation", True)):
