@@ -14,7 +14,17 @@ from mxtrain.data.config import DATASETS, DataConfig
 from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, one_line
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.python_source import PythonSource
-from mxtrain.data.store import SUMMARY, TOKENIZER, DamagedText, Prepared, TextReport, load_text, tokenize, write_summary
+from mxtrain.data.store import (
+    SUMMARY,
+    TOKENIZER,
+    DamagedText,
+    Prepared,
+    TextReport,
+    load_text,
+    remember_files,
+    tokenize,
+    write_summary,
+)
 from mxtrain.data.tokenizer import (
     SAMPLE_BYTES,
     LoadedTokenizer,
@@ -42,7 +52,8 @@ def prepare(
     """Load the tokenizer and the tokenized text of ``config`` from the cache, or build them first.
 
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
-    Tokens in the cache are read and hashed, about 1 GB a second, and a damaged result is built again, with a warning.
+    Each machine reads tokens in the cache once for their hash, about 1 GB a second, and builds a damaged text again,
+    with a warning. Shards of a long text are read when they are first used (see ``store.SHARDS_AT_START``).
     With ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
@@ -144,7 +155,9 @@ def _build_or_wait(
             with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None) as building:
                 _build(building, config, text, progress)
             progress.say(f"prepared dataset {config.dataset!r}")
-            return load_text(folder, config.tokenizer_path)
+            prepared = load_text(folder, config.tokenizer_path)
+            remember_files(prepared)
+            return prepared
     except OSError as error:  # sources raise ConfigError, so this is about the cache
         raise ConfigError(
             f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} "
