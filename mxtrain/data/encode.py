@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -43,11 +44,15 @@ def token_dtype(vocabulary: int) -> str:
 
 
 def encode(
-    documents: Iterable[Document], tokenizer: LoadedTokenizer, validation_share: float, expected_bytes: int
+    documents: Iterable[Document],
+    tokenizer: LoadedTokenizer,
+    validation_share: float,
+    expected_bytes: int,
+    skip: int = 0,
 ) -> Iterator[Encoded]:
-    """Yield all documents in batches. Raises ConfigError if a process dies."""
+    """Yield all documents in batches, after the first ``skip`` batches. Raises ConfigError if a process dies."""
     processes = min(len(os.sched_getaffinity(0)), expected_bytes // BATCH_CHARACTERS)
-    work, batches = partial(_encode, tokenizer, validation_share), _batches(documents)
+    work, batches = partial(_encode, tokenizer, validation_share), islice(_batches(documents), skip, None)
     yield from map(work, batches) if processes < 2 else _on_processes(processes, work, batches)
 
 

@@ -15,11 +15,13 @@ from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_t
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.python_source import PythonSource
 from mxtrain.data.store import (
+    PROGRESS,
     SUMMARY,
     TOKENIZER,
     DamagedText,
     Prepared,
     TextReport,
+    goes_on,
     load_text,
     remember_files,
     tokenize,
@@ -145,14 +147,15 @@ def _build_or_wait(
     """Build ``folder`` from a source, or a tokenizer from streamed texts, unless another process has just done so."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _courtesy_lock(folder, progress):
+        with _courtesy_lock(folder, progress) as is_alone:
             prepared, damage = _in_cache(config, folder)
             if prepared is not None:
                 return prepared
             if damage:
                 logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
             progress.say(f"preparing dataset {config.dataset!r} in {folder}")
-            with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None) as building:
+            may_go_on = goes_on if is_alone else lambda unfinished: False
+            with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None, may_go_on) as building:
                 _build(building, config, text, progress)
             progress.say(f"prepared dataset {config.dataset!r}")
             prepared = load_text(folder, config.tokenizer_path)
@@ -167,23 +170,26 @@ def _build_or_wait(
 
 
 @contextmanager
-def _courtesy_lock(folder: Path, progress: Progress) -> Iterator[None]:
-    """Hold a lock beside ``folder``, which saves other processes the work. Goes on where locks do not work.
+def _courtesy_lock(folder: Path, progress: Progress) -> Iterator[bool]:
+    """Hold a lock beside ``folder``, which saves other processes the work. Yields False where locks do not work.
 
     The lock is not needed: the first process that gives its new folder the name wins. ``filelock`` would wait for ever
     where a lock cannot be made, or for a process that was killed on another machine.
     """
-    path = f"{folder}.lock"
+    path, is_held = f"{folder}.lock", False
     with ExitStack() as stack:
         with suppress(OSError):  # no locks here; or the folder cannot be written, which the caller will find out
-            file = stack.enter_context(open(path, "w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                progress.say(f"another process is preparing {folder}; waiting")
-                fcntl.flock(file, fcntl.LOCK_EX)
+            while not is_held:
+                file = stack.enter_context(open(path, "w"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    progress.say(f"another process is preparing {folder}; waiting")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                # The process that held it has removed the file, and a third one may have made a new one.
+                is_held = os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         try:
-            yield
+            yield is_held
         finally:
             with suppress(OSError):
                 os.unlink(path)
@@ -194,7 +200,7 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
     source = None if callable(text) else text
     if source:
         source.scan(progress)
-    if not config.tokenizer_path:
+    if not config.tokenizer_path and not (folder / PROGRESS).exists():
         texts = _training_texts(config, source) if source else text()
         try:
             train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)

@@ -5,8 +5,11 @@ A long text goes on in the shards ``train.1.bin``, ``validation.1.bin`` and so o
 """
 
 import json
+import socket
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -19,11 +22,13 @@ from mxtrain.data.encode import SPLITS, encode, token_dtype
 from mxtrain.data.tokenizer import LoadedTokenizer, tokenizer_hash
 from mxtrain.data.verified import fact, facts_beside, remember
 from mxtrain.errors import ConfigError
-from mxtrain.files import hash_file, reason
+from mxtrain.files import hash_file, reason, replace_file
 from mxtrain.json_toml import read_json
 
 SUMMARY = "prepared.json"
 TOKENIZER = "tokenizer"
+PROGRESS = "progress.json"
+"""In an unfinished folder: what stands in its whole shards. Everything before them, such as the tokenizer, is there"""
 WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
 """The parts of a data identity (``Prepared.identity``) in words"""
 
@@ -33,6 +38,9 @@ SHARD_BYTES = 1 << 28
 SHARDS_AT_START = 16
 """A start reads the shards of a text of up to so many for their hashes, and prepares a damaged text again. Those of a
 longer one are read for their hashes before their first use."""
+
+ABANDONED_SECONDS = 3600.0
+"""Without a write for so long, a process of another machine has ended"""
 
 
 class DamagedText(Exception):
@@ -195,22 +203,29 @@ def tokenize(
     expected_bytes: int,
     progress: Progress,
 ) -> tuple[dict[str, TokenFile], dict[str, int]]:
-    """Write ``train.bin``, ``validation.bin`` and their further shards into ``folder``.
+    """Write ``train.bin``, ``validation.bin`` and their further shards into ``folder``, after those that are there.
 
     Returns the files by split, and the counts of a ``TextReport``.
     """
-    dtype, digests, shards = token_dtype(tokenizer.size), {split: sha256() for split in SPLITS}, []
-    counts = Counter({f"{split}_tokens": 0 for split in SPLITS})
+    dtype = token_dtype(tokenizer.size)
+    shards, digests, counts = _written(folder, dtype)
+    if shards:
+        progress.say(f"going on after {len(shards)} shard(s), {megabytes(counts['bytes'])}")
 
     def contents() -> Iterator[dict[str, bytes]]:
-        for batch in encode(documents, tokenizer, validation_share, expected_bytes):
-            counts.update(batch.counts)
+        for batch in encode(documents, tokenizer, validation_share, expected_bytes, counts["batches"]):
+            counts.update(batch.counts, batches=1)
             yield batch.content
             progress.tick(lambda: f"tokenized {megabytes(counts['bytes'])} of about {megabytes(expected_bytes)}")
 
     rest = contents()
     while not shards or shards[-1]["train"].size >= SHARD_BYTES:
         shards.append(_write_shards(folder, len(shards), dtype, rest, digests))
+        facts = [{split: {"count": f.count, "sha256": f.sha256} for split, f in shard.items()} for shard in shards]
+        if shards[-1]["train"].size >= SHARD_BYTES:
+            content = {"machine": socket.gethostname(), "counts": counts, "shards": facts}
+            replace_file(folder / PROGRESS, json.dumps(content).encode())
+    del counts["batches"]
     files = {}
     for split in SPLITS:
         parts = tuple(shard[split] for shard in shards)
@@ -219,9 +234,43 @@ def tokenize(
     return files, dict(counts)
 
 
+def goes_on(folder: Path) -> bool:
+    """Return whether a folder is unfinished, has whole shards, and no process of another machine may be writing it.
+
+    Nor may one of this machine: the caller has a lock.
+    """
+    with suppress(OSError, ConfigError):
+        machine = read_json(folder / PROGRESS).get("machine")
+        last_write = max(path.stat().st_mtime for path in folder.iterdir())
+        return machine == socket.gethostname() or time.time() - last_write > ABANDONED_SECONDS
+    return False
+
+
+def _written(folder: Path, dtype: str) -> tuple[list[dict[str, TokenFile]], dict, Counter[str]]:
+    """Return an unfinished folder's shards, the digests of their tokens, and their counts. A damaged one: no shards."""
+    shards, digests = [], {split: sha256() for split in SPLITS}
+    try:
+        kept = read_json(folder / PROGRESS)
+        for number, facts in enumerate(kept["shards"]):
+            shards.append({s: TokenFile(_path(folder, s, number), dtype, **facts[s]) for s in SPLITS})
+            for split, file in shards[-1].items():
+                content = file.open()
+                if content.nbytes != file.path.stat().st_size or sha256(content).hexdigest() != file.sha256:
+                    raise ValueError(f"{file.path} is damaged")
+                digests[split].update(content)
+        return shards, digests, Counter(kept["counts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        counts = Counter({f"{split}_tokens": 0 for split in SPLITS})
+        return [], {split: sha256() for split in SPLITS}, counts
+
+
+def _path(folder: Path, split: str, number: int) -> Path:
+    return folder / (f"{split}.{number}.bin" if number else f"{split}.bin")
+
+
 def _write_shards(folder: Path, number: int, dtype: str, contents: Iterator[dict], whole: dict) -> dict[str, TokenFile]:
     """Write one shard of each split, and return them. ``whole`` has the digests of all shards together."""
-    paths = {split: folder / (f"{split}.{number}.bin" if number else f"{split}.bin") for split in SPLITS}
+    paths = {split: _path(folder, split, number) for split in SPLITS}
     sizes, digests = Counter(), {split: sha256() for split in SPLITS}
     with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
         for content in contents:
@@ -245,6 +294,7 @@ def write_summary(folder: Path, config: DataConfig, tokenizer: str, files: dict,
         "tokens": {split: _facts(file) for split, file in files.items()},
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / PROGRESS).unlink(missing_ok=True)
 
 
 def _facts(file: TokenFile) -> dict:

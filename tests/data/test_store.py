@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -255,6 +256,68 @@ def test_a_long_text_is_read_for_its_hashes_when_it_is_used(config, monkeypatch,
         tokens[:]
     with pytest.raises(DamagedText, match="the contents of train.4.bin have changed"):
         load_text(prepared.folder, again=True)
+
+
+def kill_after_shards(count: int, config) -> None:
+    """Prepare a text in another process, which is killed when it has written so many shards."""
+    if not (process := os.fork()):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of its threads
+        replace_file, written = store.replace_file, []
+
+        def killed(path, content):
+            replace_file(path, content)
+            written.append(path)
+            if len(written) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        store.replace_file = killed
+        try:
+            prepare(config, silent)
+        finally:
+            os._exit(1)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+
+
+def contents(folder) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in sorted(folder.rglob("*.*"))}
+    return {name: content.replace(str(folder.parent).encode(), b"") for name, content in files.items()}
+
+
+def test_a_killed_preparation_goes_on_after_its_last_whole_shard(config, cache, small_shards, tmp_path):
+    whole = contents(prepare(replace(config, cache_dir=str(tmp_path / "whole")), silent).folder)
+    lines = []
+    kill_after_shards(3, config)
+    (left,) = cache.glob("*.building-*")
+    left_shards = {path.name: path.stat().st_mtime_ns for path in left.glob("train*")}
+    second = prepare(config, lines.append)
+    assert contents(second.folder) == whole
+    assert left_shards.items() <= {p.name: p.stat().st_mtime_ns for p in second.folder.glob("train*")}.items()
+    assert len(left_shards) == 3 < len(second.train.shards)
+    assert any(line.startswith("going on after 3 shard(s), 0.0 MB") for line in lines)
+    assert not any("training a byte-level BPE" in line for line in lines)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [second.folder.name]
+
+
+@pytest.mark.parametrize("why", ["a damaged shard", "another machine", "no locks"])
+def test_a_preparation_that_cannot_go_on_begins_anew(config, cache, monkeypatch, small_shards, tmp_path, why):
+    whole = contents(prepare(replace(config, cache_dir=str(tmp_path / "whole")), silent).folder)
+    kill_after_shards(3, config)
+    (left,) = cache.glob("*.building-*")
+    lines = []
+    if why == "a damaged shard":
+        flip(left / "train.1.bin")
+    elif why == "another machine":
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+    else:
+        monkeypatch.setattr("fcntl.flock", lambda *args: os.stat("/no locks"))
+    assert contents(prepare(config, lines.append).folder) == whole
+    assert not any(line.startswith("going on") for line in lines)
+    assert left.exists() == (why != "a damaged shard")
+    if why == "another machine":
+        (cache / prepare(config, silent).folder.name / "prepared.json").unlink()
+        monkeypatch.setattr(store, "ABANDONED_SECONDS", -1.0)
+        assert contents(prepare(config, lines.append).folder) == whole
+        assert any(line.startswith("going on after 3") for line in lines) and not left.exists()
 
 
 def test_the_identity_depends_on_contents_alone(config, tmp_path, prose, monkeypatch):
