@@ -91,7 +91,7 @@ def _entry(path: Path, verify: bool) -> CachedText:
         state = "unfinished: being built, or left by a killed process"
     else:
         try:
-            text = load_text(path, reads_tokens=verify)
+            text = load_text(path, again=verify)
         except DamagedText as error:
             state = f"damaged: {error}"
         except ConfigError:

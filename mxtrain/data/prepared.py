@@ -14,7 +14,19 @@ from mxtrain.data.config import DATASETS, DataConfig
 from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, one_line
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.python_source import PythonSource
-from mxtrain.data.store import SUMMARY, TOKENIZER, DamagedText, Prepared, TextReport, load_text, tokenize, write_summary
+from mxtrain.data.store import (
+    PROGRESS,
+    SUMMARY,
+    TOKENIZER,
+    DamagedText,
+    Prepared,
+    TextReport,
+    goes_on,
+    load_text,
+    remember_files,
+    tokenize,
+    write_summary,
+)
 from mxtrain.data.tokenizer import (
     SAMPLE_BYTES,
     LoadedTokenizer,
@@ -42,7 +54,8 @@ def prepare(
     """Load the tokenizer and the tokenized text of ``config`` from the cache, or build them first.
 
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
-    Tokens in the cache are read and hashed, about 1 GB a second, and a damaged result is built again, with a warning.
+    Each machine reads tokens in the cache once for their hash, about 1 GB a second, and builds a damaged text again,
+    with a warning. Shards of a long text are read when they are first used (see ``store.SHARDS_AT_START``).
     With ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
@@ -134,17 +147,20 @@ def _build_or_wait(
     """Build ``folder`` from a source, or a tokenizer from streamed texts, unless another process has just done so."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _courtesy_lock(folder, progress):
+        with _courtesy_lock(folder, progress) as is_alone:
             prepared, damage = _in_cache(config, folder)
             if prepared is not None:
                 return prepared
             if damage:
                 logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
             progress.say(f"preparing dataset {config.dataset!r} in {folder}")
-            with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None) as building:
+            may_go_on = goes_on if is_alone else lambda unfinished: False
+            with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None, may_go_on) as building:
                 _build(building, config, text, progress)
             progress.say(f"prepared dataset {config.dataset!r}")
-            return load_text(folder, config.tokenizer_path)
+            prepared = load_text(folder, config.tokenizer_path)
+            remember_files(prepared)
+            return prepared
     except OSError as error:  # sources raise ConfigError, so this is about the cache
         raise ConfigError(
             f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} "
@@ -154,23 +170,26 @@ def _build_or_wait(
 
 
 @contextmanager
-def _courtesy_lock(folder: Path, progress: Progress) -> Iterator[None]:
-    """Hold a lock beside ``folder``, which saves other processes the work. Goes on where locks do not work.
+def _courtesy_lock(folder: Path, progress: Progress) -> Iterator[bool]:
+    """Hold a lock beside ``folder``, which saves other processes the work. Yields False where locks do not work.
 
     The lock is not needed: the first process that gives its new folder the name wins. ``filelock`` would wait for ever
     where a lock cannot be made, or for a process that was killed on another machine.
     """
-    path = f"{folder}.lock"
+    path, is_held = f"{folder}.lock", False
     with ExitStack() as stack:
         with suppress(OSError):  # no locks here; or the folder cannot be written, which the caller will find out
-            file = stack.enter_context(open(path, "w"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                progress.say(f"another process is preparing {folder}; waiting")
-                fcntl.flock(file, fcntl.LOCK_EX)
+            while not is_held:
+                file = stack.enter_context(open(path, "w"))
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    progress.say(f"another process is preparing {folder}; waiting")
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                # The process that held it has removed the file, and a third one may have made a new one.
+                is_held = os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         try:
-            yield
+            yield is_held
         finally:
             with suppress(OSError):
                 os.unlink(path)
@@ -181,7 +200,7 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
     source = None if callable(text) else text
     if source:
         source.scan(progress)
-    if not config.tokenizer_path:
+    if not config.tokenizer_path and not (folder / PROGRESS).exists():
         texts = _training_texts(config, source) if source else text()
         try:
             train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)

@@ -1,11 +1,15 @@
 """A tokenizer and a tokenized text in one folder: ``prepared.json``, ``tokenizer/``, ``train.bin``, ``validation.bin``.
 
 The ``.bin`` files hold little-endian token ids; ``prepared.json`` holds the report, and sizes and hashes of the others.
+A long text goes on in the shards ``train.1.bin``, ``validation.1.bin`` and so on, each with a hash of its own.
 """
 
 import json
+import socket
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -14,19 +18,29 @@ import numpy as np
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Document, Progress, megabytes
+from mxtrain.data.encode import SPLITS, encode, token_dtype
 from mxtrain.data.tokenizer import LoadedTokenizer, tokenizer_hash
+from mxtrain.data.verified import fact, facts_beside, remember
 from mxtrain.errors import ConfigError
-from mxtrain.files import hash_file, reason
+from mxtrain.files import hash_file, reason, replace_file
 from mxtrain.json_toml import read_json
 
 SUMMARY = "prepared.json"
 TOKENIZER = "tokenizer"
-SPLITS = ("train", "validation")
+PROGRESS = "progress.json"
+"""In an unfinished folder: what stands in its whole shards. Everything before them, such as the tokenizer, is there"""
 WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
 """The parts of a data identity (``Prepared.identity``) in words"""
 
-# Text per tokenizer call: enough to keep every core busy, and little memory.
-BATCH_CHARACTERS = 2_000_000
+
+SHARD_BYTES = 1 << 28
+"""A shard of the training text ends with the batch of documents that reaches this size, and so does validation's"""
+SHARDS_AT_START = 16
+"""A start reads the shards of a text of up to so many for their hashes, and prepares a damaged text again. Those of a
+longer one are read for their hashes before their first use."""
+
+ABANDONED_SECONDS = 3600.0
+"""Without a write for so long, a process of another machine has ended"""
 
 
 class DamagedText(Exception):
@@ -35,26 +49,73 @@ class DamagedText(Exception):
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file of token ids. Every document is ``bos ... eos``; a tokenizer without bos or eos omits that token."""
+    """Token ids in a file or in shards. Every document is ``bos ... eos``; a tokenizer without one omits that token."""
 
     path: Path
+    """The file, or the first shard"""
     dtype: str
     """"<u2" if it holds the largest id, else "<u4\""""
     count: int
     """Number of tokens"""
     sha256: str = ""
-    """SHA-256 of the file's bytes, in hexadecimal digits"""
+    """SHA-256 of all tokens' bytes, in hexadecimal digits. Shards do not change it"""
+    shards: tuple["TokenFile", ...] = ()
+    """The files whose tokens follow each other; empty for one file"""
 
     @property
     def size(self) -> int:
         """The size in bytes that the file must have."""
         return self.count * np.dtype(self.dtype).itemsize
 
-    def open(self) -> np.ndarray:
-        """Return the tokens as a read-only array [count]."""
+    @property
+    def files(self) -> tuple["TokenFile", ...]:
+        """The shards, or the one file."""
+        return self.shards or (self,)
+
+    def open(self) -> "np.ndarray | Shards":
+        """Return the tokens as a read-only array [count], or as ``Shards``, which can be sliced like it."""
+        if self.shards:
+            return Shards(self.shards)
         if self.count == 0:  # an empty file cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(self.path, self.dtype, mode="r", shape=(self.count,))
+
+
+class Shards:
+    """The tokens of files that follow each other. A file's hash is compared before its first use on this machine."""
+
+    def __init__(self, files: tuple[TokenFile, ...]):
+        # Opened now: the files may be removed from the cache.
+        self._files, self._opened = files, [file.open() for file in files]
+        self._facts = [fact(file.path, file.sha256) for file in files]
+        self._ends = np.cumsum([file.count for file in files])
+        self._seen = set()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Return the tokens of a slice without a step. Raises ConfigError if a file is damaged."""
+        start, stop, _ = part.indices(len(self))
+        parts, number = [], int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end, content = int(self._ends[number]), self._intact(number)
+            begin = start - (end - len(content))
+            parts.append(content[begin : begin + stop - start])
+            start, number = min(stop, end), number + 1
+        return np.concatenate(parts) if parts else self._opened[0][:0]
+
+    def _intact(self, number: int) -> np.ndarray:
+        content, file = self._opened[number], self._files[number]
+        if number not in self._seen and self._facts[number] not in facts_beside(file.path.parent):
+            if sha256(content).hexdigest() != file.sha256:
+                raise ConfigError(
+                    f"the prepared text {file.path.parent} is damaged: the contents of {file.path.name} have changed; "
+                    f"'mxtrain cache --remove {file.path.parent.name}' lets the next start prepare it again"
+                )
+            remember(file.path.parent, [self._facts[number]])
+        self._seen.add(number)
+        return content
 
 
 @dataclass(frozen=True)
@@ -142,40 +203,86 @@ def tokenize(
     expected_bytes: int,
     progress: Progress,
 ) -> tuple[dict[str, TokenFile], dict[str, int]]:
-    """Write ``train.bin`` and ``validation.bin`` into ``folder``. Return them, and the counts of a ``TextReport``."""
-    dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
-    before, after = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
-    tokens, digests, counts = Counter(), {split: sha256() for split in SPLITS}, Counter()
-    paths = {split: folder / f"{split}.bin" for split in SPLITS}
-    with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
-        for batch in _batches(documents):
-            texts = [document.text for document in batch]
-            encodings = tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False)
-            for document, encoding in zip(batch, encodings, strict=True):
-                held_out = document.is_held_out(validation_share)
-                split, file = ("validation", validation) if held_out else ("train", train)
-                ids = before + encoding.ids + after
-                content = np.array(ids, dtype).tobytes()
-                file.write(content)  # not ``tofile``, whose error does not say that the disk is full
-                digests[split].update(content)
-                tokens[split] += len(ids)
-                size = len(document.text.encode())
-                counts.update({"documents": 1, "validation_documents": int(held_out), "bytes": size})
+    """Write ``train.bin``, ``validation.bin`` and their further shards into ``folder``, after those that are there.
+
+    Returns the files by split, and the counts of a ``TextReport``.
+    """
+    dtype = token_dtype(tokenizer.size)
+    shards, digests, counts = _written(folder, dtype)
+    if shards:
+        progress.say(f"going on after {len(shards)} shard(s), {megabytes(counts['bytes'])}")
+
+    def contents() -> Iterator[dict[str, bytes]]:
+        for batch in encode(documents, tokenizer, validation_share, expected_bytes, counts["batches"]):
+            counts.update(batch.counts, batches=1)
+            yield batch.content
             progress.tick(lambda: f"tokenized {megabytes(counts['bytes'])} of about {megabytes(expected_bytes)}")
-    files = {split: TokenFile(paths[split], dtype, tokens[split], digests[split].hexdigest()) for split in SPLITS}
-    return files, {**counts, "train_tokens": tokens["train"], "validation_tokens": tokens["validation"]}
+
+    rest = contents()
+    while not shards or shards[-1]["train"].size >= SHARD_BYTES:
+        shards.append(_write_shards(folder, len(shards), dtype, rest, digests))
+        facts = [{split: {"count": f.count, "sha256": f.sha256} for split, f in shard.items()} for shard in shards]
+        if shards[-1]["train"].size >= SHARD_BYTES:
+            content = {"machine": socket.gethostname(), "counts": counts, "shards": facts}
+            replace_file(folder / PROGRESS, json.dumps(content).encode())
+    del counts["batches"]
+    files = {}
+    for split in SPLITS:
+        parts = tuple(shard[split] for shard in shards)
+        whole = TokenFile(parts[0].path, dtype, counts[f"{split}_tokens"], digests[split].hexdigest())
+        files[split] = replace(whole, shards=parts if len(parts) > 1 else ())
+    return files, dict(counts)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
-        if size >= BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def goes_on(folder: Path) -> bool:
+    """Return whether a folder is unfinished, has whole shards, and no process of another machine may be writing it.
+
+    Nor may one of this machine: the caller has a lock.
+    """
+    with suppress(OSError, ConfigError):
+        machine = read_json(folder / PROGRESS).get("machine")
+        last_write = max(path.stat().st_mtime for path in folder.iterdir())
+        return machine == socket.gethostname() or time.time() - last_write > ABANDONED_SECONDS
+    return False
+
+
+def _written(folder: Path, dtype: str) -> tuple[list[dict[str, TokenFile]], dict, Counter[str]]:
+    """Return an unfinished folder's shards, the digests of their tokens, and their counts. A damaged one: no shards."""
+    shards, digests = [], {split: sha256() for split in SPLITS}
+    try:
+        kept = read_json(folder / PROGRESS)
+        for number, facts in enumerate(kept["shards"]):
+            shards.append({s: TokenFile(_path(folder, s, number), dtype, **facts[s]) for s in SPLITS})
+            for split, file in shards[-1].items():
+                content = file.open()
+                if content.nbytes != file.path.stat().st_size or sha256(content).hexdigest() != file.sha256:
+                    raise ValueError(f"{file.path} is damaged")
+                digests[split].update(content)
+        return shards, digests, Counter(kept["counts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        counts = Counter({f"{split}_tokens": 0 for split in SPLITS})
+        return [], {split: sha256() for split in SPLITS}, counts
+
+
+def _path(folder: Path, split: str, number: int) -> Path:
+    return folder / (f"{split}.{number}.bin" if number else f"{split}.bin")
+
+
+def _write_shards(folder: Path, number: int, dtype: str, contents: Iterator[dict], whole: dict) -> dict[str, TokenFile]:
+    """Write one shard of each split, and return them. ``whole`` has the digests of all shards together."""
+    paths = {split: _path(folder, split, number) for split in SPLITS}
+    sizes, digests = Counter(), {split: sha256() for split in SPLITS}
+    with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
+        for content in contents:
+            for split, file in zip(SPLITS, (train, validation), strict=True):
+                file.write(content[split])  # not ``tofile``, whose error does not say that the disk is full
+                digests[split].update(content[split])
+                whole[split].update(content[split])
+                sizes[split] += len(content[split])
+            if sizes["train"] >= SHARD_BYTES:
+                break
+    item = np.dtype(dtype).itemsize
+    return {s: TokenFile(paths[s], dtype, sizes[s] // item, digests[s].hexdigest()) for s in SPLITS}
 
 
 def write_summary(folder: Path, config: DataConfig, tokenizer: str, files: dict, report: TextReport) -> None:
@@ -184,18 +291,32 @@ def write_summary(folder: Path, config: DataConfig, tokenizer: str, files: dict,
         "report": asdict(report),
         "config": asdict(config),
         "tokenizer": {"path": config.tokenizer_path, "sha256": tokenizer},
-        "tokens": {s: {"dtype": f.dtype, "count": f.count, "sha256": f.sha256} for s, f in files.items()},
+        "tokens": {split: _facts(file) for split, file in files.items()},
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / PROGRESS).unlink(missing_ok=True)
 
 
-def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = False) -> Prepared:
+def _facts(file: TokenFile) -> dict:
+    shards = [{"name": shard.path.name, "count": shard.count, "sha256": shard.sha256} for shard in file.shards]
+    facts = {"dtype": file.dtype, "count": file.count, "sha256": file.sha256}
+    return facts | ({"shards": shards} if shards else {})
+
+
+def _token_file(folder: Path, split: str, dtype: str, shards: tuple = (), **facts) -> TokenFile:
+    """Return the tokens that ``_facts`` describe."""
+    parts = tuple(TokenFile(folder / part["name"], dtype, part["count"], part["sha256"]) for part in shards)
+    return TokenFile(folder / f"{split}.bin", dtype, **facts, shards=parts)
+
+
+def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = False, again: bool = False) -> Prepared:
     """Load a prepared text, after a check of the sizes and of the tokenizer's hash.
 
     Args:
         folder: the folder in the cache.
         tokenizer_path: folder of the tokenizer; "" for the one with which the text was tokenized.
-        reads_tokens: also read the token files and compare their hashes.
+        reads_tokens: also compare the hashes of up to SHARDS_AT_START shards that this machine has not read yet.
+        again: compare the hashes of all shards.
 
     Raises:
         DamagedText: files are missing or damaged.
@@ -204,11 +325,11 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
     try:
         summary = read_json(folder / SUMMARY)
         report = replace(TextReport(**summary["report"]), folder=str(folder))
-        files = {split: TokenFile(folder / f"{split}.bin", **facts) for split, facts in summary["tokens"].items()}
+        files = {split: _token_file(folder, split, **facts) for split, facts in summary["tokens"].items()}
         expected = summary["tokenizer"]["sha256"]
         path = Path(tokenizer_path or summary["tokenizer"]["path"] or folder / TOKENIZER)
-        sizes = {file: int(file.size) for file in files.values()}
-        if len(sizes) != (0 if report.streamed else len(SPLITS)):
+        sizes = {part: int(part.size) for file in files.values() for part in file.files}
+        if len(files) != (0 if report.streamed else len(SPLITS)):
             raise ValueError("a tokenized text has two token files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedText(f"{SUMMARY} is missing, damaged or of an earlier version") from error
@@ -219,12 +340,22 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
             f"model.hf_assets_path = {str(path)!r} is not the tokenizer of the prepared text {folder.name!r}; give "
             f"the tokenizer of SHA-256 {expected[:12]} (runs keep theirs in their folder), or leave data.prepared empty"
         )
+    known = facts_beside(folder)
+    is_short = files and len(files["train"].files) <= SHARDS_AT_START
     for file, size in sizes.items():
         try:
             if (found := file.path.stat().st_size) != size:
                 raise DamagedText(f"{file.path.name} has {found:,} bytes instead of {size:,}")
-            if reads_tokens and hash_file(file.path).sha256 != file.sha256:
-                raise DamagedText(f"the contents of {file.path.name} have changed")
+            if again or (reads_tokens and is_short and fact(file.path, file.sha256) not in known):
+                if hash_file(file.path).sha256 != file.sha256:
+                    raise DamagedText(f"the contents of {file.path.name} have changed")
+                remember(folder, [fact(file.path, file.sha256)])
         except OSError as error:
             raise DamagedText(f"{file.path.name} cannot be read: {reason(error)}") from error
     return Prepared(path, expected, files.get("train"), files.get("validation"), report, folder)
+
+
+def remember_files(prepared: Prepared) -> None:
+    """Remember that a text that this process has just written is intact."""
+    files = [file for split in (prepared.train, prepared.validation) if split for file in split.files]
+    remember(prepared.folder, [fact(file.path, file.sha256) for file in files])

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import os
+import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from mxtrain.data import DataConfig, TokenFile, prepare, store
+from mxtrain.data import DataConfig, TokenFile, encode, prepare, store
 from mxtrain.data.documents import Document, Progress, is_held_out
 from mxtrain.data.store import DamagedText, TextReport, load_text, tokenize
 from mxtrain.data.tokenizer import EOS_TOKEN, load_tokenizer, tokenizer_hash, train_tokenizer
@@ -29,7 +32,7 @@ def split_documents(tokens: np.ndarray, tokenizer) -> list[str]:
 
 
 def test_each_file_holds_its_documents_in_order(tokenizer, tmp_path, prose, monkeypatch):
-    monkeypatch.setattr(store, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 2000)
     documents = [Document(f"doc{i}", prose(i, 40)) for i in range(50)] + [Document("odd", f"a{EOS_TOKEN}\u2028é")]
     files, counts = tokenize(documents, tokenizer, tmp_path, 0.3, 0, SILENT)
     for split, held_out in (("train", False), ("validation", True)):
@@ -162,7 +165,7 @@ def test_a_damaged_text_is_prepared_again_with_one_line(config, cache, name, dam
     caplog.set_level(logging.INFO)
     second = prepare(config, silent)
     assert second == first and prepare(config, silent) == load_text(first.folder, reads_tokens=True) == first
-    assert [path.name for path in cache.iterdir()] == [first.folder.name]
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [first.folder.name]
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("mxtrain")]
     assert line.startswith(f"the prepared text {first.folder} is damaged ({message}")
     assert prepare(chosen, silent) == first
@@ -176,7 +179,145 @@ def test_tokens_that_cannot_be_read_are_damage(config, monkeypatch):
 
     monkeypatch.setattr(store, "hash_file", fails)
     with pytest.raises(DamagedText, match="^train.bin cannot be read: Input/output error$"):
-        load_text(folder, reads_tokens=True)
+        load_text(folder, again=True)
+
+
+def read_files(monkeypatch) -> list[str]:
+    """Return a list that gets the names of the files that are read for their hash."""
+    names, hash_file = [], store.hash_file
+    monkeypatch.setattr(store, "hash_file", lambda path: names.append(path.name) or hash_file(path))
+    return names
+
+
+def test_a_machine_reads_a_text_once_for_its_hash(config, cache, tmp_path, monkeypatch):
+    read = read_files(monkeypatch)
+    first, splits = prepare(config, silent), ["train.bin", "validation.bin"]
+    prepare(config, silent)
+    assert read == [], "this machine has written it"
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    prepare(config, silent)
+    prepare(config, silent)
+    assert read == splits
+    os.utime(first.folder / "train.bin", (0, 0))
+    prepare(config, silent)
+    assert read == [*splits, "train.bin"], "it may be a copy"
+    (cache / "verified").unlink()
+    (cache / "verified").mkdir()  # as if others owned the folder
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "own"))
+    (tmp_path / "own").mkdir()
+    shared = replace(config, cache_dir=str(cache))
+    prepare(shared, silent)
+    prepare(shared, silent)
+    assert read == [*splits, "train.bin", *splits]
+
+
+# Shards
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(store, "SHARD_BYTES", 3000)
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 2500)
+
+
+def test_shards_hold_the_tokens_and_the_hashes_of_one_file(config, cache, monkeypatch, small_shards, tmp_path):
+    sharded = prepare(config, silent)
+    assert len(sharded.train.shards) == len(sharded.validation.shards) > 5
+    assert {path.name for path in sharded.folder.glob("train*")} >= {"train.bin", "train.1.bin", "train.5.bin"}
+    monkeypatch.setattr(store, "SHARD_BYTES", 1 << 28)
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "other"))
+    whole = prepare(config, silent)
+    assert whole.identity == sharded.identity and not whole.train.shards
+    for one, parts in ((whole.train, sharded.train), (whole.validation, sharded.validation)):
+        expected, tokens = one.open(), parts.open()
+        assert len(tokens) == parts.count == len(expected) == one.count
+        assert np.array_equal(tokens[:], expected) and tokens[:].dtype == expected.dtype
+        for start in range(0, len(expected), 97):
+            assert np.array_equal(tokens[start : start + 150], expected[start : start + 150])
+    assert load_text(sharded.folder, again=True) == sharded
+
+
+def test_a_long_text_is_read_for_its_hashes_when_it_is_used(config, monkeypatch, small_shards):
+    prepared = prepare(config, silent)
+    flip(prepared.train.shards[4].path)
+    read = read_files(monkeypatch)
+    monkeypatch.setattr(store, "SHARDS_AT_START", 3)
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    assert prepare(config, silent) == prepared and read == []
+    tokens, hashed, sha256 = prepared.train.open(), [], store.sha256
+    monkeypatch.setattr(store, "sha256", lambda content: hashed.append(len(content)) or sha256(content))
+    sizes = [shard.count for shard in prepared.train.shards]
+    tokens[:10]
+    tokens[5 : sizes[0] + 1]
+    assert hashed == sizes[:2]
+    prepared.train.open()[: sizes[0]]
+    assert hashed == sizes[:2], "another process need not read them again"
+    with pytest.raises(ConfigError, match="is damaged: the contents of train.4.bin have changed; 'mxtrain cache --rem"):
+        tokens[:]
+    with pytest.raises(DamagedText, match="the contents of train.4.bin have changed"):
+        load_text(prepared.folder, again=True)
+
+
+def kill_after_shards(count: int, config) -> None:
+    """Prepare a text in another process, which is killed when it has written so many shards."""
+    if not (process := os.fork()):
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has none of its threads
+        replace_file, written = store.replace_file, []
+
+        def killed(path, content):
+            replace_file(path, content)
+            written.append(path)
+            if len(written) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        store.replace_file = killed
+        try:
+            prepare(config, silent)
+        finally:
+            os._exit(1)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+
+
+def contents(folder) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in sorted(folder.rglob("*.*"))}
+    return {name: content.replace(str(folder.parent).encode(), b"") for name, content in files.items()}
+
+
+def test_a_killed_preparation_goes_on_after_its_last_whole_shard(config, cache, small_shards, tmp_path):
+    whole = contents(prepare(replace(config, cache_dir=str(tmp_path / "whole")), silent).folder)
+    lines = []
+    kill_after_shards(3, config)
+    (left,) = cache.glob("*.building-*")
+    left_shards = {path.name: path.stat().st_mtime_ns for path in left.glob("train*")}
+    second = prepare(config, lines.append)
+    assert contents(second.folder) == whole
+    assert left_shards.items() <= {p.name: p.stat().st_mtime_ns for p in second.folder.glob("train*")}.items()
+    assert len(left_shards) == 3 < len(second.train.shards)
+    assert any(line.startswith("going on after 3 shard(s), 0.0 MB") for line in lines)
+    assert not any("training a byte-level BPE" in line for line in lines)
+    assert [path.name for path in cache.iterdir() if path.is_dir()] == [second.folder.name]
+
+
+@pytest.mark.parametrize("why", ["a damaged shard", "another machine", "no locks"])
+def test_a_preparation_that_cannot_go_on_begins_anew(config, cache, monkeypatch, small_shards, tmp_path, why):
+    whole = contents(prepare(replace(config, cache_dir=str(tmp_path / "whole")), silent).folder)
+    kill_after_shards(3, config)
+    (left,) = cache.glob("*.building-*")
+    lines = []
+    if why == "a damaged shard":
+        flip(left / "train.1.bin")
+    elif why == "another machine":
+        monkeypatch.setattr("socket.gethostname", lambda: "another")
+    else:
+        monkeypatch.setattr("fcntl.flock", lambda *args: os.stat("/no locks"))
+    assert contents(prepare(config, lines.append).folder) == whole
+    assert not any(line.startswith("going on") for line in lines)
+    assert left.exists() == (why != "a damaged shard")
+    if why == "another machine":
+        (cache / prepare(config, silent).folder.name / "prepared.json").unlink()
+        monkeypatch.setattr(store, "ABANDONED_SECONDS", -1.0)
+        assert contents(prepare(config, lines.append).folder) == whole
+        assert any(line.startswith("going on after 3") for line in lines) and not left.exists()
 
 
 def test_the_identity_depends_on_contents_alone(config, tmp_path, prose, monkeypatch):

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from mxtrain.checkpoints.manifest import check_hashes, read_manifest
 from mxtrain.checkpoints.start import find_start
+from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Progress
+from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE, RopeScaling
@@ -178,6 +180,8 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     assert import_model(source, run).endswith(f"train     mxtrain train '{run}/config.toml'"), "it can be pasted"
     settings = read_settings([f"--job.config_file={run / 'config.toml'}"])
     assert settings["job.dump_folder"] == str(run)
+    example = LocalFiles(DataConfig(settings["training.dataset"], settings["training.dataset_path"]))
+    assert 100_000 < example.text_bytes < 1_000_000, "more than a few sequences, tokenized in a second"
     assert settings["model.converters"] == ["mxnorm"] and settings["data.vocab_size"] == 320
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (run / "tokenizer" / name).read_bytes() == (source / name).read_bytes()
