@@ -65,9 +65,10 @@ class Unreadable(str):
 )
 def test_a_failing_process_is_one_error_and_none_is_left(tokenizer, prose, kind, error, message):
     texts = [*documents(prose, 20), Document("bad", kind("text " * 500)), *documents(prose, 20)]
+    before = _children()  # of earlier tests
     with pytest.raises(error, match=message):
         list(encode(texts, tokenizer, 0.0, 3 * BATCH))
-    assert _children() == []
+    assert set(_children()) <= set(before)
 
 
 def test_the_processes_of_a_killed_one_end(tokenizer, prose):
