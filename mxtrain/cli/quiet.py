@@ -34,6 +34,10 @@ PYTHON_WARNINGS = (
     r"FSDP2-wrapped module \(\w+\) returned a view tensor",
     # TorchTitan's norms of queries and keys have float32 weights, and get bf16 from autocast.
     r"Mismatch dtype between input and weight",
+    # PyTorch 2.14 itself still calls functions that it has renamed.
+    r"`torch\.distributed\.\w+` is deprecated",
+    # TorchTitan 0.3 sets the step of a resumed schedule itself.
+    r"To get the last learning rate computed by the scheduler",
     # A package beside PyTorch was renamed; PyTorch finds it under either name.
     r"The pynvml package is deprecated",
     # TorchTitan calls barrier() without a device.
@@ -59,8 +63,8 @@ LOG_RECORDS = {
     "torchao": r"(Skipping import of cpp extensions|Failed to load .*\.so)",
     # torchao registers enumerations in a way that PyTorch has deprecated.
     "torch.utils._pytree": r".* is an Enum subclass",
-    # The norm of all gradients is reduced over two dimensions of the mesh, one after the other.
-    "torch.distributed.tensor._redistribute": r"While redistributing from \(_NormPartial",
+    # TorchTitan's tensors on a mesh of two dimensions are reduced or gathered over one after the other.
+    "torch.distributed.tensor._redistribute": r"While redistributing from ",
 }
 
 

@@ -18,15 +18,15 @@ if not torch.cuda.is_available():
 # Type checkers see this declaration only: it has the arguments of the other one, too.
 if TYPE_CHECKING or RELEASE == "v03":
     from mxtrain.titan.v03.with_mxtrain import with_mxtrain
-else:
-    from mxtrain.titan.v02.models.train_specs import with_mxtrain
-    from mxtrain.titan.v02.register import register
-
-    register()
 
     if not torch.cuda.is_available():
         from mxtrain.titan.v03.gloo import use_single_exchanges
 
         use_single_exchanges()
+else:
+    from mxtrain.titan.v02.models.train_specs import with_mxtrain
+    from mxtrain.titan.v02.register import register
+
+    register()
 
 __all__ = ["with_mxtrain"]
