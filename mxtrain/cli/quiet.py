@@ -63,7 +63,7 @@ LOG_RECORDS = {
     "torchao": r"(Skipping import of cpp extensions|Failed to load .*\.so)",
     # torchao registers enumerations in a way that PyTorch has deprecated.
     "torch.utils._pytree": r".* is an Enum subclass",
-    # TorchTitan's tensors on a mesh of two dimensions are reduced or gathered over one after the other.
+    # On a mesh of two dimensions, PyTorch reduces or gathers over one dimension after the other.
     "torch.distributed.tensor._redistribute": r"While redistributing from ",
 }
 
