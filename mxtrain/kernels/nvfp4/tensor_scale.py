@@ -52,7 +52,7 @@ def _amax_launch(
         (x, row_factor, column_factor, amax, transformed, rows, columns, signs),
         dict(
             ROW_FACTOR=row_factor is not None, COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None,
-            COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
+            COLUMNS=tile, num_warps=WARPS,
         ),
     )  # fmt: skip
     return results, launch
