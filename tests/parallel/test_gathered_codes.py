@@ -72,9 +72,7 @@ def test_fsdp_gathers_blocks_twice_in_bf16_and_reduces_in_fp32(four_processes):
 def test_the_table(flavor):
     transformer = model(flavor)
     bf16, mxfp8, nvfp4 = (bytes_of_step(transformer, b) for b in (2, MXFP8.bytes_per_element, NVFP4.bytes_per_element))
-    row = " | ".join(
-        [f"{bf16 / 2**30:.1f}", *(f"{sent / 2**30:.1f} ({sent / bf16:.2f})" for sent in (mxfp8, nvfp4))]
-    )
+    row = " | ".join([f"{bf16 / 2**30:.1f}", *(f"{sent / 2**30:.1f} ({sent / bf16:.2f})" for sent in (mxfp8, nvfp4))])
     assert f"| {flavor} | {row} |" in LAYOUTS.read_text()
     fewest_rows = min(weight.shape[0] for weight in transformer.layers.parameters() if weight.ndim == 2)
     assert (fewest_rows // MXFP8.block_size, fewest_rows // NVFP4.block_size) == (32, 64)
