@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mxtrain.checkpoints.reader import unpickle
 from mxtrain.data.run_data import EXCLUDE, RunData
-from mxtrain.data.store import TokenFile
+from mxtrain.data.token_file import TokenFile
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 from mxtrain.ranks import gather, is_first

@@ -1,0 +1,109 @@
+"""Text that is tokenized already, in ``.bin`` files: Megatron's, beside an ``.idx`` file, and flat ones, of ids only.
+
+The tokens stay where they lie: a prepared text has links to the files, and a hash for every SHARD_BYTES of them.
+"""
+
+import os
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from mxtrain.data.documents import Progress, megabytes
+from mxtrain.data.encode import SPLITS, token_dtype
+from mxtrain.data.local_files import LocalFiles, require_ids
+from mxtrain.data.store import SHARD_BYTES
+from mxtrain.data.token_file import TokenFile
+from mxtrain.errors import ConfigError
+
+# megatron/core/datasets/indexed_dataset.py: magic, version, dtype, number of sequences and of document ends; then the
+# sequences' lengths (int32) and their places in the .bin file (int64, bytes), and the documents' ends (int64).
+HEADER, START = struct.Struct("<9sQBQQ"), (b"MMIDIDX\x00\x00", 1)
+DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+LOOKED_AT = 1 << 16
+PIECE = 1 << 22
+"""Tokens read at a time"""
+
+
+def link_tokens(
+    source: LocalFiles, folder: Path, validation_share: float, max_bytes: int, progress: Progress
+) -> tuple[dict[str, TokenFile], dict[str, int]]:
+    """Link a source's files into ``folder``, and read all tokens for their hashes.
+
+    The last sequences of every Megatron file and the last tokens of every flat file are held out. Returns the files by
+    split, and counts of a ``TextReport``. Raises ConfigError for a damaged file, and for an id outside the vocabulary.
+    """
+    parts, documents, left = {split: [] for split in SPLITS}, 0, max_bytes
+    for number, path in enumerate(source.token_files):
+        with source.reading(path, "token ids"):
+            dtype, places = _layout(path, source.vocabulary)
+        size = np.dtype(dtype).itemsize
+        count = path.stat().st_size // size
+        if max_bytes:
+            count = min(count, left // size)
+            left -= count * size
+        held_out_from = count - int(count * validation_share)
+        later = np.searchsorted(places, held_out_from * size)
+        if later < len(places):
+            held_out_from = min(count, int(places[later]) // size)
+        documents += len(places)
+        link = folder / f"{number}-{path.name}"
+        link.symlink_to(path)
+        step = SHARD_BYTES // size
+        for split, begin, end in zip(SPLITS, (0, held_out_from), (held_out_from, count), strict=True):
+            starts = range(begin, end, step) or [begin]
+            parts[split] += [TokenFile(link, dtype, min(step, end - start), start=start) for start in starts]
+    if len(dtypes := {part.dtype for part in parts["train"]}) > 1:
+        raise ConfigError(f"{source.setting} mixes ids of types {', '.join(sorted(dtypes))}; select files of one type")
+    done, total = 0, sum(part.size for files in parts.values() for part in files)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for split, files in parts.items():
+            hashed = []
+            for part in pool.map(partial(_hashed, vocabulary=source.vocabulary), files):
+                hashed.append(part)
+                done += part.size
+                progress.tick(lambda: f"read {megabytes(done)} of {megabytes(total)} for their hashes")  # noqa: B023
+            parts[split] = hashed
+    counts = {"documents": documents, "bytes": total}
+    files = {split: TokenFile.of(files) for split, files in parts.items()}
+    return files, counts | {f"{split}_tokens": file.count for split, file in files.items()}
+
+
+def _layout(path: Path, vocabulary: int) -> tuple[str, np.ndarray]:
+    """Return the type of the tokens, and where sequences begin, in bytes: nowhere in a flat file. Raises ValueError."""
+    size, index = path.stat().st_size, path.with_suffix(".idx")
+    if not index.exists():
+        dtype = token_dtype(vocabulary)
+        halves = np.fromfile(path, "<u2", LOOKED_AT)
+        if size > 2 and not halves[1::2].any():  # nobody's text has every second id 0
+            dtype = "<u4"
+        if not size or size % np.dtype(dtype).itemsize:
+            raise ValueError(f"{size:,} bytes are not a number of ids of type {dtype}")
+        return dtype, np.empty(0, "<i8")
+    with index.open("rb") as opened:
+        header = opened.read(HEADER.size)
+    if len(header) < HEADER.size or (found := HEADER.unpack(header))[:2] != START or found[2] not in DTYPES:
+        raise ValueError(f"{index.name} is not an index of Megatron's with integer ids (version 1)")
+    _, _, code, sequences, ends = found
+    if index.stat().st_size < HEADER.size + 12 * sequences + 8 * ends:
+        raise ValueError(f"{index.name} is cut off")
+    lengths = np.memmap(index, "<i4", "r", HEADER.size, sequences)
+    places = np.memmap(index, "<i8", "r", HEADER.size + 4 * sequences, sequences)
+    expected = int(places[-1]) + int(lengths[-1]) * np.dtype(DTYPES[code]).itemsize if sequences else 0
+    if size != expected or not sequences:
+        raise ValueError(f"it has {size:,} bytes, and {index.name} describes {expected:,}")
+    return DTYPES[code], places
+
+
+def _hashed(part: TokenFile, vocabulary: int) -> TokenFile:
+    digest, end, size = sha256(), part.start + part.count, np.dtype(part.dtype).itemsize
+    for start in range(part.start, end, PIECE):
+        ids = np.fromfile(part.path, part.dtype, min(PIECE, end - start), offset=start * size)
+        require_ids(ids, vocabulary, part.path.resolve())
+        digest.update(ids)
+    return replace(part, sha256=digest.hexdigest())
