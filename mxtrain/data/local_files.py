@@ -20,7 +20,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import sha256
 from io import TextIOWrapper
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import TextIO
 import numpy as np
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Document, Progress, Source, TextColumn, megabytes, one_line
+from mxtrain.data.documents import OVER_LIMIT, Document, Source, TextColumn, megabytes, one_line
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import parse
 
@@ -70,7 +69,7 @@ class LocalFiles(Source):
     """
 
     def __init__(self, config: DataConfig, vocabulary: int = 0):
-        self._config, self._vocabulary = config, vocabulary
+        self._config, self.vocabulary = config, vocabulary
         self.setting = f"{config.section}.dataset_path = {config.path!r}"
         try:
             self._files = self._find()
@@ -87,19 +86,6 @@ class LocalFiles(Source):
         self._file_bytes = sum(size for _, size, _ in self.listing)
         self.text_bytes = min(self._file_bytes, config.max_bytes or self._file_bytes)
         self.dropped = Counter()
-
-    @property
-    def vocabulary(self) -> int:
-        """The number of tokens of the run's tokenizer. Raises ConfigError for a tokenizer that would be built."""
-        if not self._vocabulary:
-            raise ConfigError(
-                f"{self.setting} has token ids: name the folder of the tokenizer that made them in model.hf_assets_path"
-            )
-        return self._vocabulary
-
-    def scan(self, progress: Progress) -> None:
-        if self.token_files:
-            _ = self.vocabulary  # for the error, before a tokenizer is built
 
     def documents(self) -> Iterator[Document]:
         limit, total, self.dropped = self._config.max_bytes, 0, Counter()
@@ -124,7 +110,7 @@ class LocalFiles(Source):
         column, keeps_together = TextColumn(self._config.text_key), self._format == "text" and len(self._files) > 1
         for file in self._files:
             first = None
-            with self.reading(file, self._format):
+            try:
                 for text in self._texts(file, column):
                     if isinstance(text, np.ndarray):
                         self.has_ids = True
@@ -133,18 +119,14 @@ class LocalFiles(Source):
                         continue
                     first = text if first is None else first
                     yield Document(text, text, first if keeps_together else "")
+            except ConfigError:
+                raise
+            except Exception as error:  # each format's reader raises its own types
+                formats = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
+                raise ConfigError(
+                    f"{self.setting}: cannot read {file} as {self._format}: {one_line(error)}{formats}"
+                ) from error
         column.require_text()
-
-    @contextmanager
-    def reading(self, file: Path, what: str) -> Iterator[None]:
-        """Turn errors into a ConfigError that names the file."""
-        try:
-            yield
-        except ConfigError:
-            raise
-        except Exception as error:  # each format's reader raises its own types
-            formats = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
-            raise ConfigError(f"{self.setting}: cannot read {file} as {what}: {one_line(error)}{formats}") from error
 
     def _texts(self, file: Path, column: TextColumn) -> Iterator[str | np.ndarray]:
         if self._format == "text":
@@ -178,8 +160,7 @@ class LocalFiles(Source):
             fixed = next((i for i, part in enumerate(path.parts) if glob.has_magic(part)), len(path.parts) - 1)
             found = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(f for f in found if f.is_file() and not any(part.startswith(".") for part in f.parts[fixed:]))
-        saved = {file.parent for file in files if file.name == "state.json"}
-        files = [file for file in files if file.parent not in saved or not DATASETS_OWN.fullmatch(file.name)]
+        files = [f for f in files if not (DATASETS_OWN.fullmatch(f.name) and (f.parent / "state.json").exists())]
         if not files:
             where = "" if given.is_absolute() else f" in the current folder, {Path.cwd()}"
             problem = "holds no files" if path.is_dir() else f"does not exist and matches no files{where}"
@@ -312,10 +293,11 @@ def _lists(column) -> list[np.ndarray]:
 
 
 def require_ids(ids: np.ndarray, vocabulary: int, file: Path) -> None:
-    """Raise ConfigError for an id that is not in the vocabulary."""
+    """Raise ConfigError for an id that is not in the vocabulary, and for any without a vocabulary."""
     for wrong in {int(ids.min()), int(ids.max())} if len(ids) else ():
         if not 0 <= wrong < vocabulary:
+            has = f"has {vocabulary:,} tokens" if vocabulary else "is not set"
             raise ConfigError(
-                f"{file} has the id {wrong}, read as {ids.dtype}, but the tokenizer in model.hf_assets_path has "
-                f"{vocabulary:,} tokens: give the tokenizer that made the ids"
+                f"{file} has the id {wrong}, read as {ids.dtype}, but the tokenizer in model.hf_assets_path {has}: "
+                "name the folder of the tokenizer that made the ids"
             )

@@ -20,9 +20,8 @@ import numpy as np
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Document, Progress, megabytes
 from mxtrain.data.encode import SPLITS, encode, token_dtype
-from mxtrain.data.token_file import TokenFile
+from mxtrain.data.token_file import TokenFile, facts_beside, remember
 from mxtrain.data.tokenizer import LoadedTokenizer, tokenizer_hash
-from mxtrain.data.verified import facts_beside, remember
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason, replace_file
 from mxtrain.json_toml import read_json

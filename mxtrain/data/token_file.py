@@ -1,14 +1,22 @@
-"""Token ids in files, each with a hash that every machine compares once."""
+"""Token ids in files. Every machine reads a file once for its hash, and remembers that it was right.
 
+A line of the file ``verified`` beside the prepared texts stands for a machine and a file's path, size, time and hash.
+The file is in the user's own cache where others own the folder of the texts.
+"""
+
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from mxtrain.data.verified import fact, facts_beside, remember
 from mxtrain.errors import ConfigError
-from mxtrain.files import hash_file
+from mxtrain.files import cache_folder, hash_file
+
+RECORD = "verified"
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,11 @@ class TokenFile:
 
     @property
     def fact(self) -> str:
-        """See ``verified.fact``."""
-        return fact(self.path, f"{self.sha256}@{self.start}" if self.start else self.sha256)
+        """The line that says that the tokens have their hash. Raises OSError."""
+        status, expected = self.path.stat(), f"{self.sha256}@{self.start}" if self.start else self.sha256
+        file = str(self.path.absolute()), str(status.st_size), str(status.st_mtime_ns)
+        words = [socket.gethostname(), *file, expected]
+        return sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()
 
     def is_intact(self) -> bool:
         """Read the file for its hash. Raises OSError."""
@@ -105,3 +116,27 @@ class Shards:
             remember(file.path.parent, [self._facts[number]])
         self._seen.add(number)
         return content
+
+
+def facts_beside(folder: Path) -> set[str]:
+    """Return the lines about the prepared text in ``folder``, and about others."""
+    found = set()
+    for record in _records(folder):
+        with suppress(OSError):
+            found.update(record.read_text(errors="replace").split())
+    return found
+
+
+def remember(folder: Path, facts: Iterable[str]) -> None:
+    """Add lines about the prepared text in ``folder``. Where none can be written, the files are read again."""
+    for record in _records(folder):
+        with suppress(OSError), record.open("a") as file:
+            file.write("".join(f"{fact}\n" for fact in facts))  # lines of processes that write at once stay whole
+            return
+
+
+def _records(folder: Path) -> list[Path]:
+    records = [folder.parent / RECORD]
+    with suppress(ConfigError):  # a user without a home
+        records.append(cache_folder() / RECORD)
+    return records

@@ -5,6 +5,8 @@ The tokens stay where they lie: a prepared text has links to the files, and a ha
 
 import os
 import struct
+import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mxtrain.data.documents import Progress, megabytes
+from mxtrain.data.config import DataConfig
+from mxtrain.data.documents import Progress, megabytes, one_line
 from mxtrain.data.encode import SPLITS, token_dtype
 from mxtrain.data.local_files import LocalFiles, require_ids
 from mxtrain.data.store import SHARD_BYTES
@@ -31,47 +34,47 @@ PIECE = 1 << 22
 
 
 def link_tokens(
-    source: LocalFiles, folder: Path, validation_share: float, max_bytes: int, progress: Progress
+    source: LocalFiles, folder: Path, config: DataConfig, progress: Progress
 ) -> tuple[dict[str, TokenFile], dict[str, int]]:
-    """Link a source's files into ``folder``, and read all tokens for their hashes.
+    """Link a source's files into ``folder``, and read their tokens, on all cores, for their hashes.
 
     The last sequences of every Megatron file and the last tokens of every flat file are held out. Returns the files by
     split, and counts of a ``TextReport``. Raises ConfigError for a damaged file, and for an id outside the vocabulary.
     """
-    parts, documents, left = {split: [] for split in SPLITS}, 0, max_bytes
-    for number, path in enumerate(source.token_files):
-        with source.reading(path, "token ids"):
-            dtype, places = _layout(path, source.vocabulary)
-        size = np.dtype(dtype).itemsize
-        count = path.stat().st_size // size
-        if max_bytes:
-            count = min(count, left // size)
-            left -= count * size
-        held_out_from = count - int(count * validation_share)
-        later = np.searchsorted(places, held_out_from * size)
-        if later < len(places):
-            held_out_from = min(count, int(places[later]) // size)
-        documents += len(places)
-        link = folder / f"{number}-{path.name}"
-        link.symlink_to(path)
-        step = SHARD_BYTES // size
-        for split, begin, end in zip(SPLITS, (0, held_out_from), (held_out_from, count), strict=True):
-            starts = range(begin, end, step) or [begin]
-            parts[split] += [TokenFile(link, dtype, min(step, end - start), start=start) for start in starts]
-    if len(dtypes := {part.dtype for part in parts["train"]}) > 1:
-        raise ConfigError(f"{source.setting} mixes ids of types {', '.join(sorted(dtypes))}; select files of one type")
-    done, total = 0, sum(part.size for files in parts.values() for part in files)
+    found, counts, hashed = {split: [] for split in SPLITS}, Counter(), partial(_hashed, vocabulary=source.vocabulary)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for split, files in parts.items():
-            hashed = []
-            for part in pool.map(partial(_hashed, vocabulary=source.vocabulary), files):
-                hashed.append(part)
-                done += part.size
-                progress.tick(lambda: f"read {megabytes(done)} of {megabytes(total)} for their hashes")  # noqa: B023
-            parts[split] = hashed
-    counts = {"documents": documents, "bytes": total}
-    files = {split: TokenFile.of(files) for split, files in parts.items()}
-    return files, counts | {f"{split}_tokens": file.count for split, file in files.items()}
+        for number, path in enumerate(source.token_files):
+            link = folder / f"{number}-{path.name}"
+            link.symlink_to(path)
+            room = config.max_bytes - counts["bytes"] if config.max_bytes else sys.maxsize
+            try:
+                dtype, places = _layout(path, source.vocabulary)
+                for split, parts in _parts(link, dtype, places, config.validation_share, room).items():
+                    for part in pool.map(hashed, parts):
+                        found[split].append(part)
+                        counts.update({"bytes": part.size, f"{split}_tokens": part.count})
+                        progress.tick(lambda: f"read {megabytes(counts['bytes'])} of {megabytes(source.text_bytes)}")
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{source.setting}: cannot read {path} as token ids: {one_line(error)}") from error
+            counts["documents"] += len(places)
+    if len(dtypes := {part.dtype for part in found["train"]}) > 1:
+        raise ConfigError(f"{source.setting} mixes ids of types {', '.join(sorted(dtypes))}; select files of one type")
+    return {split: TokenFile.of(parts) for split, parts in found.items()}, dict(counts)
+
+
+def _parts(link: Path, dtype: str, places: np.ndarray, share: float, room: int) -> dict[str, list[TokenFile]]:
+    """Cut a file, of which at most ``room`` bytes are read, into training and validation, and these into parts."""
+    size = np.dtype(dtype).itemsize
+    count, step = min(link.stat().st_size, room) // size, SHARD_BYTES // size
+    end = count - int(count * share)
+    later = places[np.searchsorted(places, end * size) :][:1]
+    end = min(count, int(later[0]) // size) if len(later) else end
+    spans = {"train": range(0, end, step) or [0], "validation": range(end, count, step) or [end]}
+    stops = {"train": end, "validation": count}
+    return {
+        split: [TokenFile(link, dtype, min(step, stops[split] - start), start=start) for start in starts]
+        for split, starts in spans.items()
+    }
 
 
 def _layout(path: Path, vocabulary: int) -> tuple[str, np.ndarray]:
