@@ -114,13 +114,11 @@ class LocalFiles(Source):
                 for text in self._texts(file, column):
                     if isinstance(text, np.ndarray):
                         self.has_ids = True
-                        require_ids(text, self.vocabulary, file)
+                        require_ids(text, self.vocabulary)
                         yield Document(sha256(text.astype("<u4")).hexdigest(), text)
                         continue
                     first = text if first is None else first
                     yield Document(text, text, first if keeps_together else "")
-            except ConfigError:
-                raise
             except Exception as error:  # each format's reader raises its own types
                 formats = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
                 raise ConfigError(
@@ -292,12 +290,11 @@ def _lists(column) -> list[np.ndarray]:
     return np.split(values.to_numpy(), np.cumsum(lengths)[:-1])
 
 
-def require_ids(ids: np.ndarray, vocabulary: int, file: Path) -> None:
-    """Raise ConfigError for an id that is not in the vocabulary, and for any without a vocabulary."""
+def require_ids(ids: np.ndarray, vocabulary: int) -> None:
+    """Raise ValueError for an id that is not in the vocabulary. 0 stands for a tokenizer that would be built."""
+    if not vocabulary:
+        raise ValueError("ids need the tokenizer that made them: name its folder in model.hf_assets_path")
     for wrong in {int(ids.min()), int(ids.max())} if len(ids) else ():
         if not 0 <= wrong < vocabulary:
-            has = f"has {vocabulary:,} tokens" if vocabulary else "is not set"
-            raise ConfigError(
-                f"{file} has the id {wrong}, read as {ids.dtype}, but the tokenizer in model.hf_assets_path {has}: "
-                "name the folder of the tokenizer that made the ids"
-            )
+            has = f"the {vocabulary:,} tokens of the tokenizer in model.hf_assets_path"
+            raise ValueError(f"the id {wrong}, read as {ids.dtype}, is not among {has}")

@@ -179,21 +179,16 @@ def _written(folder: Path) -> tuple[dict[str, list[TokenFile]], Counter[str]]:
     try:
         kept = read_json(folder / PROGRESS)
         shards = {split: _shards(folder, split, kept["tokens"][split]) for split in SPLITS}
-        for file in (file for files in shards.values() for file in files):
-            if not file.is_intact():
-                raise ValueError(f"{file.path} is damaged")
-        return shards, Counter(kept["counts"])
+        if all(file.is_intact() for files in shards.values() for file in files):
+            return shards, Counter(kept["counts"])
     except (OSError, ValueError, KeyError, TypeError):
-        return {split: [] for split in SPLITS}, Counter({f"{split}_tokens": 0 for split in SPLITS})
-
-
-def _path(folder: Path, split: str, number: int) -> Path:
-    return folder / (f"{split}.{number}.bin" if number else f"{split}.bin")
+        pass
+    return {split: [] for split in SPLITS}, Counter({f"{split}_tokens": 0 for split in SPLITS})
 
 
 def _write_shards(folder: Path, number: int, dtype: str, contents: Iterator[dict]) -> dict[str, TokenFile]:
     """Write one shard of each split, and return them."""
-    paths = {split: _path(folder, split, number) for split in SPLITS}
+    paths = {split: folder / (f"{split}.{number}.bin" if number else f"{split}.bin") for split in SPLITS}
     sizes, digests = Counter(), {split: sha256() for split in SPLITS}
     with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
         for content in contents:
@@ -233,11 +228,6 @@ def _shards(folder: Path, split: str, facts: dict) -> list[TokenFile]:
     ]
 
 
-def _token_file(folder: Path, split: str, facts: dict) -> TokenFile:
-    # The hash of an earlier version's shards was that of all their bytes.
-    return replace(TokenFile.of(_shards(folder, split, facts)), sha256=facts["sha256"])
-
-
 def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = False, again: bool = False) -> Prepared:
     """Load a prepared text, after a check of the sizes and of the tokenizer's hash.
 
@@ -254,7 +244,9 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
     try:
         summary = read_json(folder / SUMMARY)
         report = replace(TextReport(**summary["report"]), folder=str(folder))
-        files = {split: _token_file(folder, split, facts) for split, facts in summary["tokens"].items()}
+        files = {split: TokenFile.of(_shards(folder, split, facts)) for split, facts in summary["tokens"].items()}
+        # The hash of an earlier version's shards was that of all their bytes.
+        files = {split: replace(file, sha256=summary["tokens"][split]["sha256"]) for split, file in files.items()}
         expected = summary["tokenizer"]["sha256"]
         path = Path(tokenizer_path or summary["tokenizer"]["path"] or folder / TOKENIZER)
         ends = {part: int(part.span[1]) for file in files.values() for part in file.files}

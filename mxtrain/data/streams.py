@@ -38,7 +38,7 @@ class Stream(IterableDataset):
     """
 
     def __init__(self, rows, text_of, tokenizer, seq_len: int, rank: tuple[int, int], infinite: bool, name: str = "hf"):
-        self.seq_len, self._name, self._infinite = seq_len, name, infinite
+        self.seq_len, self.name, self.infinite = seq_len, name, infinite
         self._rows, self._text_of, self._tokenizer = rows, text_of, tokenizer
         self._rank, self._ranks = rank
         self._samples = 0
@@ -49,11 +49,10 @@ class Stream(IterableDataset):
     def lane(self, number: int) -> "_Lane":
         if number not in self._lanes:
             rows = deepcopy(self._rows) if self._lanes else self._rows  # ``datasets`` keeps positions in shared parts
-            rows = split_dataset_by_node(rows, number, self._count)
-            self._lanes[number] = _Lane(rows, self._ids, self.seq_len, self._infinite, self._name)
+            self._lanes[number] = _Lane(self, split_dataset_by_node(rows, number, self._count))
         return self._lanes[number]
 
-    def _ids(self, row) -> list[int]:
+    def ids(self, row) -> list[int]:
         return self._tokenizer.encode(self._text_of(row), add_bos=True, add_eos=True)
 
     def __iter__(self):
@@ -85,8 +84,8 @@ class Stream(IterableDataset):
 class _Lane:
     """A part of a stream's rows. Yields sequences of tokens, int64 [seq_len + 1]."""
 
-    def __init__(self, rows, ids_of: Callable, seq_len: int, infinite: bool, name: str):
-        self.rows, self._ids_of, self._size, self._infinite, self._name = rows, ids_of, seq_len + 1, infinite, name
+    def __init__(self, stream: Stream, rows):
+        self._stream, self.rows, self._size = stream, rows, stream.seq_len + 1
         self.samples = 0
         """Number of sequences read"""
         self._tokens: list[int] = []
@@ -99,17 +98,17 @@ class _Lane:
         while True:
             self._resumed = None
             for row in self.rows.skip(self._row) if isinstance(self.rows, Dataset) else self.rows:
-                self._tokens.extend(self._ids_of(row))
+                self._tokens.extend(self._stream.ids(row))
                 self._row += 1
                 while len(self._tokens) >= self._size:
                     window = torch.tensor(self._tokens[: self._size])
                     self._tokens = self._tokens[self._size :]
                     self.samples += 1
                     yield window
-            if not self._infinite:
-                logger.warning(f"Dataset {self._name} has run out of data")
+            if not self._stream.infinite:
+                logger.warning(f"Dataset {self._stream.name} has run out of data")
                 return
-            logger.warning(f"Dataset {self._name} is being re-looped")
+            logger.warning(f"Dataset {self._stream.name} is being re-looped")
             self._row = 0
             if not isinstance(self.rows, Dataset):
                 self.rows.set_epoch(self.rows.epoch + 1)

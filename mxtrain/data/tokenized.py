@@ -69,11 +69,10 @@ def _parts(link: Path, dtype: str, places: np.ndarray, share: float, room: int) 
     end = count - int(count * share)
     later = places[np.searchsorted(places, end * size) :][:1]
     end = min(count, int(later[0]) // size) if len(later) else end
-    spans = {"train": range(0, end, step) or [0], "validation": range(end, count, step) or [end]}
-    stops = {"train": end, "validation": count}
+    spans = {"train": (0, end), "validation": (end, count)}
     return {
-        split: [TokenFile(link, dtype, min(step, stops[split] - start), start=start) for start in starts]
-        for split, starts in spans.items()
+        split: [TokenFile(link, dtype, min(step, stop - at), start=at) for at in range(begin, stop, step) or [begin]]
+        for split, (begin, stop) in spans.items()
     }
 
 
@@ -107,6 +106,6 @@ def _hashed(part: TokenFile, vocabulary: int) -> TokenFile:
     digest, end, size = sha256(), part.start + part.count, np.dtype(part.dtype).itemsize
     for start in range(part.start, end, PIECE):
         ids = np.fromfile(part.path, part.dtype, min(PIECE, end - start), offset=start * size)
-        require_ids(ids, vocabulary, part.path.resolve())
+        require_ids(ids, vocabulary)
         digest.update(ids)
     return replace(part, sha256=digest.hexdigest())

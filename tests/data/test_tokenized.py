@@ -215,10 +215,10 @@ def packed(folder):
 
 
 BAD = [
-    (lambda folder: flat(folder, "<u2", [1, 300]), "text.bin has the id 300, read as uint16, but the tokenizer in mod"),
-    (lambda folder: flat(folder, "<u4", [300, 1]), "text.bin has the id 300, read as uint32"),
-    (lambda folder: megatron(folder, "<i4", [[1], [-1]]), "text.bin has the id -1, read as int32"),
-    (rows([[1, 2], [3, 300]]), "a.parquet has the id 300, read as int64"),
+    (lambda folder: flat(folder, "<u2", [1, 300]), "text.bin as token ids: the id 300, read as uint16, is not among"),
+    (lambda folder: flat(folder, "<u4", [300, 1]), "text.bin as token ids: the id 300, read as uint32"),
+    (lambda folder: megatron(folder, "<i4", [[1], [-1]]), "text.bin as token ids: the id -1, read as int32"),
+    (rows([[1, 2], [3, 300]]), "a.parquet as parquet: the id 300, read as int64"),
     (rows([[1, None]]), "a.parquet as parquet: a list of ids has a null"),
     (rows(DOCUMENTS, "tokens"), "data.text_key = 'input_ids' is not a column of"),
     (rows([[0.5]]), "data.text_key = 'input_ids' in {folder}/a.parquet holds list, not text"),
@@ -248,5 +248,5 @@ def test_bad_files_are_one_line(texts, tokenizer, cache, write, message):
 
 @pytest.mark.parametrize("write", [lambda folder: flat(folder, "<u2"), rows(DOCUMENTS)])
 def test_ids_need_their_tokenizer(texts, write):
-    with pytest.raises(ConfigError, match="tokenizer in model.hf_assets_path is not set: name the folder"):
+    with pytest.raises(ConfigError, match="the tokenizer that made them: name its folder in model.hf_assets_path$"):
         prepare(DataConfig("files", str(write(texts)), text_key="input_ids"), lambda line: None)
