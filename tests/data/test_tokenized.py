@@ -1,5 +1,6 @@
 """Text that is tokenized already: Megatron's files, flat files, and columns of token ids."""
 
+import os
 import random
 import struct
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.cli.cache_command import _entry
 from mxtrain.data import DataConfig, prepare, tokenized
 from mxtrain.data.documents import Progress
 from mxtrain.data.store import DamagedText, load_text
@@ -86,8 +88,11 @@ def test_files_of_ids_stay_where_they_lie(texts, tokenizer, write, dtype, small_
     assert prepared.identity == prepared_from(texts, tokenizer).identity
     said = "100 documents, " if write is megatron else f"{len(IDS):,} tokens, "
     assert prepared.report.line.startswith(said) and prepared.report.bytes == path.stat().st_size
+    assert _entry(prepared.folder, verify=False).size == (prepared.folder / "prepared.json").stat().st_size
     again = prepared_from(path, tokenizer, validation_share=0.0)
     assert again.train.open()[:].tolist() == IDS and again.validation.count == 0
+    os.utime(texts / ("text.idx" if write is megatron else "text.bin"), (0, 0))
+    assert prepared_from(path, tokenizer).folder != prepared.folder
 
 
 @pytest.mark.parametrize("kind", ["saved", "parquet", "large lists"])
