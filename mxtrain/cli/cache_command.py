@@ -99,7 +99,7 @@ def _entry(path: Path, verify: bool) -> CachedText:
     statuses = []
     for each in (path, *(Path(root, name) for root, *names in os.walk(path) for name in (*names[0], *names[1]))):
         with suppress(OSError):  # another process may remove it meanwhile
-            statuses.append(each.stat())
+            statuses.append(each.lstat())  # not the size of files that a link names
     size = sum(status.st_size for status in statuses if S_ISREG(status.st_mode))
     return CachedText(path, size, max((status.st_mtime for status in statuses), default=0.0), text, state)
 
