@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from mxtrain.data.config import held_out_share, shares_stream
 from mxtrain.data.documents import StreamedText, hold_out, open_stream
+from mxtrain.data.run_data import EXCLUDE
 from mxtrain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,12 @@ class Stream(IterableDataset):
         return {"samples": self._samples, "count": self._count, "lanes": lanes}
 
     def load_state_dict(self, *states: dict) -> None:
-        """Go on after a run whose ranks had these states."""
+        """Go on after a run whose ranks had these states. Raises ConfigError for those of an earlier mxtrain."""
+        if "lanes" not in states[0]:
+            raise ConfigError(
+                "the checkpoint's position in the stream is of an earlier mxtrain; go on with that, or set "
+                f"{EXCLUDE} to start at the beginning of the text"
+            )
         self._samples, self._count, self._lanes = states[0]["samples"], states[0]["count"], {}
         first, step = self._samples + self._rank, gcd(self._count, self._ranks)
         for number, lane in (item for state in states for item in state["lanes"].items()):

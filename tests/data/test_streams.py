@@ -12,6 +12,7 @@ import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, prepare
 from mxtrain.data import loader as data_loader
 from mxtrain.data.documents import Progress, is_held_out
+from mxtrain.data.streams import Stream
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
@@ -282,3 +283,9 @@ def test_too_few_held_out_documents_of_a_stream(hub):
     config = hf_job("--validation.enable", "--validation.steps=1", "--data.validation_share=0.00001")
     with pytest.raises(ConfigError, match="data.validation_share = 1e-05 holds out less text than one sequence"):
         take(validation_loader(config), 1)
+
+
+def test_a_state_of_an_earlier_mxtrain_is_refused():
+    stream = Stream([], None, None, 4, (0, 1), infinite=False)
+    with pytest.raises(ConfigError, match="earlier mxtrain"):
+        stream.load_state_dict({"token_buffer": [], "sample_idx": 0})
