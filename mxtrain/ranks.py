@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from mxtrain.errors import ConfigError
 
 PATIENCE_SECONDS = 24 * 3600.0
 """How long a rank waits for the others. A launcher stops all ranks soon after one has died."""
+
+CONNECT_SECONDS = 1800.0
+"""How long a rank looks for the store at most"""
 
 NOTE_SECONDS = 10.0
 """Interval between progress lines of a rank that waits"""
@@ -108,38 +112,57 @@ def _is_alone() -> bool:
 @cache
 def _store(port: str) -> dist.Store:
     """Return the store at ``$MASTER_ADDR:port``, as init_process_group makes it."""
-    return next(dist.rendezvous("env://"))[0]
+    patience = timedelta(seconds=min(PATIENCE_SECONDS, CONNECT_SECONDS))
+    return next(dist.rendezvous("env://", timeout=patience))[0]
 
 
 def _exchange(value: dict) -> list[dict]:
-    """Return the values of all ranks, in the order of the ranks."""
+    """Return the values of all ranks, in the order of the ranks.
+
+    Raises TimeoutError on every rank that takes part, if some do not.
+    """
     if _is_alone():
         return [value]
     store, rank, world = _store(os.environ["MASTER_PORT"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"
     store.set(f"{name}/{rank}", json.dumps(value))
+    keys = {f"{name}/{other}": other for other in range(world)}
     if rank == 0:
-        values = [json.loads(_wait_for(store, f"{name}/{other}", other)) for other in range(world)]
-        store.set(f"{name}/all", json.dumps(values))
-    values = json.loads(_wait_for(store, f"{name}/all", 0))
+        try:
+            _wait_for(store, keys, PATIENCE_SECONDS)
+            answer = [json.loads(store.get(key)) for key in keys]
+        except TimeoutError as error:
+            answer = str(error)
+        store.set(f"{name}/all", json.dumps(answer))
+    _wait_for(store, {f"{name}/all": 0}, 2 * PATIENCE_SECONDS)  # rank 0 gives up first, and says for whom
+    values = json.loads(store.get(f"{name}/all"))
     store.add(f"{name}/readers", 1)
-    end = time.monotonic() + GOODBYE_SECONDS
-    while rank == 0 and store.add(f"{name}/readers", 0) < world and time.monotonic() < end:
+    end, readers = time.monotonic() + GOODBYE_SECONDS, sum(store.check([key]) for key in keys) if rank == 0 else 0
+    while store.add(f"{name}/readers", 0) < readers and time.monotonic() < end:
         time.sleep(0.01)
+    if isinstance(values, str):
+        raise TimeoutError(values)
     return values
 
 
-def _wait_for(store, key: str, rank: int) -> bytes:
-    """Return the value that another rank sets."""
+def _wait_for(store, keys: dict[str, int], patience: float) -> None:
+    """Wait until each rank has set its key. Raises TimeoutError, which names the ranks that have not."""
     # Not ``store.wait``, which cannot be interrupted, and writes to the terminal when its time is over.
     start, pause, next_line = time.monotonic(), 0.01, NOTE_SECONDS
-    while not store.check([key]):
-        waited = time.monotonic() - start
-        if waited > PATIENCE_SECONDS:
-            raise TimeoutError(f"rank {rank} has not answered after {waited:,.0f} s")
+    while keys := {key: rank for key, rank in keys.items() if not store.check([key])}:
+        waited, ranks = time.monotonic() - start, [_rank_and_node(rank) for rank in keys.values()]
+        who = ", ".join(ranks[:8]) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+        if waited > patience:
+            raise TimeoutError(f"no answer from {who} after {waited:,.0f} s")
         if waited > next_line:
-            note(f"waiting for rank {rank}, {waited:,.0f} s")
+            note(f"waiting for {who}, {waited:,.0f} s")
             next_line += NOTE_SECONDS
         time.sleep(pause)
         pause = min(1.0, 1.2 * pause)
-    return store.get(key)
+
+
+def _rank_and_node(rank: int) -> str:
+    """Name a rank that may never have come, with its node's number where all nodes have as many ranks as this one."""
+    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    has_nodes = 0 < ranks_of_node < int(os.environ.get("WORLD_SIZE", "1"))
+    return f"rank {rank}" + (f" (node {rank // ranks_of_node})" if has_nodes else "")
