@@ -21,9 +21,6 @@ from mxtrain.errors import ConfigError
 PATIENCE_SECONDS = 24 * 3600.0
 """How long a rank waits for the others. A launcher stops all ranks soon after one has died."""
 
-CONNECT_SECONDS = 1800.0
-"""How long a rank looks for the store at most"""
-
 NOTE_SECONDS = 10.0
 """Interval between progress lines of a rank that waits"""
 
@@ -112,8 +109,7 @@ def _is_alone() -> bool:
 @cache
 def _store(port: str) -> dist.Store:
     """Return the store at ``$MASTER_ADDR:port``, as init_process_group makes it."""
-    patience = timedelta(seconds=min(PATIENCE_SECONDS, CONNECT_SECONDS))
-    return next(dist.rendezvous("env://", timeout=patience))[0]
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=min(PATIENCE_SECONDS, 1800))))[0]
 
 
 def _exchange(value: dict) -> list[dict]:
@@ -137,8 +133,9 @@ def _exchange(value: dict) -> list[dict]:
     _wait_for(store, {f"{name}/all": 0}, 2 * PATIENCE_SECONDS)  # rank 0 gives up first, and says for whom
     values = json.loads(store.get(f"{name}/all"))
     store.add(f"{name}/readers", 1)
-    end, readers = time.monotonic() + GOODBYE_SECONDS, sum(store.check([key]) for key in keys) if rank == 0 else 0
-    while store.add(f"{name}/readers", 0) < readers and time.monotonic() < end:
+    readers = sum(store.check([key]) for key in keys) if isinstance(values, str) else world
+    end = time.monotonic() + GOODBYE_SECONDS
+    while rank == 0 and store.add(f"{name}/readers", 0) < readers and time.monotonic() < end:
         time.sleep(0.01)
     if isinstance(values, str):
         raise TimeoutError(values)
@@ -150,8 +147,7 @@ def _wait_for(store, keys: dict[str, int], patience: float) -> None:
     # Not ``store.wait``, which cannot be interrupted, and writes to the terminal when its time is over.
     start, pause, next_line = time.monotonic(), 0.01, NOTE_SECONDS
     while keys := {key: rank for key, rank in keys.items() if not store.check([key])}:
-        waited, ranks = time.monotonic() - start, [_rank_and_node(rank) for rank in keys.values()]
-        who = ", ".join(ranks[:8]) + f" and {len(ranks) - 8} more" * (len(ranks) > 8)
+        waited, who = time.monotonic() - start, f"rank {', '.join(map(str, keys.values()))}"
         if waited > patience:
             raise TimeoutError(f"no answer from {who} after {waited:,.0f} s")
         if waited > next_line:
@@ -159,10 +155,3 @@ def _wait_for(store, keys: dict[str, int], patience: float) -> None:
             next_line += NOTE_SECONDS
         time.sleep(pause)
         pause = min(1.0, 1.2 * pause)
-
-
-def _rank_and_node(rank: int) -> str:
-    """Name a rank that may never have come, with its node's number where all nodes have as many ranks as this one."""
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    has_nodes = 0 < ranks_of_node < int(os.environ.get("WORLD_SIZE", "1"))
-    return f"rank {rank}" + (f" (node {rank // ranks_of_node})" if has_nodes else "")

@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,27 +41,18 @@ def check(words: list[str], timeout: float) -> int:
         words: empty, or a config and flags of ``mxtrain train``, whose settings all processes compare.
         timeout: seconds after which a process that does not come, or a collective that does not end, is an error.
 
-    Returns:
-        0 if all is right, 1 if not, and 2 for a mistake in the settings.
-
-    Raises:
-        ConfigError: as ``read_settings``; or there is only one process.
+    Returns 0 if all is right, 1 if not, and 2 for a mistake in the settings. Raises ConfigError for a single process.
     """
     if "RANK" not in os.environ:
         return _start_processes(["doctor", "--timeout", str(timeout), "--nccl", *words])
     end_with_launcher()
     ranks.PATIENCE_SECONDS = timeout
     try:
-        print_first(f"passed: {_checked(words, timeout)}")
-        return 0
+        return _end(0, f"passed: {_checked(words, timeout)}")
     except CommonError as error:
-        print(f"mxtrain: error: {error}" * is_first_of_node(), file=sys.stderr, flush=True)
-        status = CONFIG_ERROR_STATUS
+        return _end(CONFIG_ERROR_STATUS, f"mxtrain: error: {error}")
     except (RuntimeError, TimeoutError) as error:
-        print_failure(str(error))
-        status = 1
-    time.sleep(0 if is_first() else GRACE_SECONDS)
-    return status
+        return _end(1, f"failed: {error}")
 
 
 def _start_processes(arguments: list[str]) -> int:
@@ -80,16 +71,12 @@ def _start_processes(arguments: list[str]) -> int:
         return workers.report(failed, "the check") if failed else 0
 
 
-def print_first(text: str) -> None:
-    """Print a text on rank 0."""
-    if is_first():
-        print(text, flush=True)
-
-
-def print_failure(text: str) -> None:
-    """Print the verdict, one line, on every node: rank 0 may not have come."""
-    if is_first_of_node():
-        print(f"failed: {' '.join(text.split())}", flush=True)
+def _end(status: int, verdict: str, is_only_here: bool = False) -> int:
+    """Print the verdict on one line, after a failure on every node: rank 0 may not have come. Return the status."""
+    if is_first() or is_only_here or (status and is_first_of_node()):
+        print(" ".join(verdict.split()), file=sys.stderr if status == CONFIG_ERROR_STATUS else sys.stdout, flush=True)
+    time.sleep(GRACE_SECONDS if status and not is_first() else 0)
+    return status
 
 
 def _checked(words: list[str], timeout: float) -> str:
@@ -99,48 +86,40 @@ def _checked(words: list[str], timeout: float) -> str:
     """
     everyone = run_on_all_ranks(lambda: _facts(words))
     nodes, facts = [each["node"] for each in everyone], [each["result"] for each in everyone]
-    print_first(titled("processes", _described(nodes, facts)) + "\n")
+    count, config = len(set(nodes)), " ".join(words) or "none is compared"
+    if is_first():
+        rows = [("processes", f"{len(nodes)} on {', '.join(dict.fromkeys(nodes))}"), ("config", config)]
+        print(titled("check", [*rows, *facts[0]["versions"].items()]), end="\n\n", flush=True)
     if problem := difference(nodes, facts):
         raise RuntimeError(problem)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-    rows = [("GB/s on the bus", "", *(f"{size / 2**20:g} MiB" for size in SIZES[backend]), "slowest")]
+    rows, sizes = [], SIZES[backend]
     for scope, groups in scopes(nodes).items():
-        measured = run_on_all_ranks(lambda s=scope, g=groups: _seconds(s, g, SIZES[backend], timeout))
-        rows += bandwidths(scope, groups, nodes, SIZES[backend], [each["result"] for each in measured])
-    print_first(aligned(rows) + "\n")
+        measured = run_on_all_ranks(lambda s=scope, g=groups: _seconds(s, g, sizes, timeout))
+        rows += bandwidths(scope, groups, nodes, sizes, [each["result"] for each in measured])
+    if is_first():
+        header = ("GB/s on the bus", "", *(f"{size / 2**20:g} MiB" for size in sizes), "slowest")
+        print(aligned([header, *rows]), end="\n\n", flush=True)
     dist.destroy_process_group()
-    count = len(set(nodes))
     return f"{len(nodes)} processes on {count} node{'s' * (count > 1)} have the same versions, and exact sums"
 
 
 def _facts(words: list[str]) -> dict:
     """Return what this process tells the others. Raises ConfigError for settings, RuntimeError if it has no GPU."""
     given = read_settings([f"--job.config_file={words[0]}", *words[1:]]).given if words else {}
-    same = {**package_versions(), "CUDA": torch.version.cuda, "device": "CPU", "backend": "gloo"}
-    index, devices, gpu = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count(), None
-    if devices:
-        if index >= devices:
-            raise RuntimeError(f"process {index} of the node has no GPU of its own: PyTorch sees {devices}")
-        properties = torch.cuda.get_device_properties(index)
-        gpu, same["device"] = str(properties.uuid), properties.name
-        same["backend"] = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    same |= {name: repr(value) for name, value in given.items() if name != "job.config_file"}
-    environment = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    return {"same": same, "gpu": gpu, "config": " ".join(words), "environment": environment}
-
-
-def _described(nodes: list[str], facts: list[dict]) -> list[tuple[str, str]]:
-    first = facts[0]["same"]
-    rows = [("processes", ", ".join(f"{nodes.count(node)} on {node}" for node in dict.fromkeys(nodes)))]
-    rows += [(name, str(first[name])) for name in (*package_versions(), "CUDA", "device", "backend")]
-    rows.append(("config", facts[0]["config"] or "not compared: none is named"))
-    for name in sorted({name for fact in facts for name in fact["environment"]}):
-        seen = {fact["environment"].get(name, "unset"): node for node, fact in zip(nodes, facts)}  # may differ by node
-        rows.append((name, ", ".join(seen if len(seen) == 1 else [f"{value} on {node}" for value, node in seen.items()])))
-    return rows
+    settings = {name: repr(value) for name, value in given.items() if name != "job.config_file"}
+    versions = {name: str(release) for name, release in package_versions().items()}
+    index, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if devices == 0:
+        return {"versions": {**versions, "device": "CPU", "backend": "gloo"}, "settings": settings, "gpu": None}
+    if index >= devices:
+        raise RuntimeError(f"process {index} of the node has no GPU of its own: PyTorch sees {devices}")
+    gpu, nccl = torch.cuda.get_device_properties(index), ".".join(map(str, torch.cuda.nccl.version()))
+    versions |= {"CUDA": torch.version.cuda, "device": gpu.name, "backend": f"NCCL {nccl}"}
+    return {"versions": versions, "settings": settings, "gpu": str(gpu.uuid)}
 
 
 def difference(nodes: list[str], facts: list[dict]) -> str | None:
@@ -148,13 +127,12 @@ def difference(nodes: list[str], facts: list[dict]) -> str | None:
 
     Args:
         nodes: name of each rank's node.
-        facts: of each rank, {"same": what has to be the same, "gpu": its GPU or None}.
+        facts: of each rank, as ``_facts`` returns them.
     """
-    owners, first = {}, facts[0]["same"]
+    owners, first = {}, facts[0]["versions"] | facts[0]["settings"]
     for rank, (node, fact) in enumerate(zip(nodes, facts, strict=True)):
-        for name in first | fact["same"]:
-            here, there = fact["same"].get(name, "unset"), first.get(name, "unset")
-            if here != there:
+        for name in first | (own := fact["versions"] | fact["settings"]):
+            if (here := own.get(name, "unset")) != (there := first.get(name, "unset")):
                 return f"{name} is {here} on rank {rank} ({node}), but {there} on rank 0 ({nodes[0]})"
         if fact["gpu"] and (owner := owners.setdefault(fact["gpu"], rank)) != rank:
             return f"ranks {owner} and {rank} ({node}) have the same GPU"
@@ -166,14 +144,10 @@ def scopes(nodes: list[str]) -> dict[str, list[list[int]]]:
 
     The last are the replicas of hybrid sharding: a rank of each node.
     """
-    everyone = [list(range(len(nodes)))]
     within = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
-    others = {"within a node": within, "between nodes": [list(group) for group in zip(*within)]}
-    return {"all": everyone} | {
-        name: [group for group in groups if len(group) > 1]
-        for name, groups in others.items()
-        if groups != everyone and max(map(len, groups)) > 1
-    }
+    found = {"all": [list(range(len(nodes)))], "within a node": within, "between nodes": [*map(list, zip(*within))]}
+    found = {name: [group for group in groups if len(group) > 1] for name, groups in found.items()}
+    return {name: groups for name, groups in found.items() if name == "all" or groups and groups != found["all"]}
 
 
 def values(rank: int, first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -188,28 +162,25 @@ def values(rank: int, first: int, count: int, device: torch.device) -> torch.Ten
 def prepared(name: str, members: list[int], group, count: int, device) -> tuple[Callable, torch.Tensor, torch.Tensor]:
     """Return a function that runs a collective, its result, and what the result has to be after the first run.
 
-    Args:
-        count: elements of the longer one of input and output; the remainder by the members is left out.
+    ``count``: elements of the longer one of input and output; the remainder by the members is left out.
     """
     rank, part = dist.get_rank(), count // len(members)
-    total, first = part * len(members), part * members.index(rank)
+    whole, first = part * len(members), part * members.index(rank)
     if name == "all-gather":
-        mine, result = values(rank, 0, part, device), torch.empty(total, device=device)
+        mine, result = values(rank, 0, part, device), torch.empty(whole, device=device)
         expected = torch.cat([values(other, 0, part, device) for other in members])
         return lambda: dist.all_gather_into_tensor(result, mine, group=group), result, expected
-    mine = values(rank, 0, total, device)
-    expected = sum(values(other, 0, total, device) for other in members)
+    mine, expected = values(rank, 0, whole, device), sum(values(other, 0, whole, device) for other in members)
     if name == "all-reduce":
         return lambda: dist.all_reduce(mine, group=group), mine, expected
     result = torch.empty(part, device=device)
-    run = lambda: dist.reduce_scatter_tensor(result, mine, group=group)  # noqa: E731
-    return run, result, expected[first : first + part]
+    return lambda: dist.reduce_scatter_tensor(result, mine, group=group), result, expected[first : first + part]
 
 
 def _seconds(scope: str, groups: list[list[int]], sizes: tuple[int, ...], timeout: float) -> dict | None:
     """Return how long each collective takes in this rank's group, by size; None for a rank in no group.
 
-    Raises RuntimeError for a wrong result. Ends the process if a collective does not end.
+    Raises RuntimeError for a wrong result. Ends the process if a collective fails, or does not end.
     """
     made = [(members, dist.new_group(members)) for members in groups]  # every rank makes all of them
     members, group = next((each for each in made if dist.get_rank() in each[0]), (None, None))
@@ -220,7 +191,11 @@ def _seconds(scope: str, groups: list[list[int]], sizes: tuple[int, ...], timeou
     for name in COLLECTIVES:
         for size in sizes:
             what = f"{name} of {size / 2**20:g} MiB ({scope})"
-            with _deadline(timeout, what):
+            late = f"failed: {what} has not ended after {timeout:g} s on {this_node()}; NCCL_DEBUG=INFO says more"
+            timer = threading.Timer(timeout, lambda verdict=late: os._exit(_end(1, verdict)))
+            timer.daemon = True
+            timer.start()
+            try:
                 run, result, expected = prepared(name, members, group, size // 4, device)
                 run()
                 if wrong := int((result != expected).sum()):
@@ -230,32 +205,15 @@ def _seconds(scope: str, groups: list[list[int]], sizes: tuple[int, ...], timeou
                     run()
                 result[-1].item()  # waits for the GPU
                 seconds[name].append((time.perf_counter() - start) / REPETITIONS)
-    if problems:  # raised late, so that the others do not wait in the next collective
+            except RuntimeError as error:  # the others wait in the collective
+                os._exit(_end(1, f"failed: {what} on rank {dist.get_rank()}, {this_node()}: {error}", True))
+            timer.cancel()
+    if problems:  # raised late for the same reason
         raise RuntimeError(problems[0])
     return seconds
 
 
-@contextmanager
-def _deadline(seconds: float, what: str) -> Iterator[None]:
-    """End this process with a verdict if the context takes longer. Nothing else interrupts a collective."""
-
-    def give_up() -> None:
-        print_failure(f"{what} has not ended after {seconds:g} s on {this_node()}; NCCL_DEBUG=INFO says more")
-        time.sleep(0 if is_first() else GRACE_SECONDS)
-        os._exit(1)
-
-    timer = threading.Timer(seconds, give_up)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def bandwidths(
-    scope: str, groups: list[list[int]], nodes: list[str], sizes: tuple[int, ...], seconds: list[dict | None]
-) -> list[tuple[str, ...]]:
+def bandwidths(scope: str, groups: list, nodes: list[str], sizes: tuple, seconds: list[dict | None]) -> list[tuple]:
     """Return a row for each collective: bus bandwidth of the slowest group by size, and which group this is.
 
     Bus bandwidth is that of nccl-tests: bytes of the longer one of input and output by seconds, times (n - 1) / n,
