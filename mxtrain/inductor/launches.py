@@ -89,7 +89,8 @@ def _drop_views_back(graph: Graph) -> None:
 def _can_state(launch: Launch, inputs: set[int]) -> bool:
     """Whether the launch has no option but warps, and one argument for each result, which is the whole result."""
     written = [arg for arg in launch.args if isinstance(arg, torch.Tensor) and _memory(arg) not in inputs]
-    if launch.options or len({*map(_memory, written)}) < len(written):
+    options = launch.constants.keys() - {*launch.kernel.arg_names, "num_warps"}
+    if options or len({*map(_memory, written)}) < len(written):
         return False
     # Of a result in parts, which a graph would take for the whole, one part begins behind another.
     starts = [arg.storage_offset() for arg in written]

@@ -1,7 +1,6 @@
-"""How a kernel is launched, compiled in the background, and registered as a PyTorch op."""
+"""How a kernel is launched, and registered as a PyTorch op."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
@@ -10,9 +9,6 @@ from triton.compiler import CompiledKernel
 from mxtrain.custom_op import define_op
 from mxtrain.kernels.device import INTERPRETED
 
-_COMPILER = ThreadPoolExecutor(8, thread_name_prefix="mxtrain-compile")
-_compiling: dict[tuple, Future] = {}
-compiled_ahead: set[tuple] = set()
 _compiled: dict[tuple, tuple[CompiledKernel, tuple]] = {}
 # Op -> its implementation (``register_op``), for graphs that launch kernels themselves.
 implementations: dict[Callable, Callable] = {}
@@ -21,8 +17,7 @@ implementations: dict[Callable, Callable] = {}
 def _kinds(args: tuple) -> tuple:
     """Return the properties of arguments on which a compiled kernel depends: for other properties Triton compiles anew.
 
-    A pointer may be aligned to 16 bytes. An integer may be 1, a multiple of 16, or too large for 32 bits. A dtype
-    stands for an aligned tensor.
+    A pointer may be aligned to 16 bytes. An integer may be 1, a multiple of 16, or too large for 32 bits.
     """
     return tuple(
         (a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
@@ -47,28 +42,17 @@ class Launch(NamedTuple):
 
     @property
     def keywords(self) -> dict:
-        """The launch's constants, with floating-point fusion on unless they say otherwise.
-
-        The default is stated because Triton's own changes: on up to 3.9, which warns about it, and off from 3.10.
-        """
+        """The launch's constants, with floating-point fusion on: Triton's default is off from 3.10."""
         return {"enable_fp_fusion": True, **self.constants}
 
-    @property
-    def options(self) -> set[str]:
-        """Names of compile options besides the number of warps. Graphs launch kernels that have none themselves."""
-        return self.constants.keys() - {*self.kernel.arg_names, "num_warps"}
-
     def run(self, device: torch.device) -> None:
-        """Launch on the current stream of ``device``, after the kernel's compilation in the background has finished."""
+        """Launch on the current stream of ``device``."""
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.run(device)
         # Triton takes 10 to 18 us to look up a kernel by its arguments and constants, this lookup takes 3. A compiled
         # kernel still reads a profiler's hooks at every launch.
         key = (self.kernel, device, *_kinds(self.args), *self.constants.items())
-        if _compiling and (ahead := _compiling.get(key)):
-            wait([ahead])
-            _compiling.pop(key, None)
         compiled, constants = _compiled.get(key, (None, ()))
         if compiled is not None and not self.kernel.pre_run_hooks:
             compiled[(*self.grid, 1, 1)[:3]](*self.args, *constants)
@@ -78,28 +62,6 @@ class Launch(NamedTuple):
         if isinstance(compiled, CompiledKernel):
             constants = tuple(self.constants.get(name) for name in self.kernel.arg_names[len(self.args) :])
             _compiled[key] = compiled, constants
-
-    def compile_ahead(self, device: torch.device) -> None:
-        """Start compiling the kernel for these arguments in the background, once per set of argument properties.
-
-        ``torch.compile`` asks an op for the shapes of its results while it traces. Compilation starts there, so the
-        kernels of a graph compile side by side while tracing and code generation go on. Kernels without options are
-        left to the graph, which compiles them as its own (``mxtrain.inductor.launches``).
-        """
-        dynamic = any(isinstance(a, torch.SymInt) for a in self.args)
-        if dynamic or not self.options or device.type != "cuda" or not torch.cuda.is_available():
-            return
-        args = tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in self.args)
-        key = (self.kernel, device, *_kinds(args), *self.constants.items())
-        if key not in compiled_ahead:
-            compiled_ahead.add(key)
-            _compiling[key] = _COMPILER.submit(_compile, self.kernel, args, self.keywords, device)
-
-
-def _compile(kernel, args, keywords, device):
-    with torch.cuda.device(device):
-        # Reading ``run`` also loads the kernel onto the GPU.
-        return kernel.warmup(*args, grid=(1,), **keywords).run
 
 
 def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -125,8 +87,7 @@ def register_op(
     Args:
         schema: the op's name, arguments and results.
         implementation: allocates the results, as the schema declares them, and returns them with the launches that fill
-            them, in order. None means that nothing needs filling. Tracing calls it with fake tensors and compiles the
-            launches ahead.
+            them, in order. None means that nothing needs filling. Tracing calls it with fake tensors.
     """
 
     def run(*args):
@@ -136,10 +97,7 @@ def register_op(
         return results
 
     def fake(*args):
-        results, launches = implementation(*args)
-        for launch in as_sequence(launches):
-            launch.compile_ahead(launch.args[0].device)
-        return results
+        return implementations[op](*args)[0]
 
     op = define_op(schema, run, fake, ("CPU", "CUDA") if INTERPRETED else ("CUDA",))
     implementations[op] = implementation

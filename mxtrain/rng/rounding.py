@@ -208,7 +208,8 @@ def _compiled_draws(seeds: torch.Tensor, position: torch.Tensor, number: int) ->
             "call mxtrain.set_rounding_step(step, microbatch) before every forward; if one forward calls the layer "
             "twice, compile both calls in one graph, or do not compile the layer"
         )
-    return _draws(seeds, position, number)
+    # The first call's key is the layer's own: no sum, and two kernels fewer.
+    return _draws(seeds, position, number) if number else torch.cat((seeds.to(position.device)[1:], position))
 
 
 def _fake(seeds, position, number):

@@ -165,9 +165,6 @@ def forget_triton_kernels(packages: Iterable[str]) -> None:
         for attribute in ("device_caches", "cache"):
             if hasattr(kernel, attribute):
                 getattr(kernel, attribute).clear()
-    launch = sys.modules.get("mxtrain.kernels.launch")
-    if launch is not None:
-        launch.compiled_ahead.clear()
 
 
 def device_kernels(profile: torch.profiler.profile) -> list[tuple[str, float]]:

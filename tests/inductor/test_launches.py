@@ -30,12 +30,21 @@ def kernels_of_each_kind(x, w, gain):
     from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast
     from mxtrain.kernels.mxnorm import mxnorm_cast
     from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
+    from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
+    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 
     normed = mxnorm_cast(x, ESTIMATE, RECIPE, "image")
     joined = cast([w, w + 1], RECIPE, (1, 0), "blocked", column_factor=gain)
     dx = norm_backward(normed.data * 2, x, normed.rho)
     halves = swiglu_backward_cast(x * 3, x, dx, True, True, True, True, "rceil", "image")
-    results = [*normed, *joined[1], *joined[0], dx, *fold_backward(w.float(), w, gain), *halves]
+    numbers = (gain.narrow(0, 0, 4) * 1000).abs().long()  # indexing would initialize a GPU
+    signs, draws = numbers.sum(), [numbers, numbers + 1]
+    scales = [nvfp4_tensor_scale(maxima) for maxima in nvfp4_amax(w, signs)]
+    gradient = nvfp4_cast([w, w + 1], {1: scales, 0: scales}, "image", signs=signs, draws=draws, axis=1)
+    weight = nvfp4_weight([w, w + 1], scales, "image", gain)
+    nvfp4 = [gradient[1].data, gradient[0].data, weight[1].data]
+    results = [*normed, *joined[1], *joined[0], dx, *fold_backward(w.float(), w, gain), *halves, *nvfp4]
     return [each.view(torch.uint8) if each.itemsize == 1 else each for each in results if each is not None]
 
 
@@ -49,7 +58,7 @@ def test_the_bits_are_those_of_the_ops(monkeypatch):
     names = operations(module)
     assert not any(name.startswith("mxtrain") for name in names)
     kernels = [node for node in module.graph.nodes if LAUNCH in str(node.target)]
-    assert len(kernels) == 6  # the cast of two matrices has two
+    assert len(kernels) == 13  # casts of two matrices have two
     filled = [kernel.kwargs["kwargs"][name] for kernel in kernels for name in kernel.kwargs["tensors_to_clone"]]
     assert not any("view" in node.name or "alias" in node.name for node in filled)
     assert_same(module, kernels_of_each_kind, *inputs())
@@ -94,7 +103,7 @@ def test_inductor_compiles_the_kernels_for_a_gpu(device):
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert len(found["compiled"]) == 11 and not found["ops"], found
+    assert len(found["compiled"]) == 17 and not found["unwanted"], found
 
 
 def test_compiled_code_calls_no_op(device):

@@ -1,8 +1,6 @@
-"""Launches, their compilation in the background, integer arithmetic, and device facts."""
+"""Launches, integer arithmetic, and device facts."""
 
-import contextlib
 import itertools
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,115 +14,6 @@ from triton.runtime.jit import JITFunction
 
 from mxtrain.kernels import device, launch
 from mxtrain.kernels.launch import Launch
-from mxtrain.kernels.nvfp4.cast import _nvfp4_cast_kernel, nvfp4_cast
-from tests.support.kernel_checks import draw, gpu_only
-
-CUDA = torch.device("cuda", 0)
-
-
-class Kernel:
-    """Records the arguments it is compiled for."""
-
-    arg_names = ()
-
-    def __init__(self, error: Exception | None = None):
-        self.compiled, self.error = [], error
-
-    def warmup(self, *args, grid, **constants):
-        if self.error:
-            raise self.error
-        self.compiled.append((args, constants))
-        return SimpleNamespace(run=None)
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch):
-    """Make torch report a GPU. Tests launch nothing there, and the stand-in for a kernel compiles nothing."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "compiled_ahead", set())
-    monkeypatch.setattr(launch, "_compiling", {})
-
-
-def compile_ahead(kernel, *args, device=CUDA, **constants):
-    Launch(kernel, (1,), args, constants).compile_ahead(device)
-    for future in launch._compiling.values():
-        future.result()
-
-
-@pytest.mark.usefixtures("pretended_gpu")
-def test_a_launch_is_compiled_once_per_specialization():
-    kernel, x = Kernel(), torch.empty(4)
-    compile_ahead(kernel, x, None, 160, WARPS=4)
-    assert kernel.compiled == [((torch.float32, None, 160), {"WARPS": 4, "enable_fp_fusion": True})]
-    compile_ahead(kernel, torch.empty(9), None, 320, WARPS=4)
-    assert len(kernel.compiled) == 1
-    others = [
-        dict(args=(x.bfloat16(), None, 160), WARPS=4),
-        dict(args=(x, x, 160), WARPS=4),
-        dict(args=(x, None, 161), WARPS=4),
-        dict(args=(x, None, 1), WARPS=4),
-        dict(args=(x, None, 160), WARPS=8),
-    ]
-    for count, other in enumerate(others, 2):
-        compile_ahead(kernel, *other.pop("args"), **other)
-        assert len(kernel.compiled) == count
-
-
-@pytest.mark.usefixtures("pretended_gpu")
-def test_nothing_is_compiled_ahead_for_a_cpu_or_for_graphs_that_launch_the_kernel():
-    kernel = Kernel()
-    compile_ahead(kernel, torch.empty(4), device=torch.device("cpu"), WARPS=4)
-    compile_ahead(kernel, torch.empty(4), num_warps=4)
-    assert not kernel.compiled
-
-
-class Slow(Kernel):
-    """Compilation in the background lasts until ``go`` is set."""
-
-    pre_run_hooks = ()
-
-    def __init__(self, error: Exception | None = None):
-        super().__init__(error)
-        self.go = threading.Event()
-
-    def warmup(self, *args, grid, **constants):
-        assert self.go.wait(20)
-        return super().warmup(*args, grid=grid, **constants)
-
-    def __getitem__(self, grid):
-        return lambda *args, **constants: super(Slow, self).warmup(*args, grid=grid, **constants)
-
-
-@pytest.fixture
-def current_gpu(pretended_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: CUDA.index)
-
-
-@pytest.mark.usefixtures("current_gpu")
-def test_a_launch_waits_for_its_own_compilation_only():
-    slow, quick = Slow(), Slow()
-    quick.go.set()
-    of_slow, of_quick = (Launch(kernel, (1,), (torch.empty(4),), {"WARPS": 4}) for kernel in (slow, quick))
-    of_slow.compile_ahead(CUDA)
-    of_quick.compile_ahead(CUDA)
-    of_quick.run(CUDA)
-    (waiting,) = launch._compiling.values()
-    assert len(quick.compiled) == 2 and not waiting.done()
-    threading.Timer(0.05, slow.go.set).start()
-    of_slow.run(CUDA)
-    assert len(slow.compiled) == 2 and waiting.done()
-
-
-@pytest.mark.usefixtures("current_gpu")
-def test_an_error_in_the_background_is_raised_again_where_the_kernel_is_launched():
-    kernel = Slow(RuntimeError("out of shared memory"))
-    kernel.go.set()
-    step = Launch(kernel, (1,), (torch.empty(4),), {"WARPS": 4})
-    step.compile_ahead(CUDA)
-    with pytest.raises(RuntimeError, match="out of shared memory"):
-        step.run(CUDA)
-    assert not launch._compiling
 
 
 class Compiled(CompiledKernel):
@@ -204,29 +93,6 @@ def test_a_known_kernel_runs_without_tritons_lookup_and_with_its_hooks(launches,
     kernel.add_pre_run_hook(lambda *args, **kwargs: seen.append(kwargs["BLOCK"]))
     step.run(torch.device("cpu"))
     assert seen == [32] and len(launches) == 4
-
-
-def test_floating_point_fusion_is_on_unless_a_launch_turns_it_off():
-    assert Launch(None, (1,), (), {"BLOCK": 32}).keywords == {"BLOCK": 32, "enable_fp_fusion": True}
-    assert Launch(None, (1,), (), {"enable_fp_fusion": False}).keywords == {"enable_fp_fusion": False}
-
-
-@gpu_only
-@pytest.mark.usefixtures("device")
-def test_the_kernel_compiled_ahead_is_the_kernel_launched():
-    x, kernels = draw(96, 224), _nvfp4_cast_kernel.device_caches[torch.cuda.current_device()][0]
-    # No other test compiles the kernel for these dtypes of the factors.
-    factors = dict(row_factor=draw(96, dtype=torch.bfloat16), column_factor=draw(224))
-    scale = torch.ones(1, device=x.device)
-    mode = FakeTensorMode()
-    with mode:
-        fakes = {name: mode.from_tensor(factor) for name, factor in factors.items()}
-        nvfp4_cast([mode.from_tensor(x)], {1: [mode.from_tensor(scale)]}, **fakes)
-    for future in launch._compiling.values():
-        future.result()
-    count = len(kernels)
-    nvfp4_cast([x], {1: [scale]}, **factors)
-    assert len(kernels) == count > 0
 
 
 def test_integer_arithmetic_agrees_with_tritons():

@@ -12,6 +12,7 @@ own: kernels that were defined for the interpreter cannot be compiled.
 import itertools
 import json
 import sys
+from functools import partial
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from triton.compiler import ASTSource
 from mxtrain.kernels import device
 from mxtrain.kernels.casts import FORMS
 from mxtrain.kernels.decompose_k import Plan, decompose_k_by_plan, kernel_plan, ranges
-from mxtrain.kernels.launch import Launch
+from mxtrain.kernels.launch import Launch, as_sequence, implementations
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.kernels.mxnorm import mxnorm_cast, nvfp4_norm
@@ -47,6 +48,7 @@ ROWS, LOOPED = 512, 20480
 # Bytes of shared memory per program, by compute capability (CUDA C++ Programming Guide).
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+launches: list[Launch] = []  # of the last call
 
 
 def cases(everything: bool) -> dict:
@@ -225,8 +227,7 @@ def add_products(found: dict) -> None:
             a, b = (torch.empty(shape, dtype=dtype, device="cuda") for shape in stored)
             a, b = (a.t(), b) if gradient else (a, b.t())
             bias = torch.empty(n, device="cuda") if epilogue else None
-            for launch in decompose_k_by_plan(a, b, bias, epilogue, out_dtype, plan)[1]:
-                launch.compile_ahead(a.device)
+            launches.extend(decompose_k_by_plan(a, b, bias, epilogue, out_dtype, plan)[1])
 
         found[f"decompose_k {name}"] = call
 
@@ -247,6 +248,12 @@ def add_products(found: dict) -> None:
     add("sigmoid, unsplit", (8192, 64, 2048), plan=wide._replace(splits=1), epilogue="sigmoid")
     add("K cut off", (64, 256, 2880), plan=wide._replace(block_k=128))
     add("few tokens: one, and one expert", (1, 1, 1))
+
+
+def record(implementation, *args):
+    results, of_call = implementation(*args)
+    launches.extend(as_sequence(of_call))
+    return results, of_call
 
 
 def source_and_options(launch: Launch) -> tuple[ASTSource, dict]:
@@ -277,8 +284,8 @@ def source_and_options(launch: Launch) -> tuple[ASTSource, dict]:
 
 
 def main(capability: int) -> None:
-    launches = []
-    Launch.compile_ahead = lambda launch, _: launches.append(launch)
+    for op, implementation in implementations.items():
+        implementations[op] = partial(record, implementation)
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
     device.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
     results = {}

@@ -132,7 +132,7 @@ def _along_columns(
 def _nvfp4_cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, row_scale_ptr, column_scale_ptr,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, stride, signs_ptr, draws_ptr,
-    ends_ptr, groups, ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr,
+    ends_ptr, groups, before, ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr,
     HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -150,15 +150,15 @@ def _nvfp4_cast_kernel(
             words = words + (random_words(own_draws, row + i, column // 4, columns, COLUMNS // 4),)
     if ALONG_ROWS:
         _along_rows(
-            strip, words, row_scale_ptr + group, first_row, column, rows, columns, stride, row_data_ptr, row_scales_ptr,
-            STOCHASTIC, FORM, HARDWARE, COLUMNS,
+            strip, words, row_scale_ptr + group, first_row, column, rows, columns, stride,
+            row_data_ptr + before, row_scales_ptr, STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         if HADAMARD:
             strip = hadamard(strip, tl.load(signs_ptr))
         _along_columns(
             strip, words, column_scale_ptr + group, first_row, column, rows, columns, stride,
-            column_data_ptr, column_scales_ptr, STOCHASTIC, FORM, HARDWARE, COLUMNS,
+            column_data_ptr + before, column_scales_ptr, STOCHASTIC, FORM, HARDWARE, COLUMNS,
         )  # fmt: skip
 
 
@@ -175,48 +175,38 @@ def _launches(
     form: str,
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
-    sizes = [part.shape[axis] for part in parts]
     whole = list(parts[0].shape)
-    whole[axis] = sum(sizes)
+    whole[axis] = sum(part.shape[axis] for part in parts)
     rows, columns = whole
     by_row = by_column = Cast(None, None)
     if row_scales:
         by_row = empty_cast(NVFP4_STORAGE, rows, columns, form, parts[0].device)
     if column_scales:
         by_column = empty_column_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, parts[0].device)
-    launches, nothing, groups = [], [None] * len(parts), 0 if ends is None else ends.shape[0]
-    of_parts = zip(
-        parts, places(by_row, sizes, axis), places(by_column, sizes, axis),
-        row_scales or nothing, column_scales or nothing, draws or nothing,
-    )  # fmt: skip
-    for x, row_place, column_place, row_scale, column_scale, bits in of_parts:
-        if x.numel() == 0:
-            continue
+    nothing, groups = [None] * len(parts), 0 if ends is None else ends.shape[0]
+    launches, before = [], 0  # elements of the whole before a part: only images are cast in several parts
+    for x, row_scale, column_scale, bits in zip(
+        parts, row_scales or nothing, column_scales or nothing, draws or nothing
+    ):
         tile = tile_columns(x.shape[1])
-        image = column_place if row_scale is None else row_place
-        launches.append(Launch(
+        launch = Launch(
             _nvfp4_cast_kernel,
             (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),
             (
                 x, row_factor, column_factor, row_scale, column_scale,
-                *map(as_bytes, (row_place, by_row.scales, column_place, by_column.scales)),
-                *x.shape, image.stride(0), signs, bits, ends, groups,
+                *(as_bytes(t) for t in (*by_row, *by_column)), *x.shape, columns, signs, bits, ends, groups, before,
             ),
             dict(
                 ALONG_ROWS=bool(row_scales), ALONG_COLUMNS=bool(column_scales), ROW_FACTOR=row_factor is not None,
                 COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None, STOCHASTIC=bits is not None,
                 FORM=form, HARDWARE=converts_fp4(x), GROUPS=groups and next_power_of_2(groups), COLUMNS=tile,
-                num_warps=WARPS, enable_fp_fusion=False,
+                num_warps=WARPS,
             ),
-        ))  # fmt: skip
+        )  # fmt: skip
+        if x.numel():
+            launches.append(launch)
+        before += x.numel() if axis == 0 else x.shape[1]
     return flat(*by_row, *by_column), launches
-
-
-def places(cast: Cast, sizes: list[int], axis: int) -> Sequence[torch.Tensor | None]:
-    """Return the place of every part in the data of a joined cast. Only images are cast in several parts."""
-    if cast.data is None or len(sizes) == 1:
-        return [cast.data] * len(sizes)
-    return cast.data.split(sizes, axis)
 
 
 _nvfp4_cast = register_op(

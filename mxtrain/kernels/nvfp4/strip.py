@@ -10,6 +10,7 @@ import triton.language as tl
 
 from mxtrain.kernels.casts import scale_offset
 from mxtrain.kernels.device import next_power_of_2
+from mxtrain.kernels.nvfp4.arithmetic import rounded_product
 
 # Per program: each thread has four columns of all 16 rows. Eight need too many registers: the images of both casts
 # took 75 instead of 62 us at 16384 x 2048 (H200).
@@ -70,7 +71,7 @@ def hadamard(strip, signs):
     """Random Hadamard transform across the 16 rows of a strip (fp32). Bit i of ``signs`` makes sign i -1."""
     now = ()
     for i in tl.static_range(16):
-        now = now + (strip[i] * tl.where((signs >> i) & 1 != 0, -0.0625, 0.0625),)
+        now = now + (rounded_product(strip[i], tl.where((signs >> i) & 1 != 0, -0.0625, 0.0625)),)
     for level in tl.static_range(4):
         then = ()
         for i in tl.static_range(16):

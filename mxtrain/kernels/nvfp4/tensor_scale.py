@@ -52,7 +52,7 @@ def _amax_launch(
         (x, row_factor, column_factor, amax, transformed, rows, columns, signs),
         dict(
             ROW_FACTOR=row_factor is not None, COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None,
-            COLUMNS=tile, num_warps=WARPS, enable_fp_fusion=False,
+            COLUMNS=tile, num_warps=WARPS,
         ),
     )  # fmt: skip
     return results, launch
@@ -103,7 +103,8 @@ def _tensor_scale_kernel(maxima_ptr, scale_ptr, count, ends_ptr, tiles, GROUPED:
 
 
 def _scale_launch(maxima: torch.Tensor, ends: torch.Tensor | None) -> tuple[list[torch.Tensor], Launch | None]:
-    scale = torch.empty(() if ends is None else ends.shape, dtype=torch.float32, device=maxima.device)
+    # Not a scalar: Inductor would launch a kernel to fill it with zeros.
+    scale = torch.empty(1 if ends is None else ends.shape[0], dtype=torch.float32, device=maxima.device)
     count, groups = maxima.numel(), scale.numel()
     if isinstance(count, torch.SymInt):  # its bit length would give a compiled graph one number of tokens
         return [scale], None
@@ -129,4 +130,5 @@ def nvfp4_tensor_scale(maxima: torch.Tensor, ends: torch.Tensor | None = None) -
             scale NaN and infinity. No maxima stand for a matrix of zeros. With ``ends``, [strips of 16 rows, any].
         ends: int32 [G], the end of every group of rows, multiples of 16.
     """
-    return _nvfp4_tensor_scale(*contiguous(maxima, ends))[0]
+    (scales,) = _nvfp4_tensor_scale(*contiguous(maxima, ends))
+    return scales if ends is not None else scales.view(())

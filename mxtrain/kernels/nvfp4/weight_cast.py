@@ -36,7 +36,6 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
-from mxtrain.kernels.nvfp4.cast import places
 from mxtrain.kernels.nvfp4.strip import (
     WARPS,
     group_of,
@@ -74,10 +73,11 @@ def _store_codes(
 @triton.jit
 def _nvfp4_weight_kernel(
     w_ptr, gain_ptr, tensor_scale_ptr, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr, rows, columns, ends_ptr, groups,
-    GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    before, GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(w_ptr, None, gain_ptr, first_row, column, rows, columns, False, GAIN, COLUMNS)
+    data_ptr += before
     group = 0
     if GROUPS:
         group, _ = group_of(first_row, ends_ptr, groups, GROUPS)
@@ -108,23 +108,25 @@ def _launches(
     form: str,
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
-    sizes, columns = [part.shape[0] for part in parts], parts[0].shape[1]
-    cast, transposed = empty_cast(NVFP4_STORAGE, sum(sizes), columns, form, parts[0].device), Cast(None, None)
+    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    cast, transposed = empty_cast(NVFP4_STORAGE, rows, columns, form, parts[0].device), Cast(None, None)
     if form != "image":
-        transposed = empty_column_cast(NVFP4_STORAGE, sum(sizes), columns, form, parts[0].device)
-    launches, tile, groups = [], tile_columns(columns), 0 if ends is None else ends.shape[0]
-    for w, tensor_scale, place in zip(parts, tensor_scales, places(cast, sizes, 0)):
+        transposed = empty_column_cast(NVFP4_STORAGE, rows, columns, form, parts[0].device)
+    tile, groups = tile_columns(columns), 0 if ends is None else ends.shape[0]
+    launches, before = [], 0  # elements of the whole before a weight: only images are cast in several parts
+    for w, tensor_scale in zip(parts, tensor_scales):
         if w.numel():
-            results = map(as_bytes, (place, cast.scales, *transposed))
+            results = map(as_bytes, (*cast, *transposed))
             launches.append(Launch(
                 _nvfp4_weight_kernel,
                 (cdiv(w.shape[0], BLOCK) * cdiv(columns, tile),),
-                (w, gain, tensor_scale, *results, *w.shape, ends, groups),
+                (w, gain, tensor_scale, *results, *w.shape, ends, groups, before),
                 dict(
                     GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w),
                     GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
                 ),
             ))  # fmt: skip
+        before += w.numel()
     return flat(*cast, *transposed), launches
 
 
