@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
@@ -108,38 +109,49 @@ def _is_alone() -> bool:
 @cache
 def _store(port: str) -> dist.Store:
     """Return the store at ``$MASTER_ADDR:port``, as init_process_group makes it."""
-    return next(dist.rendezvous("env://"))[0]
+    return next(dist.rendezvous("env://", timeout=timedelta(seconds=min(PATIENCE_SECONDS, 1800))))[0]
 
 
 def _exchange(value: dict) -> list[dict]:
-    """Return the values of all ranks, in the order of the ranks."""
+    """Return the values of all ranks, in the order of the ranks.
+
+    Raises TimeoutError on every rank that takes part, if some do not.
+    """
     if _is_alone():
         return [value]
     store, rank, world = _store(os.environ["MASTER_PORT"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"
     store.set(f"{name}/{rank}", json.dumps(value))
+    keys = {f"{name}/{other}": other for other in range(world)}
     if rank == 0:
-        values = [json.loads(_wait_for(store, f"{name}/{other}", other)) for other in range(world)]
-        store.set(f"{name}/all", json.dumps(values))
-    values = json.loads(_wait_for(store, f"{name}/all", 0))
+        try:
+            _wait_for(store, keys, PATIENCE_SECONDS)
+            answer = [json.loads(store.get(key)) for key in keys]
+        except TimeoutError as error:
+            answer = str(error)
+        store.set(f"{name}/all", json.dumps(answer))
+    _wait_for(store, {f"{name}/all": 0}, 2 * PATIENCE_SECONDS)  # rank 0 gives up first, and says for whom
+    values = json.loads(store.get(f"{name}/all"))
     store.add(f"{name}/readers", 1)
+    readers = sum(store.check([key]) for key in keys) if isinstance(values, str) else world
     end = time.monotonic() + GOODBYE_SECONDS
-    while rank == 0 and store.add(f"{name}/readers", 0) < world and time.monotonic() < end:
+    while rank == 0 and store.add(f"{name}/readers", 0) < readers and time.monotonic() < end:
         time.sleep(0.01)
+    if isinstance(values, str):
+        raise TimeoutError(values)
     return values
 
 
-def _wait_for(store, key: str, rank: int) -> bytes:
-    """Return the value that another rank sets."""
+def _wait_for(store, keys: dict[str, int], patience: float) -> None:
+    """Wait until each rank has set its key. Raises TimeoutError, which names the ranks that have not."""
     # Not ``store.wait``, which cannot be interrupted, and writes to the terminal when its time is over.
     start, pause, next_line = time.monotonic(), 0.01, NOTE_SECONDS
-    while not store.check([key]):
-        waited = time.monotonic() - start
-        if waited > PATIENCE_SECONDS:
-            raise TimeoutError(f"rank {rank} has not answered after {waited:,.0f} s")
+    while keys := {key: rank for key, rank in keys.items() if not store.check([key])}:
+        waited, who = time.monotonic() - start, f"rank {', '.join(map(str, keys.values()))}"
+        if waited > patience:
+            raise TimeoutError(f"no answer from {who} after {waited:,.0f} s")
         if waited > next_line:
-            note(f"waiting for rank {rank}, {waited:,.0f} s")
+            note(f"waiting for {who}, {waited:,.0f} s")
             next_line += NOTE_SECONDS
         time.sleep(pause)
         pause = min(1.0, 1.2 * pause)
-    return store.get(key)

@@ -93,6 +93,8 @@ def check_mxtrain(words: list[str]) -> None:
         parse_job_config(options.resume[1:])  # the run's own config is not here
     elif "config" in options:
         check_config([options.config, *options.flags])
+    elif getattr(options, "nccl", None):
+        check_config(options.nccl)
 
 
 def check_torchrun(words: list[str]) -> None:
@@ -102,7 +104,10 @@ def check_torchrun(words: list[str]) -> None:
         assert options.module and (first, module, flags[0]) == ("--module", "mxtrain.titan", "--config")
         parse_job_config([f"--job.config_file={presets()[flags[1]]}", *flags[2:]])
         return
-    assert options.module and options.training_script == "mxtrain.train"
+    assert options.module
+    if options.training_script == "mxtrain.cli":
+        return check_mxtrain(options.training_script_args)
+    assert options.training_script == "mxtrain.train"
     assert first in ("--job.config_file", "--resume")
     parse_job_config(flags if first == "--resume" else options.training_script_args)
 
@@ -141,7 +146,16 @@ def check_sbatch(words: list[str]) -> None:
     check_config(words[script + 1 :])
 
 
+def check_docker(words: list[str]) -> None:
+    """Parse what runs in the image; a build names the Dockerfile."""
+    if words[0] == "build":
+        assert words[-1] == "." and (ROOT / words[words.index("-f") + 1]).exists()
+    else:
+        check_mxtrain(words[words.index("mxtrain") + 1 :])
+
+
 CHECKS = {
+    "docker": check_docker,
     "sbatch": check_sbatch,
     "mxtrain": check_mxtrain,
     "torchrun": check_torchrun,
