@@ -32,8 +32,8 @@ in high precision or in another format stay in --dtype.
 """
 IMPORT = """\
 Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
-(step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama and dense Qwen3 of any
-size, in safetensors files of fp32, bf16 or fp16. What differs from the nearest flavor of llama3 or qwen3 is in
+(step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama and Qwen3 of any size,
+with or without experts, in safetensors files of fp32, bf16 or fp16. What differs from the nearest flavor is in
 [model_args]. Without --config the settings are those of a short continuation with MXNorm, and training.dataset_path
 names a little Python source as an example: set it to your text.
 

@@ -35,7 +35,7 @@ EXAMPLE = "asyncio/*.py"
 
 
 class ImportedWeights:
-    """The weights of a dense Hugging Face model as TorchTitan's parameters, read one at a time.
+    """The weights of a Hugging Face model as TorchTitan's parameters, read one at a time.
 
     Args:
         saved: the model's tensors.
@@ -49,7 +49,11 @@ class ImportedWeights:
         self._saved = saved
         self._places = places
         self.shapes = {fqn: place.shape for fqn, place in places.items()}
-        shapes = {place.names[0]: place.shape for place in places.values() if place.names}
+        shapes = {
+            name: place.shape if len(place.names) == 1 else place.shape[1:]
+            for place in places.values()
+            for name in place.names
+        }
         saved.require(shapes, optional={HEAD: shapes[EMBEDDING]})
         self.count = sum(math.prod(shape) for shape in shapes.values())
         """Number of parameters. A weight with two names counts once"""
@@ -59,6 +63,8 @@ class ImportedWeights:
         place = self._places[fqn]
         if not place.names:  # the head, which has the embedding's weight
             return self._saved[EMBEDDING]
+        if len(place.names) > 1:
+            return torch.stack([self._saved[name] for name in place.names])
         weight = self._saved[place.names[0]]
         return weight if place.order is None else weight[place.order.argsort()]
 

@@ -1,6 +1,7 @@
 """A model's shape, and the config.json that describes it to Hugging Face's transformers."""
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -14,10 +15,31 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in both files;
 REPORT_FILE = "mxtrain.json"
 """In the folder of an export: which run and checkpoint it holds, and its losses"""
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-"""``model_type`` -> name of the class in transformers"""
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of transformers: what its config.json has besides the fields of ``ModelShape``."""
+
+    name: str
+    """The class"""
+    own: tuple[str, ...] = ()
+    """The fields in ``ModelShape.own``"""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Fields -> the only values that TorchTitan computes"""
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", fixed={"mlp_bias": False}),
+    "qwen3": Architecture("Qwen3ForCausalLM", fixed={"use_sliding_window": False}),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        own=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    ),
+}
+"""``model_type`` -> the model in transformers"""
 SUPPORTED = {
-    "model_type": ("llama", "qwen3"),
+    "model_type": tuple(ARCHITECTURES),
     "rope_type": ("default", "llama3"),
     "hidden_act": ("silu",),
     "attention_bias": (None, False),
@@ -57,10 +79,8 @@ class ModelShape:
     tie_word_embeddings: bool
     max_position_embeddings: int
     """Computes nothing, but ends what a user may ask for"""
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
+    own: Mapping[str, object] = field(default_factory=dict)
+    """The fields of this ``model_type`` alone"""
 
 
 FROM_CONFIG = (
@@ -87,8 +107,8 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
     ``dtype`` is that of the weights, such as "float32". The rotary parameters have the names of transformers 4, which
     transformers 5 and vLLM read, too.
     """
-    values = asdict(shape)
-    scaling = values.pop("rope_scaling")
+    values, kind = asdict(shape), ARCHITECTURES[shape.model_type]
+    scaling, own = values.pop("rope_scaling"), values.pop("own")
     if scaling is not None:
         # transformers warns unless this number is below the positions. Frequencies depend on the ratios of three
         # numbers, so halving all of them changes no bit.
@@ -97,19 +117,15 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
             original //= 2
         factors = {name: scaling[name] * original / before for name in ("low_freq_factor", "high_freq_factor")}
         scaling = {"rope_type": "llama3", **scaling, **factors, "original_max_position_embeddings": original}
-    if not shape.num_experts:
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
-            del values[name]
-    else:
-        values |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return {
-        "architectures": [ARCHITECTURES[shape.model_type]],
+        "architectures": [kind.name],
         **values,
+        **own,
         "rope_scaling": scaling,
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        **({"mlp_bias": False} if shape.model_type == "llama" else {"use_sliding_window": False}),
+        **kind.fixed,
         **{name: generation.get(name) for name in SPECIAL_IDS},
         "use_cache": True,
         "torch_dtype": dtype,
@@ -124,7 +140,7 @@ def read_generation(folder: Path) -> dict:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read the shape of a dense Llama or Qwen3 from config.json, as transformers reads it.
+    """Read a model's shape from config.json, as transformers reads it.
 
     Raises:
         ConfigError: transformers cannot read config.json, or TorchTitan does not compute such a model.
@@ -135,7 +151,8 @@ def read_shape(folder: Path) -> ModelShape:
     config = from_pretrained("AutoConfig", folder, where)
     # The names of transformers 5, which has the base among them, or of transformers 4.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {"rope_type": "default"}
-    for name, allowed in SUPPORTED.items():
+    kind = ARCHITECTURES.get(config.model_type, Architecture(""))
+    for name, allowed in {**SUPPORTED, **{name: (None, value) for name, value in kind.fixed.items()}}.items():
         value = rope.get(name) if name == "rope_type" else getattr(config, name, None)
         if value not in allowed:
             choices = ", ".join(repr(choice) for choice in allowed if choice is not None) or "unquantized weights"
@@ -145,9 +162,12 @@ def read_shape(folder: Path) -> ModelShape:
     scaling = None
     if rope["rope_type"] == "llama3" and rope["factor"] != 1:
         scaling = RopeScaling(*(field.type(rope[field.name]) for field in fields(RopeScaling)))
-    sizes = {name: getattr(config, name) for name in FROM_CONFIG}
+    sizes = {name: getattr(config, name, None) for name in FROM_CONFIG}
+    sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+    own = {name: getattr(config, name) for name in kind.own}
     theta = rope.get("rope_theta") or config.rope_theta
-    for name, value in {**sizes, "rope_theta": theta}.items():
+    for name, value in {**sizes, **own, "rope_theta": theta}.items():
         if isinstance(value, int) and value >= 2**31:
             raise ConfigError(f"{where}: {name} = {str(value)[:20]} in {CONFIG_FILE} is too large")
-    return ModelShape(**sizes, rms_norm_eps=float(config.rms_norm_eps), rope_theta=float(theta), rope_scaling=scaling)
+    eps, theta = float(config.rms_norm_eps), float(theta)
+    return ModelShape(**sizes, rms_norm_eps=eps, rope_theta=theta, rope_scaling=scaling, own=own)

@@ -3,7 +3,7 @@
 import importlib.metadata
 import re
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -29,8 +29,19 @@ SETTINGS = {
     "tie_word_embeddings": "enable_weight_tying",
 }
 """Field of config.json -> the setting of [model_args] that has its value"""
+OWN_SETTINGS = {
+    "qwen3_moe": {
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "moe_inter_dim",
+        "norm_topk_prob": "route_norm",
+    },
+}
+"""``model_type`` -> its own fields of config.json -> the size that has the value"""
 ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len")
 """The settings of [model_args] that have the values of rope_scaling, in the order of ``RopeScaling``"""
+WITHOUT_BIAS = ("qwen3_moe",)
+"""``model_type`` of the models whose routers have no bias"""
 COMPARED_LAYERS = 2
 """How many of the first layers ``require_same_logits`` computes. They take little memory of any model"""
 POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2047]])
@@ -70,14 +81,9 @@ def shape_of(model, positions: int) -> ModelShape:
             *factors, original = (sizes[setting] for setting in ROPE_SETTINGS)
             values["rope_scaling"] = RopeScaling(*map(float, factors), original)
     elif "num_experts" in sizes:
-        values |= {
-            "model_type": "qwen3_moe",
-            "num_experts": sizes["num_experts"],
-            "num_experts_per_tok": sizes["top_k"],
-            "moe_intermediate_size": sizes["moe_inter_dim"],
-            "norm_topk_prob": sizes["route_norm"],
-        }
-    return ModelShape(**values, vocab_size=sizes["vocab_size"], max_position_embeddings=positions)
+        values["model_type"] = "qwen3_moe"
+    own = {field: sizes[name] for field, name in OWN_SETTINGS.get(values["model_type"], {}).items()}
+    return ModelShape(**values, vocab_size=sizes["vocab_size"], max_position_embeddings=positions, own=own)
 
 
 def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], object]:
@@ -95,21 +101,27 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
 
     def with_settings(name: str, flavor: str, settings: dict[str, object]) -> tuple[object, ModelShape]:
         model = sized_model.of_flavor(name, flavor, settings, shape.vocab_size)
-        return model, shape_of(model, shape.max_position_embeddings)
+        closest = shape_of(model, shape.max_position_embeddings)
+        if shape.model_type == "qwen3_moe":  # no layer has this size
+            closest = replace(closest, intermediate_size=shape.intermediate_size)
+        return model, closest
 
     found = []
     for name in MODELS:
         wanted = {setting: value for setting, value in _settings_of(shape).items() if setting in PLACES[name]}
         for flavor in sized_model.flavors(name):
+            if with_settings(name, flavor, {})[1].model_type != shape.model_type:
+                continue
             (model, closest), settings = with_settings(name, flavor, wanted), wanted
-            if closest.model_type == shape.model_type:
-                for setting in wanted:
-                    fewer = {other: value for other, value in settings.items() if other != setting}
-                    settings = fewer if with_settings(name, flavor, fewer)[1] == closest else settings
-                found.append((flavor, settings, model, closest))
-    flavor, settings, model, closest = min(found, key=lambda candidate: len(candidate[1]))
-    for field, value in vars(shape).items():
-        if (other := getattr(closest, field)) != value:
+            for setting in wanted:
+                fewer = {other: value for other, value in settings.items() if other != setting}
+                if setting != "load_balance_coeff" and with_settings(name, flavor, fewer)[1] == closest:
+                    settings = fewer
+            found.append((flavor, settings, model, closest))
+    flavor, settings, model, closest = min(found, key=lambda candidate: (candidate[3] != shape, len(candidate[1])))
+    has = {**vars(closest), **closest.own}
+    for field, value in {**vars(shape), **shape.own}.items():
+        if field != "own" and (other := has[field]) != value:
             raise ConfigError(
                 f"{where}: {field} = {value!r} in {CONFIG_FILE} does not fit TorchTitan's {model.name}, which would "
                 f"have {other!r}"
@@ -120,8 +132,11 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
 
 
 def _settings_of(shape: ModelShape) -> dict[str, object]:
-    """Return all settings of [model_args] that give a dense model its shape."""
+    """Return all settings of [model_args] that give a model its shape."""
     settings = {setting: getattr(shape, field) for field, setting in SETTINGS.items()}
+    settings |= {setting: shape.own[field] for field, setting in OWN_SETTINGS.get(shape.model_type, {}).items()}
+    if shape.model_type in WITHOUT_BIAS:
+        settings["load_balance_coeff"] = 0
     if shape.rope_scaling is None:
         return settings | {"rope_factor": 1.0}
     return settings | dict(zip(ROPE_SETTINGS, astuple(shape.rope_scaling)))
@@ -175,6 +190,7 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     module = model.shortened(
         layers, int(POSITIONS.max()) + 1
     ).on_meta()  # the other model's memory is free before this one gets any
+    engine().multiply_experts_in_fp32(module)
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
     module.load_state_dict({name: weights[engine().saved_name(name)] for name in module.state_dict()}, assign=True)
     ours = module(tokens, positions=POSITIONS)

@@ -69,6 +69,11 @@ CONFIGS = {
     ),
     ("qwen3", "small"): lambda: transformers.Qwen3Config(**QWEN, vocab_size=352),
     ("qwen3", "small_tied"): lambda: transformers.Qwen3Config(**QWEN, vocab_size=320, tie_word_embeddings=True),
+    # Experts of other features than any flavor's
+    ("qwen3", "experts"): lambda: transformers.Qwen3MoeConfig(
+        **QWEN, vocab_size=320, moe_intermediate_size=64, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+        max_position_embeddings=512,
+    ),
 }  # fmt: skip
 
 
@@ -83,11 +88,14 @@ MODEL_ARGS = {
         "dim": 96, "n_layers": 3, "n_heads": 6, "head_dim": 48, "hidden_dim": 160, "norm_eps": 1e-5,
         "rope_theta": 5e5,
     },
+    ("qwen3", "experts"): {
+        "moe_inter_dim": 64, "num_experts": 6, "top_k": 3, "load_balance_coeff": 0,
+    },
 }  # fmt: skip
 """[model_args] of the models whose shape is no flavor's: what differs from the nearest flavor"""
 
 
-AGAIN = (("llama3", "small"), ("llama3", "tied"), ("qwen3", "odd"))
+AGAIN = (("llama3", "small"), ("llama3", "tied"), ("qwen3", "odd"), ("qwen3", "experts"))
 """Models that are imported and exported twice"""
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
+from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.titan.v02.models.llama3 import is_tied
@@ -82,3 +83,10 @@ class SizedModel:
             if self.args.moe_enabled:
                 found, expected = found | vars(self.args.moe_args), expected | _TRANSFORMERS_EXPERTS
             yield from (f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name])
+
+
+def multiply_experts_in_fp32(model: nn.Module) -> None:
+    """Multiply weights of experts one after another: TorchTitan's grouped product rounds to bf16."""
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.use_grouped_mm = False
