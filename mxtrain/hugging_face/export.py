@@ -46,16 +46,22 @@ FORMATS = ("hf", *LAYOUTS)
 # Linears of a block that vLLM joins into one, by their names in TorchTitan and in the order of its parameters.
 JOINED = (
     ("attention.wq", "attention.wk", "attention.wv"),
+    ("attention.wq_a", "attention.wkv_a"),
     ("feed_forward.w1", "feed_forward.w3"),
+    ("moe.shared_experts.w1", "moe.shared_experts.w3"),
     ("moe.experts.w1", "moe.experts.w2", "moe.experts.w3"),
 )
 EMBEDDING, LAST_NORM, HEAD = "tok_embeddings", "norm", "lm_head"
 # Norm of a block -> the parameters that take its result, by their names in TorchTitan. Experts stack their weights, and
 # the router's gate is a linear, too. Qwen3's norms of queries and keys feed no linear.
 FEEDS = {
-    "attention_norm": r"attention\.w[qkv]\.weight",
-    "ffn_norm": r"feed_forward\.w[13]\.weight|moe\.experts\.w[13]|moe\.router\.gate\.weight",
+    "attention_norm": r"attention\.(w[qkv]|wq_a|wkv_a)\.weight",
+    "attention.q_norm": r"attention\.wq_b\.weight",
+    "attention.kv_norm": r"attention\.wkv_b\.weight",
+    "ffn_norm": r"(feed_forward|moe\.shared_experts)\.w[13]\.weight|moe\.experts\.w[13]|moe\.router\.gate\.weight",
 }
+GATE, BIAS = ".router.gate.weight", ".expert_bias"
+"""Ends of the names of a router's parameters. The bias stays in fp32, because its steps are small beside it"""
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ class Exporter:
         """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
         weight, recipe = self._weight(fqn), self._recipes.get(fqn)
         if recipe is None:
-            return weight.to(self.dtype)
+            return weight.to(self._dtype(fqn))
         values = [Codes.cast(matrix, recipe).values(torch.float32) for matrix in _matrices(weight)]
         return values[0] if weight.ndim == 2 else torch.stack(values)
 
@@ -152,10 +158,16 @@ class Exporter:
         for fqn, parameter in self._model.parameters.items():
             if not parameter.names:
                 continue
+            if parameter.fused and self._layout is None:
+                fused = [name for name, other in self._model.parameters.items() if other.fused == parameter.fused]
+                if fqn == fused[-1]:
+                    whole = torch.cat([self._weight(name) for name in fused], 1)
+                    yield parameter.fused, whole.transpose(1, 2).to(self.dtype)
+                continue
             if fqn not in self._recipes:
                 yield from self._plain(fqn)
             else:
-                joined = joined_with(fqn)
+                joined = [member for member in joined_with(fqn) if member in self._model.parameters]
                 in_format = [member for member in joined if member in self._recipes]
                 if fqn == in_format[-1]:
                     yield from self._quantized(in_format, is_whole=len(in_format) == len(joined))
@@ -184,12 +196,18 @@ class Exporter:
 
     def _plain(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a parameter in high precision."""
-        weight, parameter = self._weight(fqn), self._model.parameters[fqn]
+        parameters, shape = self._model.parameters, self._model.shape
+        weight, parameter = self._weight(fqn), parameters[fqn]
         weight = weight if parameter.order is None else weight[parameter.order]
         for name, part in zip(parameter.names, _matrices(weight), strict=True):
             if part.ndim == 2 and not fqn.startswith(EMBEDDING):
                 self._ignored.append(name.removesuffix(".weight"))
-            yield name, part.to(self.dtype)
+            yield name, part.to(self._dtype(fqn))
+        if fqn.endswith(GATE) and shape.model_type == "deepseek_v3" and fqn.replace(GATE, BIAS) not in parameters:
+            yield name.replace(".weight", ".e_score_correction_bias"), torch.zeros(len(weight))
+
+    def _dtype(self, fqn: str) -> torch.dtype:
+        return torch.float32 if fqn.endswith(BIAS) else self.dtype
 
     def _quantized(self, fqns: list[str], is_whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of linears that vLLM joins; ``is_whole``: all of these are in the format."""
@@ -199,7 +217,9 @@ class Exporter:
             matrices = [*map(dict, zip(w1, w3, strict=True)), *(dict([own]) for own in w2)]
         else:
             matrices = [{linear: own for part in codes for linear, own in part.items()}]
-        readable = is_whole and HEAD not in matrices[0]
+        # vLLM's Llama 4 puts rows of codes of queries and keys into another order, but not those of their scales.
+        is_permuted = self._model.shape.model_type == "llama4_text" and ".attention.wq." in fqns[0]
+        readable = is_whole and HEAD not in matrices[0] and not is_permuted
         unified = [with_one_tensor_scale([*matrix.values()]) if readable else None for matrix in matrices]
         for matrix, own in zip(matrices, unified, strict=True):
             if None in unified:  # vLLM cannot read them in the block format
@@ -232,7 +252,7 @@ class Exporter:
 
     def _read(self, fqn: str) -> torch.Tensor:
         weight = self._model.weights[fqn]
-        return weight.to(self._model.weight_dtype) if self._layout else weight
+        return weight.to(self._model.weight_dtype) if self._layout and not fqn.endswith(BIAS) else weight
 
     def _folds(self, norm: str, fold_gain: bool) -> bool:
         if self._layout is None:

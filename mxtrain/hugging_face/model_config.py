@@ -26,6 +26,8 @@ class Architecture:
     """The fields in ``ModelShape.own``"""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields -> the only values that TorchTitan computes"""
+    scaling: str = "llama3"
+    """``rope_type`` of the scaled rotation"""
 
 
 ARCHITECTURES = {
@@ -36,19 +38,39 @@ ARCHITECTURES = {
         own=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3ForCausalLM",
+        own=(
+            *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+            *("first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        ),
+        # transformers has no field for the first three. vLLM reads them.
+        fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
+        scaling="yarn",
+    ),
+    "llama4_text": Architecture(
+        "Llama4ForCausalLM",
+        own=(
+            *("intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step"),
+            *("moe_layers", "no_rope_layers"),
+        ),
+        fixed={"use_qk_norm": False, "attn_temperature_tuning": False, "attention_chunk_size": None},
+    ),
 }
 """``model_type`` -> the model in transformers"""
 SUPPORTED = {
     "model_type": tuple(ARCHITECTURES),
-    "rope_type": ("default", "llama3"),
     "hidden_act": ("silu",),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "use_sliding_window": (None, False),
     "is_causal": (None, True),
     "quantization_config": (None,),
+    "attention_factor": (None,),
+    "truncate": (None, True),
 }
-"""Fields of config.json -> the values of models that can be imported. None stands for a missing field"""
+"""Fields of config.json and its rotary parameters -> the values that can be imported. None stands for no field"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +81,22 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """DeepSeek's scaling of the rotary frequencies and of the attention, with the names of config.json."""
+
+    factor: float
+    original_max_position_embeddings: int
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling}
+"""``rope_type`` -> its parameters"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +113,7 @@ class ModelShape:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     tie_word_embeddings: bool
     max_position_embeddings: int
     """Computes nothing, but ends what a user may ask for"""
@@ -97,8 +135,10 @@ class Parameter:
     shape: tuple[int, ...]
     names: tuple[str, ...]
     """One; one for each expert; or none for a parameter that Hugging Face does not have"""
-    order: torch.Tensor | None
+    order: torch.Tensor | None = None
     """int64 [N], the rows in Hugging Face's order; None if they keep their order"""
+    fused: str = ""
+    """The tensor [E, D, N] of a high-precision file that has all experts, transposed, perhaps beside others"""
 
 
 def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
@@ -109,19 +149,19 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
     """
     values, kind = asdict(shape), ARCHITECTURES[shape.model_type]
     scaling, own = values.pop("rope_scaling"), values.pop("own")
-    if scaling is not None:
+    if isinstance(shape.rope_scaling, RopeScaling):
         # transformers warns unless this number is below the positions. Frequencies depend on the ratios of three
         # numbers, so halving all of them changes no bit.
         original = before = shape.rope_scaling.original_max_position_embeddings
         while original >= shape.max_position_embeddings and original > 1:
             original //= 2
         factors = {name: scaling[name] * original / before for name in ("low_freq_factor", "high_freq_factor")}
-        scaling = {"rope_type": "llama3", **scaling, **factors, "original_max_position_embeddings": original}
+        scaling |= {**factors, "original_max_position_embeddings": original}
     return {
         "architectures": [kind.name],
         **values,
         **own,
-        "rope_scaling": scaling,
+        "rope_scaling": scaling and {"rope_type": kind.scaling, **scaling},
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -152,16 +192,19 @@ def read_shape(folder: Path) -> ModelShape:
     # The names of transformers 5, which has the base among them, or of transformers 4.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {"rope_type": "default"}
     kind = ARCHITECTURES.get(config.model_type, Architecture(""))
-    for name, allowed in {**SUPPORTED, **{name: (None, value) for name, value in kind.fixed.items()}}.items():
-        value = rope.get(name) if name == "rope_type" else getattr(config, name, None)
+    fixed = {name: (None, value) for name, value in kind.fixed.items()}
+    for name, allowed in {**SUPPORTED, "rope_type": ("default", kind.scaling), **fixed}.items():
+        value = rope[name] if name in rope else getattr(config, name, None)
         if value not in allowed:
-            choices = ", ".join(repr(choice) for choice in allowed if choice is not None) or "unquantized weights"
+            choices = ", ".join(repr(choice) for choice in allowed if choice is not None) or "models without it"
             raise ConfigError(
                 f"{where}: {name} = {repr(value)[:200]} in {CONFIG_FILE} is not supported; supported are: {choices}"
             )
     scaling = None
-    if rope["rope_type"] == "llama3" and rope["factor"] != 1:
-        scaling = RopeScaling(*(field.type(rope[field.name]) for field in fields(RopeScaling)))
+    if rope["rope_type"] == kind.scaling and rope["factor"] != 1:
+        kinds = {field.name: field.type for field in fields(SCALINGS[kind.scaling])}
+        given = {name: kinds[name](value) for name, value in rope.items() if name in kinds and value is not None}
+        scaling = SCALINGS[kind.scaling](**given)
     sizes = {name: getattr(config, name, None) for name in FROM_CONFIG}
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     own = {name: getattr(config, name) for name in kind.own}

@@ -117,7 +117,7 @@ def test_a_short_context_has_the_same_frequencies_without_a_warning(original, po
         ({"mlp_bias": True}, ("mlp_bias = True",)),
         ({"is_causal": False}, ("is_causal = False",)),
         ({"use_sliding_window": True}, ("use_sliding_window = True",)),
-        ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config = ", "'fp8'", "unquantized weights")),
+        ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config = ", "'fp8'", "models without it")),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, ("rope_type = 'yarn'", "'default', 'llama3'")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
         ({"hidden_size": "64"}, ("hidden_size", "'64'")),

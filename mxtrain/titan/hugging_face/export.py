@@ -18,7 +18,7 @@ from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint
-from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
+from mxtrain.hugging_face.export import BIAS, FORMATS, Exporter, Trained
 from mxtrain.hugging_face.held_out import HeldOutText, NoLoss, held_out_ids
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target
@@ -188,11 +188,11 @@ def _trained(run: SavedRun, where: str) -> Trained:
     found = parameters(model)
     tied = ("output.weight",) if shape.tie_word_embeddings else ()
     run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
-    for fqn in found:
-        if fqn.endswith(".expert_bias") and run.weights[fqn].any():
+    for fqn, parameter in found.items():
+        if fqn.endswith(BIAS) and not parameter.names and run.weights[fqn].any():
             raise ConfigError(
-                f"{where} cannot be exported: {fqn} is not zero, and transformers' Qwen3-MoE has no such bias, so it "
-                "would choose other experts; train with model_args.load_balance_coeff = 0"
+                f"{where} cannot be exported: {fqn} is not zero, and transformers' {model.name} has no such bias, so "
+                "it would choose other experts; train with model_args.load_balance_coeff = 0"
             )
     built = run.build(has_converters=True)
     modules = {engine().saved_name(name): module for name, module in built.named_modules()}

@@ -26,7 +26,7 @@ class SizedModel:
     @staticmethod
     def flavors(name: str) -> list[str]:
         """The flavors of a model."""
-        return list(FLAVORS[name])
+        return list(FLAVORS.get(name, ()))
 
     @classmethod
     def of_flavor(cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0) -> "SizedModel":

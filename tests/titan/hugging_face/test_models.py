@@ -90,7 +90,6 @@ def test_one_of_two_tied_weights_is_left_out():
     assert places["tok_embeddings.weight"].names == ("model.embed_tokens.weight",)
 
 
-@pytest.mark.parametrize("model", ["llama4", "deepseek_v3", "gpt_oss"])
-def test_other_models_are_refused(model):
-    with pytest.raises(ConfigError, match=rf"^RUN = 'a': .*'{model}'.*llama3, qwen3"):
-        require_exportable(model, "RUN = 'a'")
+def test_other_models_are_refused():
+    with pytest.raises(ConfigError, match="^RUN = 'a': .*'gpt_oss'.* llama3, qwen3, deepseek_v3, llama4"):
+        require_exportable("gpt_oss", "RUN = 'a'")

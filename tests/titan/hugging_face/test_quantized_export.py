@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from mxtrain.nn import experts, three_gemms
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.titan.engine import engine
+from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.models import parameters
 from tests.support import saved_runs
@@ -26,6 +26,9 @@ RUNS = {
     "scheduled RMSNorm": ("mxfp8", "llama3", "mxnorm", {"schedule": [{"from_step": 3, "norm": "rmsnorm"}]}),
     "mxfp8 experts": ("mxfp8", EXPERTS, "mxnorm", {}),
     "nvfp4 experts, 2 processes": ("nvfp4", EXPERTS, "mx_linear", {"recipe": "nvfp4"}),
+    "mxfp8 deepseek, 2 processes": ("mxfp8", "deepseek_v3", "mxnorm", {}),
+    "nvfp4 deepseek": ("nvfp4", "deepseek_v3", "mx_linear", {"recipe": "nvfp4"}),
+    **({"mxfp8 llama4": ("mxfp8", "llama4", "mxnorm", {})} if RELEASE == "v02" else {}),
     "quantized head": ("mxfp8", "llama3", "mxnorm", {"filter_fqns": ["layers.0"]}),
 }
 
@@ -74,16 +77,17 @@ def in_order(rows, place):
 def check_gains(name: str, tensors: dict[str, torch.Tensor]) -> None:
     """Gains that training folded become ones, and no others do."""
     gains = [n for n in tensors if "layernorm" in n or n == "model.norm.weight"]
-    ones = {n for n in gains if torch.equal(tensors[n], torch.ones(64, dtype=torch.bfloat16))}
-    norms = [f"model.layers.{i}.{n}_layernorm.weight" for i in (0, 1) for n in ("input", "post_attention")]
+    ones = {n for n in gains if tensors[n].eq(1).all()}
+    norms = [n for n in gains if n != "model.norm.weight"]
     expected = {
         "nvfp4 without tiles": [],
         "nvfp4 experts, 2 processes": [],
+        "nvfp4 deepseek": [],
         "scheduled RMSNorm": [],
         "nvfp4, 2 processes": norms[:2],
         "quantized head": [*norms[2:], "model.norm.weight"],
     }
-    assert ones == set(expected.get(name, norms)) and len(gains) == 5
+    assert ones == set(expected.get(name, norms)) and len(norms) >= 4
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -104,7 +108,7 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
         place = places[fqn]
         for hf_name, matrix in zip(place.names, operand if operand.ndim == 3 else [operand], strict=True):
             linear = hf_name.removesuffix(".weight")
-            if fqn == "output.weight":
+            if fqn == "output.weight" or (model == "llama4" and fqn.split(".")[-2] in ("wq", "wk", "wv")):
                 assert torch.equal(tensors[hf_name].float(), matrix) and linear in ignored
             elif linear in ignored:
                 assert name == "mixed" and fqn.endswith("w2.weight")
@@ -112,9 +116,16 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
             else:
                 assert torch.equal(VALUES[format](tensors, linear), in_order(matrix, place)), fqn
                 compared += 1
-    counts = {"nvfp4, 2 processes": 7, "mixed": 12, "quantized head": 7, "scheduled RMSNorm": 4}
-    quantized = 2 * (4 + 3 * 4) if flavor != "small" else counts.get(name, 14)
-    assert compared == quantized and len(ignored) == (3 if flavor != "small" else 15 - quantized)
+    counts = {"nvfp4, 2 processes": (7, 8), "mixed": (12, 3), "quantized head": (7, 8), "scheduled RMSNorm": (4, 11)}
+    of_model = {
+        EXPERTS: (2 * (4 + 4 * 3), 3),  # the head and two gates stay
+        "deepseek_v3": (2 * 5 + 3 + 3 + 16 * 3, 2),
+        "llama4": (4 + 2 * 3 + 2 * (3 + 4 * 3), 4 * 3 + 3),
+    }
+    assert (compared, len(ignored)) == counts.get(name, of_model.get(RUNS[name][1], (14, 1)))
     check_gains(name, tensors)
+    if model == "deepseek_v3":  # in fp32, which a bias needs
+        bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+        assert torch.equal(bias, saved.weights["layers.1.moe.expert_bias"]) and bias.any()
     report = json.loads((tmp_path / "out" / "mxtrain.json").read_text())
     assert (report["dtype"], report["format"]) == ("bfloat16", format)
