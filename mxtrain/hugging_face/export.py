@@ -147,6 +147,8 @@ class Exporter:
             generation = {name: value for name, value in ids.items() if value is not None} | generation
         else:
             notes.append(f"the export has no tokenizer: {tokenizer / TOKENIZER_FILES[0]} is missing")
+        if self._model.shape.model_type == "llama4_text":  # vLLM does not read this field of config.json
+            generation = {"attn_temperature_tuning": False} | generation
         dtype = str(self.dtype).removeprefix("torch.")
         config = config_json(self._model.shape, dtype, generation) | self.quantization()
         for name, content in {CONFIG_FILE: config, GENERATION_FILE: generation}.items():
@@ -212,7 +214,7 @@ class Exporter:
     def _quantized(self, fqns: list[str], is_whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of linears that vLLM joins; ``is_whole``: all of these are in the format."""
         codes = [self._codes(fqn) for fqn in fqns]
-        if len(codes[0]) > 1:  # of each expert, the first and the last become one matrix
+        if len(self._model.parameters[fqns[0]].shape) == 3:  # of each expert, vLLM joins w1 and w3
             w1, w2, w3 = ([*own.items()] for own in codes)
             matrices = [*map(dict, zip(w1, w3, strict=True)), *(dict([own]) for own in w2)]
         else:

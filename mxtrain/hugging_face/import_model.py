@@ -59,7 +59,7 @@ class ImportedWeights:
                 self._rows[fqn] = slice(start, start + rows)
                 shapes[place.fused] = experts, features, start + rows
             else:
-                shapes |= dict.fromkeys(place.names, place.shape if len(place.names) == 1 else place.shape[1:])
+                shapes |= dict.fromkeys(place.names, place.shape[1:] if len(place.shape) == 3 else place.shape)
         saved.require(shapes, optional={HEAD: shapes[EMBEDDING]})
         self.count = sum(math.prod(shape) for shape in shapes.values())
         """Number of parameters. A weight with two names counts once"""
@@ -71,7 +71,7 @@ class ImportedWeights:
             return self._saved[EMBEDDING]
         if place.fused:
             return self._saved[place.fused].transpose(1, 2)[:, self._rows[fqn]].contiguous()
-        if len(place.names) > 1:
+        if len(place.shape) == 3:
             return torch.stack([self._saved[name] for name in place.names])
         weight = self._saved[place.names[0]]
         return weight if place.order is None else weight[place.order.argsort()]

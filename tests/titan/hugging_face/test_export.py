@@ -84,8 +84,8 @@ def report_of(target):
 def test_transformers_computes_what_the_trained_weights_compute_under_rmsnorm(name, fold_gain, runs, tmp_path):
     step, lines = export(runs[name], tmp_path / "out", fold_gain=fold_gain)
     assert step == 3 and "loss" not in lines and ("has no tokenizer" in lines) == (name != MODELS[0])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert theirs.dtype == torch.float32
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert theirs.dtype == torch.float32 and not any(info[kind] for kind in ("missing_keys", "unexpected_keys"))
     ours = open_run(runs[name]).load(CPU, has_converters=False)
     tokens = torch.randint(0, saved_runs.VOCABULARY, (2, 32))
     expected = logits(ours, tokens)

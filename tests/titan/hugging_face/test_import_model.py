@@ -389,6 +389,16 @@ def test_the_sizes_of_a_config_are_the_models(lines, sizes, models, tmp_path):
     assert tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"] == sizes
 
 
+def test_a_scaled_rotation_needs_long_sequences(models, tmp_path):
+    """TorchTitan scales DeepSeek's rotation only in sequences that are longer than before the scaling."""
+    source = models["deepseek_v3", "scaled"]
+    import_model(source, tmp_path / "run")
+    assert tomli.loads((tmp_path / "run" / "config.toml").read_text())["training"]["seq_len"] == 2 * 4096
+    (tmp_path / "mine.toml").write_text("[training]\nseq_len = 4096\n")
+    with pytest.raises(ConfigError, match="training.seq_len = 4096: .* only in sequences longer than 4096$"):
+        import_model(source, tmp_path / "short", tmp_path / "mine.toml")
+
+
 def edit_config(**changes):
     def change(source):
         file = source / "config.json"

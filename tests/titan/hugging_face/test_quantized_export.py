@@ -127,5 +127,8 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
     if model == "deepseek_v3":  # in fp32, which a bias needs
         bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
         assert torch.equal(bias, saved.weights["layers.1.moe.expert_bias"]) and bias.any()
+    if model == "llama4":  # where vLLM looks for it
+        generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+        assert generation["attn_temperature_tuning"] is False
     report = json.loads((tmp_path / "out" / "mxtrain.json").read_text())
     assert (report["dtype"], report["format"]) == ("bfloat16", format)
