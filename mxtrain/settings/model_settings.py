@@ -28,6 +28,7 @@ PLACES = {
         **_LLAMA_ROPE,
         **_EXPERTS,
         **_SHARED_EXPERTS,
+        **_EXPORTED,
     },
     "qwen3": {
         **_COMMON,
@@ -44,6 +45,7 @@ PLACES = {
         **_same("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         **_EXPERTS,
         **_SHARED_EXPERTS,
+        **_EXPORTED,
     },
 }
 """Name of a model -> its settings in ``[model_args]`` -> the field of TorchTitan's model arguments ("" for none)"""

@@ -14,7 +14,7 @@ from mxtrain.parallel.initial_weights import plain_name as saved_name
 from mxtrain.titan.v02.check_job import check_model_layout, check_names
 from mxtrain.titan.v02.models.model_args import check_model_args, vocab_size
 from mxtrain.titan.v02.models.on_meta import build_on_meta, example_inputs
-from mxtrain.titan.v02.models.sized_model import SizedModel
+from mxtrain.titan.v02.models.sized_model import SizedModel, multiply_experts_in_fp32
 from mxtrain.titan.v02.parallelize import try_plan
 from mxtrain.titan.v02.trainer import Trainer
 
@@ -32,6 +32,7 @@ __all__ = [
     "example_inputs",
     "hugging_face_tokenizer",
     "metrics_processor",
+    "multiply_experts_in_fp32",
     "names_of_stages",
     "saved_name",
     "try_plan",

@@ -18,9 +18,9 @@ from mxtrain.titan.v03.config import JobConfig, refuse_gone, same, trainer_confi
 from mxtrain.titan.v03.models import FLAVORS, model_spec, sizes_of
 from mxtrain.titan.v03.names import name_in_022 as saved_name
 from mxtrain.titan.v03.parallelize import convertible, split_layers
-from mxtrain.titan.v03.sized_model import SizedModel
+from mxtrain.titan.v03.sized_model import SizedModel, multiply_experts_in_fp32
 
-__all__ = ["HEAD", "JobConfig", "SizedModel", "convertible", "saved_name"]
+__all__ = ["HEAD", "JobConfig", "SizedModel", "convertible", "multiply_experts_in_fp32", "saved_name"]
 
 HEAD = "lm_head"
 """The name of the output head in a model"""
