@@ -8,7 +8,6 @@ through every PyTorch function. Nothing that the copy does reaches the model.
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from logging import getLogger
 from types import FunctionType
@@ -20,6 +19,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.runtime.jit import KernelInterface
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
@@ -318,10 +318,6 @@ def _without_triton_launches():
     A kernel takes the null pointer of a fake tensor for an address. On a GPU this is an illegal memory access, after
     which the process cannot use the GPU any more.
     """
-    try:
-        from triton.runtime.jit import KernelInterface
-    except ImportError:  # no Triton, no kernels
-        return nullcontext()
     return mock.patch.object(KernelInterface, "__getitem__", _refuse_launch)
 
 

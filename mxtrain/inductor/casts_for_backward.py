@@ -17,22 +17,18 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
+import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
 from mxtrain.inductor.nodes import that_depend_on_tangents
 from mxtrain.inductor.pointwise import Chain
-from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.reference.swiglu import swiglu
-
-if HAS_TRITON:
-    # These modules register the operations.
-    import mxtrain.kernels.mxfp8.cast
-    import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
 
 ours = torch.ops.mxtrain
 
 
 def compute_casts_in_backward(graph: Graph) -> None:
     """Mark the casts that the backward uses, and the SwiGLU before them, to be computed there."""
-    if not HAS_TRITON or any("recompute" in node.meta for node in graph.nodes):
+    if any("recompute" in node.meta for node in graph.nodes):
         return
     casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default}
     backward = that_depend_on_tangents(graph)

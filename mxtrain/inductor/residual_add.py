@@ -28,11 +28,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+import mxtrain.kernels.mxnorm  # noqa: F401  # registers the operations
 from mxtrain.inductor.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
-from mxtrain.ops.hardware import HAS_TRITON
-
-if HAS_TRITON:
-    import mxtrain.kernels.mxnorm  # noqa: F401  # registers the operations
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -40,8 +37,6 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 def fuse_residual_add(graph: Graph) -> None:
     """Let the kernel of every MXNorm compute the sum that it normalizes, where the kernel can."""
-    if not HAS_TRITON:
-        return
     # The operation is f(x, residual, *settings) -> [..., total], where total is x + residual in the dtype of x.
     for norm in list(graph.find_nodes(op="call_function", target=ours.mxnorm_cast.default)):
         total = without_views(norm.args[0])
