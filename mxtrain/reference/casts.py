@@ -33,20 +33,8 @@ def _only_errors(*names: str):
 with _only_errors("torchao", "torch.utils._pytree"):
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
-    from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
-
-__all__ = [
-    "at_least_fp32",
-    "cast",
-    "converted",
-    "dequantize",
-    "from_blocked",
-    "image",
-    "rounded_amax",
-    "rows_in_order",
-    "split_blocks",
-    "to_blocked",
-]
+    from torchao.prototype.mx_formats.utils import from_blocked as from_blocked
+    from torchao.prototype.mx_formats.utils import to_blocked as to_blocked
 
 _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
 

@@ -10,7 +10,7 @@ import torch
 
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
-from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
+from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE
 from mxtrain.checkpoints.ending import (
     STOP,
     LossWatch,
@@ -39,15 +39,8 @@ from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
-from mxtrain.titan.pinned_memory import KeptStager
 from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
-
-
-class RunCheckpointer(Checkpointer):
-    """mxtrain's checkpoint manager, with the memory of asynchronous saves kept."""
-
-    make_stager = KeptStager
 
 
 class TrainingRun:

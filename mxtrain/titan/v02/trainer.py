@@ -5,7 +5,7 @@ from torchtitan import train as titan
 
 from mxtrain.checkpoints.optimizer import EarlySteps
 from mxtrain.nn.buffers import kept_buffers
-from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
+from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v02.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
 from mxtrain.titan.v02.repairs.patches import own_parts
 from mxtrain.titan.v02.repairs.pipeline import share_loss
@@ -16,7 +16,7 @@ class Trainer(TrainingRun, titan.Trainer):
 
     def _build(self) -> None:
         job_config = self.job_config
-        with own_parts(RunCheckpointer):
+        with own_parts():
             titan.Trainer.__init__(self, job_config)
         correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
         if job_config.optimizer.early_step_in_backward:

@@ -8,11 +8,12 @@ import torch
 import torchtitan.trainer as titan
 from torchtitan.components.validate import Validator
 
+from mxtrain.checkpoints.checkpointer import Checkpointer
 from mxtrain.settings.read import import_own
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.pipeline_stage import Stage
-from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
+from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
 from mxtrain.titan.v03.names import name_in_022
@@ -23,7 +24,7 @@ from mxtrain.titan.v03.states import OptimizerStates, SchedulerStates
 _WATCHED_ELSEWHERE = SimpleNamespace(isfinite=lambda loss: True)
 
 
-class NamedCheckpointer(RunCheckpointer):
+class NamedCheckpointer(Checkpointer):
     """A checkpoint manager whose checkpoints have the names of TorchTitan 0.2.2."""
 
     renamed = staticmethod(name_in_022)
