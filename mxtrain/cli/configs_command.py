@@ -1,6 +1,5 @@
 """``mxtrain configs`` and ``mxtrain init``: the configs that mxtrain brings along."""
 
-import argparse
 import re
 from pathlib import Path
 
@@ -15,7 +14,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "configs",
         help="list the presets",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 List the presets: the configs that come with mxtrain. A preset is named as a file is, in any folder.
 
@@ -30,7 +28,6 @@ A TOML file may also extend a preset: extends = "llama3_125m".
     parser = commands.add_parser(
         "init",
         help="copy a preset",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Copy a preset with its comments, to edit it. A preset that extends another still does. The script for Slurm is copied,
 too.
