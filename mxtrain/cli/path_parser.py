@@ -1,4 +1,4 @@
-"""A parser of command lines, and of its subcommands: it keeps the lines of descriptions, and refuses addresses of files."""
+"""A parser of command lines and subcommands that keeps the lines of descriptions, and refuses addresses of files."""
 
 import argparse
 from pathlib import Path
