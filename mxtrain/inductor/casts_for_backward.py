@@ -59,13 +59,10 @@ def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:
 def _is_read_by(node: Node, readers: set[Node]) -> bool:
     """Whether ``readers`` read results of a call or views of them."""
     return any(
-        user in readers or ((user.target is operator.getitem or _is_view(user)) and _is_read_by(user, readers))
+        user in readers
+        or ((user.target is operator.getitem or getattr(user.target, "is_view", False)) and _is_read_by(user, readers))
         for user in node.users
     )
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _swiglu_before(cast: Node) -> set[Node]:

@@ -158,10 +158,6 @@ def _match(parts: tuple[Node, ...], casts: list[Node]) -> _Product | _Gradient |
         factors = [node for node in chain.inputs if node is not gate]
         if len(factors) == 1 and chain.computes(swiglu, gate, *factors):
             return _Product(gate, *factors, casts)
-        if len(factors) == 2 and chain.computes(_dgate, gate, *factors):
+        if len(factors) == 2 and chain.computes(lambda gate, up, dh: swiglu_backward(dh, gate, up)[0], gate, *factors):
             return _Gradient(gate, frozenset(factors), casts)
     return None
-
-
-def _dgate(gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    return swiglu_backward(dh, gate, up)[0]
