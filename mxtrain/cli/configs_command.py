@@ -58,7 +58,9 @@ def _init(options) -> int:
     if options.name not in found:
         raise ConfigError(f"NAME = {options.name!r} is not one of the presets: {', '.join(found)}")
     file = options.file or Path(found[options.name].name)
-    text = _independent_of_place(found[options.name].read_text(encoding="utf-8"))
+    # A copy extends others by the names of presets instead of files beside it.
+    extends = re.compile(r'^(extends = ")(\w+)\.toml"', flags=re.MULTILINE)
+    text = extends.sub(r'\1\2"', found[options.name].read_text(encoding="utf-8"))
     try:
         with file.open("x", encoding="utf-8") as copy:
             copy.write(text)
@@ -67,8 +69,3 @@ def _init(options) -> int:
     start = f"sbatch {file} CONFIG" if options.name == SLURM else f"mxtrain train {file}"
     print(f"{file}: a copy of {options.name}; start it with '{start}'")
     return 0
-
-
-def _independent_of_place(config: str) -> str:
-    """Return the text of a preset, which extends others by the names of presets instead of files beside it."""
-    return re.sub(r'^(extends = ")(\w+)\.toml"', r'\1\2"', config, flags=re.MULTILINE)

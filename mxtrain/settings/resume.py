@@ -244,7 +244,9 @@ def changes(before: Settings, now: Settings, batch_before: int | None, batch_now
             if old == -1:
                 continue
         rule = _rule_of_data(before, now) if field.resume is Resume.DATA else field.resume
-        if rule is not Resume.FREE and _differ(old, new):
+        # Of several names in a table that match a layer, the last one counts.
+        is_same = old == new and (not isinstance(old, dict) or list(old) == list(new))
+        if rule is not Resume.FREE and not is_same:
             found.append(SettingChange(name, old, new, rule is Resume.REFUSED))
     return found
 
@@ -257,12 +259,6 @@ def _rule_of_data(before: Settings, now: Settings) -> Resume:
     hashed = set(DATASETS) - {"hf"}
     is_hashed = all(s["data.prepared"] or s["training.dataset"] in hashed for s in (before, now))
     return Resume.FREE if is_hashed else Resume.REFUSED
-
-
-def _differ(old: object, new: object) -> bool:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return list(old.items()) != list(new.items())  # of several names that match a layer, the last one counts
-    return old != new
 
 
 def _as_checked(field: Field, value: object) -> object:

@@ -109,7 +109,7 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         spec: of the model.
         parts: functions that build "metrics", "tokenizer", "dataloader", "checkpoint" and "validator".
     """
-    job, optimizer = job_config.job, job_config.optimizer
+    job, optimizer, stages = job_config.job, job_config.optimizer, job_config.parallelism.module_fqns_per_model_part
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=job_config.model.hf_assets_path,
@@ -135,7 +135,12 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         ),
         lr_scheduler=same(LRSchedulersContainer.Config, job_config.lr_scheduler),
         training=same(TrainingConfig, job_config.training, disable_cuda_graphs=True),
-        parallelism=_parallelism(job_config.parallelism),
+        parallelism=same(
+            ParallelismConfig,
+            job_config.parallelism,
+            module_fqns_per_model_part=stages
+            and [["lm_head" if name == "output" else name for name in stage] for stage in stages],
+        ),
         checkpoint=_build_by(
             parts["checkpoint"],
             CheckpointManager.Config,
@@ -157,16 +162,6 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
 
 def _build_by(build: Callable, kind: type, section, **others):
     return same(type("Config", (kind,), {"build": staticmethod(build)}), section, **others)
-
-
-def _parallelism(section) -> ParallelismConfig:
-    head = {"output": "lm_head"}
-    stages = section.module_fqns_per_model_part
-    return same(
-        ParallelismConfig,
-        section,
-        module_fqns_per_model_part=stages and [[head.get(name, name) for name in stage] for stage in stages],
-    )
 
 
 def _activation_checkpoint(section):

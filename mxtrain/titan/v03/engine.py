@@ -53,7 +53,8 @@ def check_names(job) -> None:
     from mxtrain.conversion.converters import CONVERTERS
     from mxtrain.titan.data import check_datasets, validation_dataset
 
-    import_custom(job)
+    if own := job.experimental.custom_import:
+        import_own("experimental.custom_import", own)
     refuse_gone(job)
     require_one_of("model.name", job.model.name, FLAVORS)
     require_one_of("model.flavor", job.model.flavor, FLAVORS[job.model.name])
@@ -62,12 +63,6 @@ def check_names(job) -> None:
     check_datasets(job)
     if job.validation.enable:  # whose text mxtrain's loaders read
         require_one_of("validation.dataset", validation_dataset(job), DATASETS)
-
-
-def import_custom(job) -> None:
-    """Import the user's module that ``experimental.custom_import`` names, if there is one."""
-    if own := job.experimental.custom_import:
-        import_own("experimental.custom_import", own)
 
 
 def check_model_args(job) -> None:

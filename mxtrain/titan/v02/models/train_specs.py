@@ -18,23 +18,17 @@ from mxtrain.titan.v02.parallelize import checked_parallelize, checked_pipeline
 from mxtrain.titan.v02.validator import build_validator
 
 
-def _llama3_spec() -> TrainSpec:
-    return replace(llama3_spec(), model_cls=Llama3, state_dict_adapter=Llama3Adapter)
-
-
-def _qwen3_spec() -> TrainSpec:
-    # TorchTitan 0.2.2 sets no pipelining_fn for Qwen3. The one for Llama works: parts have the same names, and Qwen3's
-    # forward skips the parts that a stage does not have. Its optimizer does not balance the load of experts either.
-    return replace(qwen3_spec(), pipelining_fn=pipeline_llm, build_optimizers_fn=build_balancing_optimizers)
-
-
-_SPECS = {"llama3": _llama3_spec, "llama4": llama4_spec, "qwen3": _qwen3_spec, "deepseek_v3": deepseek_v3_spec}
-
-
 def register_train_specs() -> None:
     """Register mxtrain's version of every supported model. TorchTitan prefers these versions to its own."""
-    for name, build_spec in _SPECS.items():
-        spec = build_spec()
+    specs = {
+        "llama3": replace(llama3_spec(), model_cls=Llama3, state_dict_adapter=Llama3Adapter),
+        "llama4": llama4_spec(),
+        # TorchTitan 0.2.2 sets no pipelining_fn for Qwen3. The one for Llama works: parts have the same names, and
+        # Qwen3's forward skips the parts that a stage lacks. Its optimizer does not balance the load of experts either.
+        "qwen3": replace(qwen3_spec(), pipelining_fn=pipeline_llm, build_optimizers_fn=build_balancing_optimizers),
+        "deepseek_v3": deepseek_v3_spec(),
+    }
+    for name, spec in specs.items():
         flavors = {**spec.model_args, **EXTRA_FLAVORS.get(name, {})}
         register_train_spec(name, _with_mxtrain(name, replace(spec, model_args=flavors)))
 
