@@ -36,10 +36,10 @@ def convertible(model: nn.Module) -> nullcontext:
     return nullcontext()
 
 
-def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:
+def metrics_processor(job_config, parallel_dims) -> MetricsProcessor:
     """TorchTitan's metrics of a job, without its logger for wandb."""
     others = copy.copy(job_config)
     others.metrics = replace(job_config.metrics, enable_wandb=False)
-    processor = MetricsProcessor(others, parallel_dims, tag)
+    processor = MetricsProcessor(others, parallel_dims)
     processor.job_config = job_config
     return processor

@@ -122,12 +122,12 @@ def try_plan(model: nn.Module, job_config) -> None:
         torch.distributed.destroy_process_group()
 
 
-def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:
+def metrics_processor(job_config, parallel_dims) -> MetricsProcessor:
     """TorchTitan's metrics of a job, without its logger for wandb."""
     settings = same(MetricsProcessor.Config, job_config.metrics, enable_wandb=False)
     parallelism, folder = job_config.parallelism, job_config.job.dump_folder
     schedule = parallelism.pipeline_parallel_schedule
-    return MetricsProcessor(settings, parallel_dims=parallel_dims, dump_folder=folder, pp_schedule=schedule, tag=tag)
+    return MetricsProcessor(settings, parallel_dims=parallel_dims, dump_folder=folder, pp_schedule=schedule)
 
 
 def hugging_face_tokenizer(folder: str) -> HuggingFaceTokenizer:
