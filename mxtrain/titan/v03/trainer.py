@@ -16,9 +16,8 @@ from mxtrain.titan.pipeline_stage import Stage, loss_of_last_stage
 from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
-from mxtrain.titan.v03.names import name_in_022
+from mxtrain.titan.v03.names import OptimizerStates, SchedulerStates, name_in_022
 from mxtrain.titan.v03.parallelize import with_converters
-from mxtrain.titan.v03.states import OptimizerStates, SchedulerStates
 
 _WATCHED_ELSEWHERE = SimpleNamespace(isfinite=lambda loss: True)
 
