@@ -107,7 +107,7 @@ def checked_start(
 
     Arguments as for ``find_start``. Raises ConfigError as ``find_start`` and ``check_resume``.
     """
-    checkpoint = settings.section("checkpoint")
+    checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes, damaged)
     lines = check_resume(start, settings, processes)
     recorded = [line for line in lines if SETTING_CHANGES in line]
@@ -168,7 +168,7 @@ def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry,
 def _moved(before: Settings, now: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
     if not quantizing_among(now["model.converters"]) or before[SCHEDULE] != now[SCHEDULE]:
         return []
-    section = now.section("mxnorm")
+    section = now.values.mxnorm
     pairs = zip(*(schedule_of(section, settings["training.steps"]) for settings in (before, now)), strict=True)
     return [(old, new) for old, new in pairs if old != new]
 
