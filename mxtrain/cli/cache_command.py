@@ -1,6 +1,5 @@
 """``mxtrain cache``: list, verify and remove the prepared texts in the cache."""
 
-import argparse
 import os
 import re
 import shutil
@@ -27,7 +26,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "cache",
         help="list, verify or remove the prepared texts",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 List the prepared texts in the cache: name, size, last use, dataset, tokens, and whether a text is damaged. Set
 data.prepared to a name to train on exactly that text.

@@ -282,7 +282,7 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (run / "tokenizer" / name).read_bytes() == (source / name).read_bytes()
     assert settings["model.hf_assets_path"] == str(run / "tokenizer")
-    section, checkpoint = settings.section("checkpoint"), run / "checkpoint" / "step-0"
+    section, checkpoint = settings.values.checkpoint, run / "checkpoint" / "step-0"
     start = find_start(run, section, 1)
     assert start.step == 0 and "training starts from the weights in" in start.notes[0]
     assert find_start(tmp_path / "elsewhere", section, 1).step == 0
