@@ -1,5 +1,6 @@
 """Run folders for tests, as a training leaves them: tiny models with random weights, made within the process."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -104,7 +105,7 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
-            elif ".wq" in name or ".wk" in name:
+            elif re.search(r"\.(wq|wq_b|wk|wkv_[ab])\.", name):
                 parameter.normal_(std=0.25)
         for name, buffer in module.named_buffers():
             if model == "deepseek_v3" and "expert_bias" in name:

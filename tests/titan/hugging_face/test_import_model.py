@@ -51,12 +51,12 @@ YARN = {
 
 
 def deepseek_v3(**more):
-    return transformers.DeepseekV3Config(
-        **dict(SIZES, num_attention_heads=2), intermediate_size=96, moe_intermediate_size=32, n_routed_experts=16,
-        num_experts_per_tok=4, first_k_dense_replace=1, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32,
-        v_head_dim=32, vocab_size=320,
-        **{"q_lora_rank": 32, "rope_parameters": YARN, "max_position_embeddings": 163840, **more},
+    sizes = dict(
+        SIZES, num_attention_heads=2, intermediate_size=96, moe_intermediate_size=32, n_routed_experts=16,
+        num_experts_per_tok=4, first_k_dense_replace=1, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=32,
+        qk_rope_head_dim=32, v_head_dim=32, vocab_size=320, rope_parameters=YARN, max_position_embeddings=163840,
     )  # fmt: skip
+    return transformers.DeepseekV3Config(**sizes | more)
 
 
 def llama4(**more):
@@ -387,6 +387,21 @@ def test_the_sizes_of_a_config_are_the_models(lines, sizes, models, tmp_path):
     (tmp_path / "mine.toml").write_text(lines)
     import_model(models["llama3", "unscaled"], tmp_path / "run", tmp_path / "mine.toml")
     assert tomli.loads((tmp_path / "run" / "config.toml").read_text())["model_args"] == sizes
+
+
+def test_a_flavor_that_fits_comes_before_one_that_needs_fewer_settings(tmp_path):
+    """The sizes are those of "debugmodel", but only "671B" has the routing."""
+    heads = {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    experts = {"moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2}
+    others = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 1024, "kv_lora_rank": 512}
+    deepseek_v3(**heads, **experts, **others, q_lora_rank=None, n_group=8, topk_group=4).save_pretrained(tmp_path)
+    assert find_model(read_shape(tmp_path), "A")[0] in ("671B", "small", "small_plain")
 
 
 def test_a_scaled_rotation_needs_long_sequences(models, tmp_path):

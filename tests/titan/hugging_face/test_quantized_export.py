@@ -127,6 +127,10 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
     if model == "deepseek_v3":  # in fp32, which a bias needs
         bias = tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
         assert torch.equal(bias, saved.weights["layers.1.moe.expert_bias"]) and bias.any()
+        joined = [("self_attn", "q_a_proj", "kv_a_proj_with_mqa"), ("mlp.shared_experts", "gate_proj", "up_proj")]
+        for place, *linears in joined if format == "nvfp4" else []:
+            scales = [tensors[f"model.layers.1.{place}.{linear}.weight_global_scale"] for linear in linears]
+            assert scales[0] == scales[1]
     if model == "llama4":  # where vLLM looks for it
         generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
         assert generation["attn_temperature_tuning"] is False
