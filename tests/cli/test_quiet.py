@@ -51,10 +51,11 @@ def test_a_worker_hides_warnings_before_it_imports_torchtitan(monkeypatch, verbo
     monkeypatch.delenv("MXTRAIN_VERBOSE", raising=False)
     monkeypatch.setattr(quiet, "hide_library_warnings", lambda: calls.append("hide"))
     monkeypatch.setitem(sys.modules, "mxtrain.titan", SimpleNamespace())
-    stand_in = SimpleNamespace(main=lambda *arguments: calls.append(arguments))
+    stand_in = SimpleNamespace(work=lambda *arguments: calls.append(arguments))
     monkeypatch.setitem(sys.modules, "mxtrain.titan.train", stand_in)
     monkeypatch.setattr(sys, "argv", ["train", *(["--verbose"] if verbose else []), "--training.steps=3"])
-    runpy.run_module("mxtrain.train", run_name="__main__")
+    with pytest.raises(SystemExit):
+        runpy.run_module("mxtrain.train", run_name="__main__")
     assert calls == ([] if verbose else ["hide"]) + [(["--training.steps=3"], verbose)]
 
 
