@@ -1,6 +1,8 @@
 """The exception for a wrong setting, and its exit status."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral
 
 CONFIG_ERROR_STATUS = 2
@@ -17,6 +19,15 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str):
         super().__init__(message if len(message) <= 2000 else f"{message[:1000]} ... {message[-1000:]}")
+
+
+@contextmanager
+def errors_begin_with(words: str) -> Iterator[None]:
+    """Put ``words`` before the message of a ConfigError that is raised inside of the context."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{words}{error}") from None
 
 
 def setting_in(message: str) -> str:

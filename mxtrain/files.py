@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,11 +27,12 @@ class FileRecord:
     """SHA-256 of the content, in hexadecimal digits"""
 
 
-def hash_file(path: Path) -> FileRecord:
-    """Read a file and return its size and hash. Raises OSError."""
+def hash_file(path: Path, begin: int = 0, end: int = sys.maxsize) -> FileRecord:
+    """Read a file, or its bytes from ``begin`` to ``end``, and return their number and hash. Raises OSError."""
     digest, size = sha256(), 0
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
+        file.seek(begin)
+        while piece := file.read(min(_PIECE, end - file.tell())):
             digest.update(piece)
             size += len(piece)
     return FileRecord(size, digest.hexdigest())

@@ -71,7 +71,7 @@ def is_launcher_alive() -> bool:
 
 
 def end_with_launcher() -> None:
-    """Make the kernel kill this worker as soon as its launcher ends, even if the launcher is killed (on Linux).
+    """Make the kernel kill this worker as soon as its launcher ends, even if the launcher is killed.
 
     Without it, a worker whose launcher was killed trains on, unseen. Does nothing in a process that neither
     ``mxtrain train`` nor ``torchrun`` started: such a process may outlive its shell.
@@ -79,20 +79,19 @@ def end_with_launcher() -> None:
     if LAUNCHER_VARIABLE not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     # SIGKILL, because a worker that waits for the others in a collective may never handle another signal.
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The launcher may have ended before the call. With torchrun, such a worker finds no rendezvous and ends anyway.
     if LAUNCHER_VARIABLE in os.environ and not is_launcher_alive():
         sys.exit(128 + signal.SIGKILL)
 
 
 def end_with_comparison() -> None:
-    """Make the kernel stop this process by SIGTERM when the ``mxtrain compare`` that started it ends (on Linux).
+    """Make the kernel stop this process by SIGTERM when the ``mxtrain compare`` that started it ends.
 
     The process asks for it itself: Python code between fork and exec can crash in a parent with threads.
     """
     comparison = os.environ.pop(COMPARISON_VARIABLE, None)
-    if comparison is not None and sys.platform == "linux":
+    if comparison is not None:
         # The kernel means the thread that started this process. It waits for the process, so it lives as long.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if comparison != str(os.getppid()):  # it ended before the call

@@ -2,7 +2,7 @@
 
 Ranks exchange a few bytes through the store by which they meet, also before torch.distributed has started. A collective
 would not do: preparing a text may take hours, longer than any timeout of a process group, and must also work before a
-GPU is used. Only ``gather``, for checkpoints, is a collective.
+GPU is used. Only ``gather``, for checkpoints and diagnostics, is a collective.
 """
 
 import json

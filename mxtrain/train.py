@@ -21,6 +21,6 @@ if __name__ == "__main__":
     if not verbose:
         hide_library_warnings()
     # Imported here because PyTorch, torchao and TorchTitan warn while they are imported.
-    from mxtrain.titan.train import main
+    from mxtrain.titan.train import work
 
-    main(arguments, verbose)
+    sys.exit(work(arguments, verbose))

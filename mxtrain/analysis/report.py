@@ -139,16 +139,12 @@ def runs_table(group: Group) -> list[tuple[str, ...]]:
     rows = [
         (
             r.name, r.variant, form(r.lr, "g", "default"), form(r.seed, "d", "none"), f"{r.steps:,}",
-            form(r.validation) + _at_step(r.validation_step), form(r.tail),
+            form(r.validation) + ("" if r.validation_step is None else f" (step {r.validation_step:,})"), form(r.tail),
             form(r.spikes, "d"), r.device or "-",
         )
         for r in group.results
     ]  # fmt: skip
     return [header, *rows]
-
-
-def _at_step(step: int | None) -> str:
-    return "" if step is None else f" (step {step:,})"
 
 
 def _loss(value: Estimate | None) -> str:

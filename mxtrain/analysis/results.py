@@ -13,7 +13,7 @@ from mxtrain.analysis.runs import Run, load_run, variants
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.run_folder.comparison import COMPARISON_FILE, read_comparison
-from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
+from mxtrain.run_folder.files import FACTS_FILE, LOG_FREQ, METRICS_FILE, STEPS
 
 FIELDS = {
     "date": ("date", str, ""), "model": ("model", str, ""), "flavor": ("flavor", str, ""),
@@ -157,8 +157,9 @@ def nonfinite_loss(run: Run) -> str:
 
 
 def _problem(run: Run) -> str:
-    last, planned = run.training[-1]["step"], run.planned_steps
-    is_early = planned is not None and last + run.log_freq <= planned
+    last, planned = run.training[-1]["step"], run.setting("training", "steps", STEPS)
+    # The last logged step may be so many before the end, less one. Without settings, the end is not known.
+    is_early = run.settings and last + run.setting("metrics", "log_freq", LOG_FREQ) <= planned
     return nonfinite_loss(run) or (f"it ends at step {last} of {planned}" if is_early else "")
 
 

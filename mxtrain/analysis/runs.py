@@ -16,11 +16,9 @@ from mxtrain.run_folder.files import (
     DATA_FILE,
     FACTS_FILE,
     LEARNING_RATE,
-    LOG_FREQ,
     METRICS_FILE,
     PROCESSES,
     SETTING_CHANGES,
-    STEPS,
 )
 from mxtrain.settings.known import rules_of, worded_settings
 from mxtrain.settings.types import Resume
@@ -98,19 +96,9 @@ class Run:
         return [row[key] for row in self.training if row["step"] >= begin and row.get(key) is not None]
 
     @property
-    def planned_steps(self) -> int | None:
-        """The number of steps that its settings ask for; None without settings."""
-        return self.setting("training", "steps", STEPS) if self.settings else None
-
-    @property
     def learning_rate(self) -> float | None:
         """The base learning rate; None without settings."""
         return float(self.setting("optimizer", "lr", LEARNING_RATE)) if self.settings else None
-
-    @property
-    def log_freq(self) -> int:
-        """Number of steps between logged ones: the last logged step may be so many before the end, less one."""
-        return self.setting("metrics", "log_freq", LOG_FREQ)
 
     def setting(self, section: str, name: str, default: object = None) -> object:
         """Return a setting; ``default`` where config.toml, which holds no defaults, does not set it."""

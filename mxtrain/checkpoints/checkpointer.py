@@ -19,12 +19,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from mxtrain.checkpoints.folder import SAVING, Checkpoints, step_of, withdraw
 from mxtrain.checkpoints.manifest import Manifest
+from mxtrain.checkpoints.pinned_memory import KeptStager
 from mxtrain.checkpoints.reader import load, read_index
 from mxtrain.checkpoints.start import Start
 from mxtrain.checkpoints.writer import CheckpointWriter
@@ -77,8 +78,6 @@ class Checkpointer:
     saved_step: int | None = None
     renamed: Callable[[str], str] = str
     """Name of a weight in the model -> its name in checkpoints"""
-    make_stager = DefaultStager
-    """What copies a GPU's state for asynchronous saves, a class that takes PyTorch's ``StagingOptions``"""
 
     def __init__(
         self, dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, base_folder=""
@@ -97,7 +96,7 @@ class Checkpointer:
             if torch.cuda.is_available():  # on a CPU, DCP copies the state by itself
                 # Pinned memory, as much as the state has bytes, is kept from one save to the next.
                 shared = checkpoint_config.async_mode == ASYNC_WITH_PINNED_MEMORY
-                self._stager = self.make_stager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
+                self._stager = KeptStager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
 
     def load(self, step: int = -1) -> bool:
         """Load the checkpoint from which the run starts, and return whether there is one.

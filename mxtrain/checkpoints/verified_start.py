@@ -43,7 +43,11 @@ def verified_start(folder: Path, checkpoint, find: Callable[[dict[str, str]], St
     damaged: dict[str, str] = {}
     while True:
         start = _same_on_all_nodes(folder, checkpoint, partial(find, damaged), found)
-        if start.checkpoint is None or (damage := _damage(start.checkpoint)) is None:
+        if start.checkpoint is None:
+            break
+        ranks = run_on_all_ranks(partial(_damage_in_share, start.checkpoint))
+        damage = next((rank["result"]["damage"] for rank in ranks if rank["result"]["damage"]), None)
+        if damage is None:
             break
         if start.checkpoint.parent != folder / checkpoint.folder:
             raise ConfigError(
@@ -95,13 +99,8 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
     )
 
 
-def _damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, or None. Every rank reads its share of the files."""
-    ranks = run_on_all_ranks(partial(_damage_in_share, checkpoint))
-    return next((rank["result"]["damage"] for rank in ranks if rank["result"]["damage"]), None)
-
-
 def _damage_in_share(checkpoint: Path) -> dict:
+    """Return what is wrong with this rank's share of a checkpoint's files, or None."""
     try:
         manifest = read_manifest(checkpoint)
         names = sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()]

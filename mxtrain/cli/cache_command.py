@@ -1,6 +1,5 @@
 """``mxtrain cache``: list, verify and remove the prepared texts in the cache."""
 
-import argparse
 import os
 import re
 import shutil
@@ -27,7 +26,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "cache",
         help="list, verify or remove the prepared texts",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 List the prepared texts in the cache: name, size, last use, dataset, tokens, and whether a text is damaged. Set
 data.prepared to a name to train on exactly that text.
@@ -99,7 +97,7 @@ def _entry(path: Path, verify: bool) -> CachedText:
     statuses = []
     for each in (path, *(Path(root, name) for root, *names in os.walk(path) for name in (*names[0], *names[1]))):
         with suppress(OSError):  # another process may remove it meanwhile
-            statuses.append(each.stat())
+            statuses.append(each.lstat())  # not the size of files that a link names
     size = sum(status.st_size for status in statuses if S_ISREG(status.st_mode))
     return CachedText(path, size, max((status.st_mtime for status in statuses), default=0.0), text, state)
 

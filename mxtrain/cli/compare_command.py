@@ -37,7 +37,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "compare",
         help="train variants with the same seeds, and report the differences",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=DESCRIPTION,
         parents=[_options()],
         allow_abbrev=False,  # "--seed" is a mistake for "--debug.seed", and not "--seeds"

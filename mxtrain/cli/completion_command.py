@@ -46,7 +46,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "completion",
         help="print a script that completes commands in bash or zsh",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Print a script that lets the Tab key complete commands, all settings, the values of settings that have few, presets and
 files. Keep the script, which takes seconds to make, and source it in ~/.bashrc or ~/.zshrc:

@@ -1,6 +1,5 @@
 """``mxtrain configs`` and ``mxtrain init``: the configs that mxtrain brings along."""
 
-import argparse
 import re
 from pathlib import Path
 
@@ -15,7 +14,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "configs",
         help="list the presets",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 List the presets: the configs that come with mxtrain. A preset is named as a file is, in any folder.
 
@@ -30,7 +28,6 @@ A TOML file may also extend a preset: extends = "llama3_125m".
     parser = commands.add_parser(
         "init",
         help="copy a preset",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Copy a preset with its comments, to edit it. A preset that extends another still does. The script for Slurm is copied,
 too.
@@ -61,7 +58,9 @@ def _init(options) -> int:
     if options.name not in found:
         raise ConfigError(f"NAME = {options.name!r} is not one of the presets: {', '.join(found)}")
     file = options.file or Path(found[options.name].name)
-    text = _independent_of_place(found[options.name].read_text(encoding="utf-8"))
+    # A copy extends others by the names of presets instead of files beside it.
+    extends = re.compile(r'^(extends = ")(\w+)\.toml"', flags=re.MULTILINE)
+    text = extends.sub(r'\1\2"', found[options.name].read_text(encoding="utf-8"))
     try:
         with file.open("x", encoding="utf-8") as copy:
             copy.write(text)
@@ -70,8 +69,3 @@ def _init(options) -> int:
     start = f"sbatch {file} CONFIG" if options.name == SLURM else f"mxtrain train {file}"
     print(f"{file}: a copy of {options.name}; start it with '{start}'")
     return 0
-
-
-def _independent_of_place(config: str) -> str:
-    """Return the text of a preset, which extends others by the names of presets instead of files beside it."""
-    return re.sub(r'^(extends = ")(\w+)\.toml"', r'\1\2"', config, flags=re.MULTILINE)

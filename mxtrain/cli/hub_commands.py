@@ -19,8 +19,9 @@ DTYPES = ("float32", "bfloat16")
 EXPORT = """\
 Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
 generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
-weight after another. Models: llama3 and qwen3. The exported model has RMSNorm and plain linears, whatever the run was
-trained with. The loss on held-out text of both is printed, and kept in DIR/mxtrain.json.
+weight after another. Models: llama3, qwen3, deepseek_v3 and llama4, as train_configs/MODELS.md says. The exported model
+has RMSNorm and plain linears, whatever the run was trained with. The loss on held-out text of both is printed, and kept
+in DIR/mxtrain.json.
 
   mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
@@ -32,10 +33,10 @@ in high precision or in another format stay in --dtype.
 """
 IMPORT = """\
 Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
-(step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama and dense Qwen3 of any
-size, in safetensors files of fp32, bf16 or fp16. What differs from the nearest flavor of llama3 or qwen3 is in
-[model_args]. Without --config the settings are those of a short continuation with MXNorm, and training.dataset_path
-names a little Python source as an example: set it to your text.
+(step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama, Qwen3 and DeepSeek V3
+of any size, and Llama 4 as TorchTitan computes it, in safetensors files of fp32, bf16 or fp16. What differs from the
+nearest flavor is in [model_args]. Without --config the settings are those of a short continuation with MXNorm, and
+training.dataset_path names a little Python source as an example: set it to your text.
 
   mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml

@@ -153,7 +153,7 @@ def _missing(folder: Path) -> list[Path]:
 
 def core_count() -> int:
     """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def worker_environment(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:

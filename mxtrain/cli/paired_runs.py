@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mxtrain.analysis.comparison import PAIRING_SETTINGS, unpaired
 from mxtrain.config import load_config
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.run_folder.comparison import PairedRun
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.layout import global_batch_size
@@ -136,14 +136,11 @@ def read_all(runs: dict[str, PairedRun], has_gpus: bool = True) -> dict[str, Set
 
     found, checked = {}, set()
     for name, run in runs.items():
-        try:
-            with _in_place_of(run) as arguments:
-                found[name] = read_settings(arguments)
-                if run.status != 0 and run.variant not in checked:
-                    check_job(found[name], Machine(run.gpus, has_gpus))
-                    checked.add(run.variant)
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from None
+        with errors_begin_with(f"{name}: "), _in_place_of(run) as arguments:
+            found[name] = read_settings(arguments)
+            if run.status != 0 and run.variant not in checked:
+                check_job(found[name], Machine(run.gpus, has_gpus))
+                checked.add(run.variant)
     return found
 
 

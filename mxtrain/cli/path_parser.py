@@ -1,4 +1,4 @@
-"""A parser of command lines that refuses addresses for arguments of type Path, as its subcommands' parsers do."""
+"""A parser of command lines and subcommands that keeps the lines of descriptions, and refuses addresses of files."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from mxtrain.files import local_path
 
 class PathParser(argparse.ArgumentParser):
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})
         self.register("type", Path, _path)
 
 

@@ -1,6 +1,5 @@
 """``mxtrain plot``: the loss curves of runs in one picture, and a table; with --numerics the figures of one run."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "plot",
         help="draw the loss curves of runs and compare the runs in a table",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Draw the loss curves of one or more runs in one PNG. Print a table with the last loss, the mean loss of the last 10 %
 of the steps, tokens per second per device, and peak memory. A folder that cannot be read is one line on stderr.

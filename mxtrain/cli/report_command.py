@@ -1,6 +1,5 @@
 """``mxtrain report``: a report of finished runs, comparisons and CSVs of results."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "report",
         help="compare runs over seeds and learning rates, as HTML and Markdown",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Write report.html and report.md: mean and standard error of the final losses over seeds, differences to a baseline
 paired by seed with their confidence intervals, loss against learning rate, spikes, tokens per second, memory, curves.

@@ -93,7 +93,7 @@ class SideBySide:
             return "starts"
         with locked(folder):
             try:
-                start = find_start(folder, self._settings[run.name].section("checkpoint"), self.processes)
+                start = find_start(folder, self._settings[run.name].values.checkpoint, self.processes)
                 return f"resumes after step {start.step}" if start.step else "starts"
             except NothingToResume:
                 numbered = (self.folder / SET_ASIDE / f"{run.name}-{number}" for number in count(1))

@@ -14,7 +14,6 @@ def add(commands) -> None:
         "train",
         help="train the model of a TOML file",
         add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Train on this machine, with one process per accelerator (one process on a CPU), and print a summary at the end.
 
@@ -57,7 +56,6 @@ Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signa
     parser = commands.add_parser(
         "prepare",
         help="build the tokenizer and the tokenized text of a config",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Collect the text that a config trains on, build its tokenizer, tokenize the text, and print the number of files, bytes
 and tokens. The result is cached: training with the same [data] settings starts at once.

@@ -13,25 +13,16 @@ import torch.nn as nn
 
 from mxtrain.conversion.layers import MixtureFacts
 from mxtrain.conversion.norms import NormKind
-from mxtrain.conversion.plan import (
-    Plan,
-    Swap,
-    ToDecomposeKRouter,
-    ToFusedNorm,
-    ToMXNorm,
-    ToMXNormRouter,
-    ToQuantizedExperts,
-    ToQuantizedLayer,
-    ToQuantizedLinear,
-)
+from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
 from mxtrain.conversion.selection import selected
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.experts import check_tiles, has_nvfp4
+from mxtrain.nn.experts import QuantizedExperts, check_tiles, has_nvfp4
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
+from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.row_norms import WHEN_COMPILED, WhenCompiled
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.ops.hardware import Mode, check_mode, default_device_type, resolve_mode
@@ -169,7 +160,7 @@ class MXLinearConverter(Converter):
         if not (swaps if self.watches_norms else others):
             raise self._nothing_to_convert(survey, skipped | left)
         swaps, skipped = swaps | others, skipped | left
-        recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantizedLayer)}
+        recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantized)}
         layers = survey.layers
         for fqn, recipe in recipes.items():
             layer = layers[fqn]
@@ -243,13 +234,11 @@ class MXLinearConverter(Converter):
         for fqn, layer in survey.layers.items():
             if fqn in fed:
                 continue
-            recipe, is_linear = recipe_of[fqn], fqn in survey.linears
             if reason := kept.get(fqn) or layer.why_it_stays:
                 skipped[fqn] = reason
-            elif is_linear:
-                swaps[fqn] = ToQuantizedLinear(MXLinear, recipe, self.mode, self.seed)
             else:
-                swaps[fqn] = ToQuantizedExperts(recipe, self.mode, self.seed)
+                kind = MXLinear if fqn in survey.linears else QuantizedExperts
+                swaps[fqn] = ToQuantized(kind, recipe_of[fqn], self.mode, self.seed)
         return swaps, skipped
 
     def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
@@ -347,10 +336,10 @@ class MXNormConverter(MXLinearConverter):
                 facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped, mixture
             )
             if mixture is not None:
-                swaps[mixture.gate] = ToMXNormRouter(recipe)
-                swaps[mixture.experts] = ToQuantizedExperts(recipe_of[mixture.experts], self.mode, self.seed)
+                swaps[mixture.gate] = ToRouter(MXNormRouter, recipe)
+                swaps[mixture.experts] = ToQuantized(QuantizedExperts, recipe_of[mixture.experts], self.mode, self.seed)
             for linear in linears:
-                swaps[linear] = ToQuantizedLinear(MXNormLinear, recipe_of[linear], self.mode, self.seed)
+                swaps[linear] = ToQuantized(MXNormLinear, recipe_of[linear], self.mode, self.seed)
         return swaps, skipped
 
 
@@ -467,7 +456,7 @@ class DecomposeKRouterConverter(Converter):
             if fqn in kept or not linear.is_plain:
                 skipped[fqn] = kept.get(fqn, f"is a {linear.kind}")
             else:
-                swaps[fqn] = ToDecomposeKRouter()
+                swaps[fqn] = ToRouter(DecomposeKRouter)
         # An earlier conversion may have turned them into MXNormRouters.
         if not swaps and "MXNormRouter" not in survey.converted.values():
             raise self._nothing_to_convert(survey, skipped)

@@ -8,7 +8,6 @@ through every PyTorch function. Nothing that the copy does reaches the model.
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from logging import getLogger
 from types import FunctionType
@@ -20,6 +19,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.runtime.jit import KernelInterface
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
@@ -112,11 +112,14 @@ def watch(
             # Norms and linears with hooks stay for their own reasons.
             seen_by = hooks if fqn not in norms and not isinstance(original, nn.Linear) else ()
             vars(module)["forward"] = _watched(watcher, fqn, module.forward, " and ".join(seen_by))
+    # A kernel takes the null pointer of a fake tensor for an address. On a GPU this is an illegal memory access, after
+    # which the process cannot use the GPU any more.
+    no_launch = RuntimeError("it launches a Triton kernel, which needs data")
     try:
         with (
             torch.inference_mode(False),  # writes are not counted in inference mode
             torch.no_grad(),
-            _without_triton_launches(),
+            mock.patch.object(KernelInterface, "__getitem__", side_effect=no_launch),
             mock.patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it shows every error
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
@@ -310,20 +313,3 @@ def hooks_of(module: nn.Module) -> list[str]:
 def _hook_tables(module: nn.Module) -> dict[str, dict]:
     attributes = vars(module).items()
     return {name: table for name, table in attributes if name.endswith("_hooks") and isinstance(table, dict)}
-
-
-def _without_triton_launches():
-    """Raise RuntimeError where a Triton kernel is launched.
-
-    A kernel takes the null pointer of a fake tensor for an address. On a GPU this is an illegal memory access, after
-    which the process cannot use the GPU any more.
-    """
-    try:
-        from triton.runtime.jit import KernelInterface
-    except ImportError:  # no Triton, no kernels
-        return nullcontext()
-    return mock.patch.object(KernelInterface, "__getitem__", _refuse_launch)
-
-
-def _refuse_launch(kernel, grid):
-    raise RuntimeError("it launches a Triton kernel, which needs data")

@@ -15,7 +15,7 @@ from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
-from mxtrain.nn.three_gemms import QuantizedLinear
+from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.recipes.recipe import LinearRecipe
 
 
@@ -54,32 +54,21 @@ class ToMXNorm:
 
 
 @dataclass(frozen=True)
-class ToQuantizedLinear:
-    """A linear becomes a linear of class ``kind``: MXNormLinear behind an MXNorm, MXLinear elsewhere."""
+class ToQuantized:
+    """A linear or stacked experts become a layer of class ``kind``.
 
-    kind: type[QuantizedLinear]
+    Linears become MXNormLinear behind an MXNorm, MXLinear elsewhere; experts become QuantizedExperts.
+    """
+
+    kind: type[QuantizedLayer]
     recipe: LinearRecipe
     mode: str
     seed: int
 
-    def build(self, fqn: str, old: nn.Linear) -> QuantizedLinear:
-        """The linear that takes the place of ``old``, called ``fqn``; they share the parameters."""
-        new = self.kind.from_linear(old, recipe=self.recipe, mode=self.mode)
-        new.set_seed(self.seed, fqn)
-        return new
-
-
-@dataclass(frozen=True)
-class ToQuantizedExperts:
-    """Stacked experts become QuantizedExperts."""
-
-    recipe: LinearRecipe
-    mode: str
-    seed: int
-
-    def build(self, fqn: str, old: nn.Module) -> QuantizedExperts:
-        """The experts that take the place of ``old``, called ``fqn``; they share the parameters."""
-        new = QuantizedExperts.from_experts(old, recipe=self.recipe, mode=self.mode)
+    def build(self, fqn: str, old: nn.Module) -> QuantizedLayer:
+        """The layer that takes the place of ``old``, called ``fqn``; they share the parameters."""
+        make = QuantizedExperts.from_experts if self.kind is QuantizedExperts else self.kind.from_linear
+        new = make(old, recipe=self.recipe, mode=self.mode)
         new.set_seed(self.seed, fqn)
         return new
 
@@ -100,27 +89,18 @@ class ToFusedNorm:
 
 
 @dataclass(frozen=True)
-class ToDecomposeKRouter:
-    """The gate of a router becomes a DecomposeKRouter."""
+class ToRouter:
+    """The gate of a router becomes a DecomposeKRouter, or an MXNormRouter behind an MXNorm with ``recipe``."""
 
-    def build(self, fqn: str, old: nn.Linear) -> DecomposeKRouter:
-        """The DecomposeKRouter that takes the place of ``old``; they share the parameters."""
-        return DecomposeKRouter.from_linear(old)
+    kind: type[DecomposeKRouter] | type[MXNormRouter]
+    recipe: LinearRecipe | None = None
 
-
-@dataclass(frozen=True)
-class ToMXNormRouter:
-    """The gate of a router behind an MXNorm becomes an MXNormRouter."""
-
-    recipe: LinearRecipe  # of the norm, whose result the gate takes
-
-    def build(self, fqn: str, old: nn.Linear) -> MXNormRouter:
-        """The MXNormRouter that takes the place of ``old``; they share the parameters."""
-        return MXNormRouter.from_linear(old)
+    def build(self, fqn: str, old: nn.Linear) -> DecomposeKRouter | MXNormRouter:
+        """The router that takes the place of ``old``; they share the parameters."""
+        return self.kind.from_linear(old)
 
 
-ToQuantizedLayer = ToQuantizedLinear | ToQuantizedExperts
-Swap = ToMXNorm | ToQuantizedLayer | ToFusedNorm | ToDecomposeKRouter | ToMXNormRouter
+Swap = ToMXNorm | ToQuantized | ToFusedNorm | ToRouter
 
 
 def _percent(share: float) -> str:
@@ -177,12 +157,12 @@ class Plan:
     @property
     def linears(self) -> list[str]:
         """FQNs of the linears that become MXLinear."""
-        return [fqn for fqn, swap in self._swaps_to(ToQuantizedLinear).items() if swap.kind is MXLinear]
+        return [fqn for fqn, swap in self._swaps_to(ToQuantized).items() if swap.kind is MXLinear]
 
     @property
     def experts(self) -> list[str]:
         """FQNs of the stacked experts that become QuantizedExperts."""
-        return list(self._swaps_to(ToQuantizedExperts))
+        return [fqn for fqn, swap in self._swaps_to(ToQuantized).items() if swap.kind is QuantizedExperts]
 
     @property
     def fused_norms(self) -> list[str]:
@@ -192,12 +172,12 @@ class Plan:
     @property
     def gates(self) -> list[str]:
         """FQNs of the gates that become DecomposeKRouter or MXNormRouter."""
-        return list(self._swaps_to(ToDecomposeKRouter | ToMXNormRouter))
+        return list(self._swaps_to(ToRouter))
 
     @property
     def recipes(self) -> dict[str, str]:
         """FQN of all linears and experts whose recipe is not ``recipe`` -> the name of their recipe."""
-        quantized = self._swaps_to(ToQuantizedLayer)
+        quantized = self._swaps_to(ToQuantized)
         return {fqn: swap.recipe.name for fqn, swap in quantized.items() if swap.recipe != self.recipe}
 
     @property

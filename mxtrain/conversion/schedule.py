@@ -2,14 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import combinations
 
 import torch
 import torch.nn as nn
 
 from mxtrain.conversion.selection import names_of, selected
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLayer, check_features
@@ -142,7 +141,8 @@ class RecipeSwitch:
 
     def return_to(self, step: int) -> None:
         """Give the layers of a run that resumes their states of its last step, for a validation, and tell nobody."""
-        self._set_step(step, self._guard is not None and self._guard.falls_back(step))
+        for part in self._parts:
+            set_step(part, step, self._guard is not None and self._guard.falls_back(step))
 
     def begin_step(self, step: int) -> None:
         """Give the layers their states of ``step``, before its first forward."""
@@ -151,7 +151,8 @@ class RecipeSwitch:
         if is_first:
             before = self._at(step - 1, {**entries, **self._as_before})
         if is_first or now.keys() != before.keys():
-            self._set_step(step, _GUARD in now)
+            for part in self._parts:
+                set_step(part, step, _GUARD in now)
         for name, entry in before.items():
             if name not in now:
                 self._tell(step, f"end of {_words(entry)}", _place(entry))
@@ -169,10 +170,6 @@ class RecipeSwitch:
         if self._guard is not None and self._guard.falls_back(step):
             now[_GUARD] = ScheduleEntry(_GUARD, self._guard.first, self._guard.last, None, self._fallback)
         return now
-
-    def _set_step(self, step: int, falls_back: bool) -> None:
-        for part in self._parts:
-            set_step(part, step, falls_back)
 
     def _tell(self, step: int, text: str, details: str) -> None:
         terminal.note(f"step {step}: {text}{details}")
@@ -254,7 +251,7 @@ class _Layers:
             if changed.get(("norm", self._norm_of.get(fqn))):
                 states[fqn] = LayerState(_PLAIN, is_plain=True)
                 continue
-            with _named(names, fqn):
+            with errors_begin_with(f"{names}: {fqn}: "):
                 _check_recipe(layer, recipes[fqn])
             states[fqn] = LayerState(recipes[fqn])
         for norm, fed in self._feeds.items():
@@ -269,7 +266,7 @@ class _Layers:
                 )
             recipe = recipe_of_norm([recipes[linear] for linear in fed])
             p, estimator = (changed.get((key, norm), getattr(own, key)) for key in ("p", "estimator"))
-            with _named(names, norm):
+            with errors_begin_with(f"{names}: {norm}: "):
                 states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, p, estimator, own.eps))
         return states
 
@@ -285,15 +282,6 @@ def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
 
 def _nothing_to_change(where: str, kind: str, change: RecipeChange) -> ConfigError:
     return ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
-
-
-@contextmanager
-def _named(entries: str, fqn: str):
-    """Put the entries and the name of a layer before a ConfigError."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{entries}: {fqn}: {error}") from None
 
 
 def _refuse_overlaps(changes: Sequence[tuple[ScheduleEntry, Values]]) -> None:

@@ -2,6 +2,7 @@
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.prepared import prepare
-from mxtrain.data.store import Prepared, TokenFile
+from mxtrain.data.store import Prepared
+from mxtrain.data.token_file import TokenFile
 
 __all__ = ["DataConfig", "Prepared", "TokenFile", "prepare"]

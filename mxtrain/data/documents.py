@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from mxtrain.data.config import DataConfig
 from mxtrain.errors import ConfigError
@@ -28,12 +31,18 @@ logger = logging.getLogger(__name__)
 class Document(NamedTuple):
     key: str
     """Input of the hashes. Python source: the path relative to its root, with "/" on every platform. Files: the text
-    itself, because the same text may stand in several files and rows"""
+    itself, or a hash of its ids, because the same text may stand in several files and rows"""
 
-    text: str
+    text: str | np.ndarray
+    """Or its token ids, which are stored as they are"""
 
     split_key: str = ""
     """If not empty, it decides instead of ``key`` whether the document is held out"""
+
+    @property
+    def size(self) -> int:
+        """UTF-8 bytes of the text, or bytes of the ids. Raises UnicodeEncodeError."""
+        return len(self.text.encode()) if isinstance(self.text, str) else self.text.nbytes
 
     def is_held_out(self, validation_share: float) -> bool:
         return is_held_out(self.split_key or self.key, validation_share)
@@ -50,6 +59,10 @@ class Source:
     """Number of files or documents left out, by reason"""
     cut: dict[str, int] = {}
     """Bytes cut from each package that exceeded its share"""
+    has_ids = False
+    """Whether documents have shown to be token ids"""
+    token_files: list[Path] = []
+    """Files of token ids only, which have no documents (see ``tokenized.py``)"""
 
     def scan(self, progress: "Progress") -> None:
         """Decide which files to keep. Called once, before ``documents``."""

@@ -92,14 +92,17 @@ def _work(batch: list[Document]) -> Encoded:
 
 def _encode(tokenizer: LoadedTokenizer, validation_share: float, batch: list[Document]) -> Encoded:
     before, after = ([] if token is None else [token] for token in (tokenizer.bos_id, tokenizer.eos_id))
-    encodings = tokenizer.encoder.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
+    texts = [document.text for document in batch if isinstance(document.text, str)]
+    encodings = iter(tokenizer.encoder.encode_batch_fast(texts, add_special_tokens=False))
     dtype, parts, counts = token_dtype(tokenizer.size), {split: [] for split in SPLITS}, Counter()
-    for document, encoding in zip(batch, encodings, strict=True):
+    for document in batch:
         held_out = document.is_held_out(validation_share)
-        split, ids = SPLITS[held_out], before + encoding.ids + after
+        split, ids = SPLITS[held_out], document.text
+        if isinstance(ids, str):
+            ids = before + next(encodings).ids + after
         parts[split].append(np.array(ids, dtype).tobytes())
         counts.update({"documents": 1, "validation_documents": int(held_out), f"{split}_tokens": len(ids)})
-        counts["bytes"] += len(document.text.encode())
+        counts["bytes"] += document.size
     return Encoded({split: b"".join(contents) for split, contents in parts.items()}, counts)
 
 

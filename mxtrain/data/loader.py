@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mxtrain.checkpoints.reader import unpickle
 from mxtrain.data.run_data import EXCLUDE, RunData
-from mxtrain.data.store import TokenFile
+from mxtrain.data.token_file import TokenFile
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 from mxtrain.ranks import gather, is_first
@@ -130,7 +130,8 @@ class RunLoader(Loader):
 
     The state names the data, and has the same keys and values on all ranks. For tokenized text it is one number, the
     samples that all ranks have read. So a run may resume with other numbers of ranks and workers, and with another
-    local batch size: it reads the samples that the uninterrupted run would have read. A stream has one state per rank.
+    local batch size: it reads the samples that the uninterrupted run would have read. So does a stream without workers,
+    whose state has those of all ranks.
     Batches count when the consumer gets them, not when a worker has prepared them.
     """
 
@@ -157,7 +158,8 @@ class RunLoader(Loader):
         data, streams = dict(self._data.record), b""
         if self._is_stream:
             # One value instead of a key per rank: with more ranks than before, DCP would look for missing keys.
-            state = {"workers": self.num_workers, "state": super().state_dict()}
+            own = super().state_dict() if self.num_workers else self.dataset.state_dict()
+            state = {"workers": self.num_workers, "state": own}
             states = dict(gather((self._rank, pickle.dumps(state))))
             streams = pickle.dumps([states[rank] for rank in sorted(states)])
         else:
@@ -169,12 +171,12 @@ class RunLoader(Loader):
 
         Raises:
             ConfigError: the checkpoint is of a run with other data or in another order, or of a stream that other
-                numbers of data-parallel ranks or workers read.
+                numbers of workers or, with workers, of data-parallel ranks read.
         """
         kept = json.loads(state["data"])
         self._data.require_same(kept)
         if self._is_stream:
-            super().load_state_dict(self._own_stream(state["streams"]))
+            self._load_streams(unpickle(state["streams"], "the streams' states", {}))
         else:
             for name, value in self.dataset.order.items():
                 if value != (before := kept["order"][name]):
@@ -187,22 +189,20 @@ class RunLoader(Loader):
         if is_first():
             self._data.write()
 
-    def _own_stream(self, content: bytes) -> dict:
-        streams = unpickle(content, "the streams' states", {})
-        ways = f"or set {EXCLUDE} to start at the beginning of the text"
-        if len(streams) != self._ranks:
+    def _load_streams(self, contents: list[bytes]) -> None:
+        streams = [unpickle(content, "the stream's state", {}) for content in contents]
+        workers, ranks = streams[0]["workers"], len(streams)
+        if workers != self.num_workers or (workers and ranks != self._ranks):
             raise ConfigError(
-                f"training.dataset = {self._name!r} is a stream, in which each data-parallel "
-                f"rank has a position: the checkpoint has {len(streams)} rank(s) and this run {self._ranks}; "
-                f"start as many, {ways}"
+                f"training.dataset = {self._name!r} is a stream, in which each loader worker has a position: the run "
+                f"so far had training.dataloader.num_workers = {workers} on {ranks} data-parallel rank(s), and this "
+                f"one has {self.num_workers} on {self._ranks}; start as many (with 0 workers, ranks may change), or "
+                f"set {EXCLUDE} to start at the beginning of the text"
             )
-        stream = unpickle(streams[self._rank], "the stream's state", {})
-        if stream["workers"] != self.num_workers:
-            raise ConfigError(
-                f"training.dataloader.num_workers = {self.num_workers}, but was {stream['workers']} in the run so far, "
-                f"and each worker has a position in the stream: set it to {stream['workers']}, {ways}"
-            )
-        return stream["state"]
+        if workers:
+            super().load_state_dict(streams[self._rank]["state"])
+        else:
+            self.dataset.load_state_dict(*(stream["state"] for stream in streams))
 
 
 def ignore_stop_signals(worker: int) -> None:

@@ -1,4 +1,6 @@
-"""Reads local JSONL, Parquet and text files as training text, piece by piece: a file may be larger than the memory.
+"""Reads local JSONL, Parquet, Arrow and text files as training text, piece by piece: a file may exceed the memory.
+
+A column of integer lists holds documents that are tokenized already. ``tokenized.py`` reads files of ids only.
 
 Documents stay in file order, and duplicates are kept, because a mixture may repeat a file to give it more weight. A
 document's text decides whether it is held out, as in a stream: equal documents are on the same side, and stay there
@@ -18,20 +20,26 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from hashlib import sha256
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
+
+import numpy as np
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import OVER_LIMIT, Document, Source, TextColumn, megabytes, one_line
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import parse
 
-FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+FORMATS |= dict.fromkeys((".bin", ".idx"), "tokens")
 """Format by suffix. Files with any other suffix are plain text."""
+DATASETS_OWN = re.compile(r"dataset_info\.json|state\.json|cache-.*\.arrow")
+"""Files of the library ``datasets`` beside those with a dataset's rows"""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-READ = f"formats are {', '.join(FORMATS)} and UTF-8 text, all but Parquet also compressed ({', '.join(COMPRESSED)})"
+READ = f"formats are {', '.join(FORMATS)} and UTF-8 text; JSON and text also compressed ({', '.join(COMPRESSED)})"
 
 
 def _open_zstd(file: Path, mode: str, encoding: str) -> TextIO:
@@ -60,15 +68,21 @@ class LocalFiles(Source):
         ConfigError: no files are found, formats are mixed, a file is unreadable, or no row has text in ``text_key``.
     """
 
-    def __init__(self, config: DataConfig):
-        self._config = config
-        self._setting = f"{config.section}.dataset_path = {config.path!r}"
+    def __init__(self, config: DataConfig, vocabulary: int = 0):
+        self._config, self.vocabulary = config, vocabulary
+        self.setting = f"{config.section}.dataset_path = {config.path!r}"
         try:
             self._files = self._find()
-            self.listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self._files]
+            self._format, listed = self._one_format(), self._files
+            if self._format == "tokens":
+                if packed := [file for file in listed if file.suffix in COMPRESSED]:
+                    raise ConfigError(f"{packed[0]} is compressed: unpack it, because ids are read where they lie")
+                self.token_files, self.has_ids = sorted({file.with_suffix(".bin") for file in listed}), True
+                indices = [file.with_suffix(".idx") for file in self.token_files]
+                listed = [*self.token_files, *filter(Path.exists, indices)]
+            self.listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in listed]
         except OSError as error:  # no permission, or a file that was deleted meanwhile
-            raise ConfigError(f"{self._setting} cannot be read: {error}") from error
-        self._format = self._one_format()
+            raise ConfigError(f"{self.setting} cannot be read: {error}") from error
         self._file_bytes = sum(size for _, size, _ in self.listing)
         self.text_bytes = min(self._file_bytes, config.max_bytes or self._file_bytes)
         self.dropped = Counter()
@@ -77,11 +91,11 @@ class LocalFiles(Source):
         limit, total, self.dropped = self._config.max_bytes, 0, Counter()
         for document in self._all_documents():
             try:
-                size = len(document.text.encode())
+                size = document.size
             except UnicodeEncodeError:  # JSON can hold half a character, UTF-8 cannot
                 self.dropped["half of a surrogate pair"] += 1
                 continue
-            if not document.text.strip():
+            if not (document.text.strip() if isinstance(document.text, str) else size):
                 self.dropped["empty"] += 1
             elif limit and size > limit:  # its size says nothing about the room that is left
                 self.dropped[OVER_LIMIT] += 1
@@ -98,22 +112,29 @@ class LocalFiles(Source):
             first = None
             try:
                 for text in self._texts(file, column):
+                    if isinstance(text, np.ndarray):
+                        self.has_ids = True
+                        require_ids(text, self.vocabulary)
+                        yield Document(sha256(text.astype("<u4")).hexdigest(), text)
+                        continue
                     first = text if first is None else first
                     yield Document(text, text, first if keeps_together else "")
             except Exception as error:  # each format's reader raises its own types
                 formats = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
                 raise ConfigError(
-                    f"{self._setting}: cannot read {file} as {self._format}: {one_line(error)}{formats}"
+                    f"{self.setting}: cannot read {file} as {self._format}: {one_line(error)}{formats}"
                 ) from error
         column.require_text()
 
-    def _texts(self, file: Path, column: TextColumn) -> Iterator[str]:
+    def _texts(self, file: Path, column: TextColumn) -> Iterator[str | np.ndarray]:
         if self._format == "text":
             with open_text(file) as opened:
                 yield from split_lines(opened, PIECE_CHARACTERS)
             return
-        for row in json_rows(file) if self._format == "json" else parquet_rows(file, column.text_key):
-            if (text := column.text_of(row, str(file))) is not None:
+        for row in json_rows(file) if self._format == "json" else table_rows(file, column.text_key):
+            if isinstance(ids := row.get(column.text_key), np.ndarray):
+                yield ids
+            elif (text := column.text_of(row, str(file))) is not None:
                 yield text
             else:
                 self.dropped["without text"] += 1
@@ -123,22 +144,25 @@ class LocalFiles(Source):
         if not self._config.path:
             raise ConfigError(
                 f"{self._config.section}.dataset = 'files' needs {self._config.section}.dataset_path: "
-                "a file, a folder or a glob of .jsonl, .parquet or text files"
+                "a file, a folder or a glob of text, or of files with token ids"
             )
         given = Path(os.path.expanduser(self._config.path))
         path = given.absolute()
         if path.is_file():
             return [path]
+        if (path / "dataset_dict.json").exists():
+            raise ConfigError(f"{self.setting} holds several splits of a dataset: name the folder of one of them")
         if path.is_dir():
             fixed, found = len(path.parts), _files_in(path)
         else:  # the parts before the first pattern may be hidden folders
             fixed = next((i for i, part in enumerate(path.parts) if glob.has_magic(part)), len(path.parts) - 1)
             found = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(f for f in found if f.is_file() and not any(part.startswith(".") for part in f.parts[fixed:]))
+        files = [f for f in files if not (DATASETS_OWN.fullmatch(f.name) and (f.parent / "state.json").exists())]
         if not files:
             where = "" if given.is_absolute() else f" in the current folder, {Path.cwd()}"
             problem = "holds no files" if path.is_dir() else f"does not exist and matches no files{where}"
-            raise ConfigError(f"{self._setting} {problem}")
+            raise ConfigError(f"{self.setting} {problem}")
         return files
 
     def _one_format(self) -> str:
@@ -147,7 +171,7 @@ class LocalFiles(Source):
         if len(formats) > 1:
             counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes.most_common())
             pattern = f"**/*{next(suffix for suffix in suffixes if suffix in FORMATS)}"
-            raise ConfigError(f"{self._setting} mixes formats ({counts}); select one with a glob such as {pattern!r}")
+            raise ConfigError(f"{self.setting} mixes formats ({counts}); select one with a glob such as {pattern!r}")
         return formats.pop()
 
 
@@ -230,11 +254,47 @@ def _json_values(opened: TextIO) -> Iterator[tuple[str, object]]:
             raise ValueError(f"line {number}: {error}") from error
 
 
-def parquet_rows(file: Path, key: str) -> Iterator[dict]:
-    """Yield rows with the column ``key`` alone, or, in a file without it, with the names of all columns."""
+def table_rows(file: Path, key: str) -> Iterator[dict]:
+    """Yield rows with the column ``key`` alone, or, in a file without it, with the names of all columns.
+
+    A list of integers is an array. Raises ValueError for a null in it.
+    """
+    import pyarrow as pa
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(file) as opened:
-        names = opened.schema_arrow.names
-        for batch in opened.iter_batches(1000, columns=[key] if key in names else []):
-            yield from batch.to_pylist() if key in names else [dict.fromkeys(names)] * batch.num_rows
+    with pa.memory_map(str(file)) as opened:
+        if _suffix(file) == ".parquet":
+            parquet = pa.parquet.ParquetFile(opened)
+            schema = parquet.schema_arrow
+            batches = parquet.iter_batches(1000, columns=[key] if key in schema.names else [])
+        else:
+            batches = pa.ipc.open_stream(opened)
+            schema = batches.schema
+        kind = schema.field(key).type if key in schema.names else None
+        has_ids = isinstance(kind, pa.ListType | pa.LargeListType) and pa.types.is_integer(kind.value_type)
+        for batch in batches:
+            if kind is None:
+                yield from [dict.fromkeys(schema.names)] * batch.num_rows
+            elif has_ids:
+                yield from ({key: ids} for ids in _lists(batch.column(key)))
+            else:
+                yield from batch.select([key]).to_pylist()
+
+
+def _lists(column) -> list[np.ndarray]:
+    """Return the lists of integers in a ``pyarrow.ListArray``. A null is an empty list."""
+    values = column.flatten()
+    if values.null_count:
+        raise ValueError("a list of ids has a null")
+    lengths = column.value_lengths().fill_null(0).to_numpy()
+    return np.split(values.to_numpy(), np.cumsum(lengths)[:-1])
+
+
+def require_ids(ids: np.ndarray, vocabulary: int) -> None:
+    """Raise ValueError for an id that is not in the vocabulary. 0 stands for a tokenizer that would be built."""
+    if not vocabulary:
+        raise ValueError("ids need the tokenizer that made them: name its folder in model.hf_assets_path")
+    for wrong in {int(ids.min()), int(ids.max())} if len(ids) else ():
+        if not 0 <= wrong < vocabulary:
+            has = f"the {vocabulary:,} tokens of the tokenizer in model.hf_assets_path"
+            raise ValueError(f"the id {wrong}, read as {ids.dtype}, is not among {has}")

@@ -27,6 +27,7 @@ from mxtrain.data.store import (
     tokenize,
     write_summary,
 )
+from mxtrain.data.tokenized import link_tokens
 from mxtrain.data.tokenizer import (
     SAMPLE_BYTES,
     LoadedTokenizer,
@@ -73,6 +74,7 @@ def prepare(
         if config.dataset == "hf":
             stream = partial(hub_texts, config)
     tokenizer = _existing_tokenizer(config) if config.tokenizer_path else None
+    size = tokenizer.size if tokenizer else 0
     if config.prepared:
         prepared = _chosen(config, reads_tokens)
     elif stream and tokenizer:  # nothing to build
@@ -80,7 +82,7 @@ def prepare(
         report = TextReport(config.dataset, str(path), tokenizer.size, 0, True, separators=tokenizer.separators)
         return Prepared(path, tokenizer_hash(path), None, None, report, None)
     else:
-        source = None if stream else PythonSource(config) if config.dataset == "python" else LocalFiles(config)
+        source = None if stream else PythonSource(config) if config.dataset == "python" else LocalFiles(config, size)
         folder = config.cache_path() / _key(config, source, tokenizer)
         prepared, _ = _in_cache(config, folder, reads_tokens)
         prepared = prepared or _build_or_wait(config, source or stream, folder, Progress(progress))
@@ -200,7 +202,10 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
     source = None if callable(text) else text
     if source:
         source.scan(progress)
-    if not config.tokenizer_path and not (folder / PROGRESS).exists():
+    files, counts = {}, {}
+    if source and source.token_files:  # first, because it refuses ids without a tokenizer
+        files, counts = link_tokens(source, folder, config, progress)
+    elif not config.tokenizer_path and not (folder / PROGRESS).exists():
         texts = _training_texts(config, source) if source else text()
         try:
             train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
@@ -208,12 +213,12 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
             raise _no_text(config, source, " to train a tokenizer on") from None
     tokenizer_folder = Path(config.tokenizer_path or folder / TOKENIZER)
     tokenizer = load_tokenizer(tokenizer_folder)
-    files, counts = {}, {}
-    if source:
+    if source and not files:
         documents, share = source.documents(), config.validation_share
         files, counts = tokenize(documents, tokenizer, folder, share, source.text_bytes, progress)
         if not counts.get("documents"):
             raise _no_text(config, source)
+    if source:
         counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "cut": source.cut}
     report = TextReport(
         dataset=config.dataset,
@@ -221,7 +226,7 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
         vocab_size=tokenizer.size,
         requested_vocab_size=0 if config.tokenizer_path else config.vocab_size,
         streamed=source is None,
-        separators=tokenizer.separators,
+        separators="is tokenized already" if source and source.has_ids else tokenizer.separators,
         **counts,
     )
     write_summary(folder, config, tokenizer_hash(tokenizer_folder), files, report)

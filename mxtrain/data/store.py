@@ -1,14 +1,15 @@
 """A tokenizer and a tokenized text in one folder: ``prepared.json``, ``tokenizer/``, ``train.bin``, ``validation.bin``.
 
 The ``.bin`` files hold little-endian token ids; ``prepared.json`` holds the report, and sizes and hashes of the others.
-A long text goes on in the shards ``train.1.bin``, ``validation.1.bin`` and so on, each with a hash of its own.
+A long text goes on in the shards ``train.1.bin``, ``validation.1.bin`` and so on, each with a hash of its own. Of text
+that was tokenized before (see ``tokenized.py``) the folder holds links.
 """
 
 import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -19,10 +20,10 @@ import numpy as np
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import Document, Progress, megabytes
 from mxtrain.data.encode import SPLITS, encode, token_dtype
+from mxtrain.data.token_file import TokenFile, facts_beside, remember
 from mxtrain.data.tokenizer import LoadedTokenizer, tokenizer_hash
-from mxtrain.data.verified import fact, facts_beside, remember
 from mxtrain.errors import ConfigError
-from mxtrain.files import hash_file, reason, replace_file
+from mxtrain.files import reason, replace_file
 from mxtrain.json_toml import read_json
 
 SUMMARY = "prepared.json"
@@ -45,77 +46,6 @@ ABANDONED_SECONDS = 3600.0
 
 class DamagedText(Exception):
     """A folder does not hold what was written into it. The message says what is wrong, in a few words."""
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """Token ids in a file or in shards. Every document is ``bos ... eos``; a tokenizer without one omits that token."""
-
-    path: Path
-    """The file, or the first shard"""
-    dtype: str
-    """"<u2" if it holds the largest id, else "<u4\""""
-    count: int
-    """Number of tokens"""
-    sha256: str = ""
-    """SHA-256 of all tokens' bytes, in hexadecimal digits. Shards do not change it"""
-    shards: tuple["TokenFile", ...] = ()
-    """The files whose tokens follow each other; empty for one file"""
-
-    @property
-    def size(self) -> int:
-        """The size in bytes that the file must have."""
-        return self.count * np.dtype(self.dtype).itemsize
-
-    @property
-    def files(self) -> tuple["TokenFile", ...]:
-        """The shards, or the one file."""
-        return self.shards or (self,)
-
-    def open(self) -> "np.ndarray | Shards":
-        """Return the tokens as a read-only array [count], or as ``Shards``, which can be sliced like it."""
-        if self.shards:
-            return Shards(self.shards)
-        if self.count == 0:  # an empty file cannot be mapped
-            return np.empty(0, self.dtype)
-        return np.memmap(self.path, self.dtype, mode="r", shape=(self.count,))
-
-
-class Shards:
-    """The tokens of files that follow each other. A file's hash is compared before its first use on this machine."""
-
-    def __init__(self, files: tuple[TokenFile, ...]):
-        # Opened now: the files may be removed from the cache.
-        self._files, self._opened = files, [file.open() for file in files]
-        self._facts = [fact(file.path, file.sha256) for file in files]
-        self._ends = np.cumsum([file.count for file in files])
-        self._seen = set()
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        """Return the tokens of a slice without a step. Raises ConfigError if a file is damaged."""
-        start, stop, _ = part.indices(len(self))
-        parts, number = [], int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end, content = int(self._ends[number]), self._intact(number)
-            begin = start - (end - len(content))
-            parts.append(content[begin : begin + stop - start])
-            start, number = min(stop, end), number + 1
-        return np.concatenate(parts) if parts else self._opened[0][:0]
-
-    def _intact(self, number: int) -> np.ndarray:
-        content, file = self._opened[number], self._files[number]
-        if number not in self._seen and self._facts[number] not in facts_beside(file.path.parent):
-            if sha256(content).hexdigest() != file.sha256:
-                raise ConfigError(
-                    f"the prepared text {file.path.parent} is damaged: the contents of {file.path.name} have changed; "
-                    f"'mxtrain cache --remove {file.path.parent.name}' lets the next start prepare it again"
-                )
-            remember(file.path.parent, [self._facts[number]])
-        self._seen.add(number)
-        return content
 
 
 @dataclass(frozen=True)
@@ -143,12 +73,14 @@ class TextReport:
     cut: dict[str, int] = field(default_factory=dict)
     """Bytes cut from each package that exceeded its share"""
     separators: str = ""
-    """Which tokens separate documents, in words; "" if none do"""
+    """Which tokens separate documents, in words, or that they were tokenized before; "" if none do"""
 
     @property
     def line(self) -> str:
         """The text in one line, with all that is left out."""
-        text = "streamed" if self.streamed else f"{self.documents:,} documents, {megabytes(self.bytes)}"
+        tokens = f"{self.train_tokens + self.validation_tokens:,} tokens"  # where documents do not show
+        text = "streamed" if self.streamed else f"{self.documents:,} documents" if self.documents else tokens
+        text += f", {megabytes(self.bytes)}" if self.bytes else ""
         text += f"; each document {self.separators}" if self.separators else ""
         return text + (f"; left out: {self._left_out}" if self._left_out else "")
 
@@ -208,9 +140,9 @@ def tokenize(
     Returns the files by split, and the counts of a ``TextReport``.
     """
     dtype = token_dtype(tokenizer.size)
-    shards, digests, counts = _written(folder, dtype)
-    if shards:
-        progress.say(f"going on after {len(shards)} shard(s), {megabytes(counts['bytes'])}")
+    shards, counts = _written(folder)
+    if shards["train"]:
+        progress.say(f"going on after {len(shards['train'])} shard(s), {megabytes(counts['bytes'])}")
 
     def contents() -> Iterator[dict[str, bytes]]:
         for batch in encode(documents, tokenizer, validation_share, expected_bytes, counts["batches"]):
@@ -219,19 +151,15 @@ def tokenize(
             progress.tick(lambda: f"tokenized {megabytes(counts['bytes'])} of about {megabytes(expected_bytes)}")
 
     rest = contents()
-    while not shards or shards[-1]["train"].size >= SHARD_BYTES:
-        shards.append(_write_shards(folder, len(shards), dtype, rest, digests))
-        facts = [{split: {"count": f.count, "sha256": f.sha256} for split, f in shard.items()} for shard in shards]
-        if shards[-1]["train"].size >= SHARD_BYTES:
-            content = {"machine": socket.gethostname(), "counts": counts, "shards": facts}
+    while not shards["train"] or shards["train"][-1].size >= SHARD_BYTES:
+        for split, file in _write_shards(folder, len(shards["train"]), dtype, rest).items():
+            shards[split].append(file)
+        if shards["train"][-1].size >= SHARD_BYTES:
+            facts = {split: _facts(files) for split, files in shards.items()}
+            content = {"machine": socket.gethostname(), "counts": counts, "tokens": facts}
             replace_file(folder / PROGRESS, json.dumps(content).encode())
     del counts["batches"]
-    files = {}
-    for split in SPLITS:
-        parts = tuple(shard[split] for shard in shards)
-        whole = TokenFile(parts[0].path, dtype, counts[f"{split}_tokens"], digests[split].hexdigest())
-        files[split] = replace(whole, shards=parts if len(parts) > 1 else ())
-    return files, dict(counts)
+    return {split: TokenFile.of(files) for split, files in shards.items()}, dict(counts)
 
 
 def goes_on(folder: Path) -> bool:
@@ -246,38 +174,27 @@ def goes_on(folder: Path) -> bool:
     return False
 
 
-def _written(folder: Path, dtype: str) -> tuple[list[dict[str, TokenFile]], dict, Counter[str]]:
-    """Return an unfinished folder's shards, the digests of their tokens, and their counts. A damaged one: no shards."""
-    shards, digests = [], {split: sha256() for split in SPLITS}
+def _written(folder: Path) -> tuple[dict[str, list[TokenFile]], Counter[str]]:
+    """Return an unfinished folder's shards by split, and their counts. A damaged one has no shards."""
     try:
         kept = read_json(folder / PROGRESS)
-        for number, facts in enumerate(kept["shards"]):
-            shards.append({s: TokenFile(_path(folder, s, number), dtype, **facts[s]) for s in SPLITS})
-            for split, file in shards[-1].items():
-                content = file.open()
-                if content.nbytes != file.path.stat().st_size or sha256(content).hexdigest() != file.sha256:
-                    raise ValueError(f"{file.path} is damaged")
-                digests[split].update(content)
-        return shards, digests, Counter(kept["counts"])
+        shards = {split: _shards(folder, split, kept["tokens"][split]) for split in SPLITS}
+        if all(file.is_intact() for files in shards.values() for file in files):
+            return shards, Counter(kept["counts"])
     except (OSError, ValueError, KeyError, TypeError):
-        counts = Counter({f"{split}_tokens": 0 for split in SPLITS})
-        return [], {split: sha256() for split in SPLITS}, counts
+        pass
+    return {split: [] for split in SPLITS}, Counter({f"{split}_tokens": 0 for split in SPLITS})
 
 
-def _path(folder: Path, split: str, number: int) -> Path:
-    return folder / (f"{split}.{number}.bin" if number else f"{split}.bin")
-
-
-def _write_shards(folder: Path, number: int, dtype: str, contents: Iterator[dict], whole: dict) -> dict[str, TokenFile]:
-    """Write one shard of each split, and return them. ``whole`` has the digests of all shards together."""
-    paths = {split: _path(folder, split, number) for split in SPLITS}
+def _write_shards(folder: Path, number: int, dtype: str, contents: Iterator[dict]) -> dict[str, TokenFile]:
+    """Write one shard of each split, and return them."""
+    paths = {split: folder / (f"{split}.{number}.bin" if number else f"{split}.bin") for split in SPLITS}
     sizes, digests = Counter(), {split: sha256() for split in SPLITS}
     with paths["train"].open("wb") as train, paths["validation"].open("wb") as validation:
         for content in contents:
             for split, file in zip(SPLITS, (train, validation), strict=True):
                 file.write(content[split])  # not ``tofile``, whose error does not say that the disk is full
                 digests[split].update(content[split])
-                whole[split].update(content[split])
                 sizes[split] += len(content[split])
             if sizes["train"] >= SHARD_BYTES:
                 break
@@ -291,22 +208,24 @@ def write_summary(folder: Path, config: DataConfig, tokenizer: str, files: dict,
         "report": asdict(report),
         "config": asdict(config),
         "tokenizer": {"path": config.tokenizer_path, "sha256": tokenizer},
-        "tokens": {split: _facts(file) for split, file in files.items()},
+        "tokens": {s: _facts(file.files) | {"count": file.count, "sha256": file.sha256} for s, file in files.items()},
     }
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     (folder / PROGRESS).unlink(missing_ok=True)
 
 
-def _facts(file: TokenFile) -> dict:
-    shards = [{"name": shard.path.name, "count": shard.count, "sha256": shard.sha256} for shard in file.shards]
-    facts = {"dtype": file.dtype, "count": file.count, "sha256": file.sha256}
-    return facts | ({"shards": shards} if shards else {})
+def _facts(files: Sequence[TokenFile]) -> dict:
+    shards = [{"name": f.path.name, "start": f.start, "count": f.count, "sha256": f.sha256} for f in files]
+    return {"dtype": files[0].dtype, "shards": shards}
 
 
-def _token_file(folder: Path, split: str, dtype: str, shards: tuple = (), **facts) -> TokenFile:
-    """Return the tokens that ``_facts`` describe."""
-    parts = tuple(TokenFile(folder / part["name"], dtype, part["count"], part["sha256"]) for part in shards)
-    return TokenFile(folder / f"{split}.bin", dtype, **facts, shards=parts)
+def _shards(folder: Path, split: str, facts: dict) -> list[TokenFile]:
+    """Return the shards that ``_facts`` describe."""
+    whole = facts | {"name": f"{split}.bin"}  # of an earlier version
+    return [
+        TokenFile(folder / shard["name"], facts["dtype"], shard["count"], shard["sha256"], shard.get("start", 0))
+        for shard in facts.get("shards", [whole])
+    ]
 
 
 def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = False, again: bool = False) -> Prepared:
@@ -325,10 +244,12 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
     try:
         summary = read_json(folder / SUMMARY)
         report = replace(TextReport(**summary["report"]), folder=str(folder))
-        files = {split: _token_file(folder, split, **facts) for split, facts in summary["tokens"].items()}
+        files = {split: TokenFile.of(_shards(folder, split, facts)) for split, facts in summary["tokens"].items()}
+        # The hash of an earlier version's shards was that of all their bytes.
+        files = {split: replace(file, sha256=summary["tokens"][split]["sha256"]) for split, file in files.items()}
         expected = summary["tokenizer"]["sha256"]
         path = Path(tokenizer_path or summary["tokenizer"]["path"] or folder / TOKENIZER)
-        sizes = {part: int(part.size) for file in files.values() for part in file.files}
+        ends = {part: int(part.span[1]) for file in files.values() for part in file.files}
         if len(files) != (0 if report.streamed else len(SPLITS)):
             raise ValueError("a tokenized text has two token files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -342,14 +263,15 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
         )
     known = facts_beside(folder)
     is_short = files and len(files["train"].files) <= SHARDS_AT_START
-    for file, size in sizes.items():
+    for file, end in ends.items():
         try:
-            if (found := file.path.stat().st_size) != size:
-                raise DamagedText(f"{file.path.name} has {found:,} bytes instead of {size:,}")
-            if again or (reads_tokens and is_short and fact(file.path, file.sha256) not in known):
-                if hash_file(file.path).sha256 != file.sha256:
+            size = file.path.stat().st_size
+            if size < end or (size > end and not file.path.is_symlink()):
+                raise DamagedText(f"{file.path.name} has {size:,} bytes instead of {end:,}")
+            if again or (reads_tokens and is_short and file.fact not in known):
+                if not file.is_intact():
                     raise DamagedText(f"the contents of {file.path.name} have changed")
-                remember(folder, [fact(file.path, file.sha256)])
+                remember(folder, [file.fact])
         except OSError as error:
             raise DamagedText(f"{file.path.name} cannot be read: {reason(error)}") from error
     return Prepared(path, expected, files.get("train"), files.get("validation"), report, folder)
@@ -358,4 +280,4 @@ def load_text(folder: Path, tokenizer_path: str = "", *, reads_tokens: bool = Fa
 def remember_files(prepared: Prepared) -> None:
     """Remember that a text that this process has just written is intact."""
     files = [file for split in (prepared.train, prepared.validation) if split for file in split.files]
-    remember(prepared.folder, [fact(file.path, file.sha256) for file in files])
+    remember(prepared.folder, [file.fact for file in files])

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import islice
+from math import gcd
 
 import torch
 from datasets import Dataset
@@ -11,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from mxtrain.data.config import held_out_share, shares_stream
 from mxtrain.data.documents import StreamedText, hold_out, open_stream
+from mxtrain.data.run_data import EXCLUDE
 from mxtrain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -19,8 +22,11 @@ logger = logging.getLogger(__name__)
 class Stream(IterableDataset):
     """Yields one rank's samples ``({"input": tokens[:-1]}, tokens[1:])`` of a stream, each tensor int64 [seq_len].
 
-    The documents, each with bos and eos, follow each other without a gap. It resumes where it stopped in every pass
-    over the text, in worker processes, too.
+    The rows are dealt to lanes, of which a run begins with one per rank. The documents of a lane, each with bos and
+    eos, follow each other without a gap. Lanes and ranks take turns: sample g of all ranks is the next one of lane
+    ``g % lanes``, and rank ``g % ranks`` gets it. The lanes stay in a resumed run, so any number of ranks goes on with
+    the same samples. Ranks that share a lane all read its documents. It resumes where it stopped in every pass over the
+    text, in worker processes, too, each of which reads a part of its rank's lane.
 
     Args:
         rows: a ``Dataset`` or an ``IterableDataset`` of the library ``datasets``.
@@ -33,9 +39,61 @@ class Stream(IterableDataset):
     """
 
     def __init__(self, rows, text_of, tokenizer, seq_len: int, rank: tuple[int, int], infinite: bool, name: str = "hf"):
-        self.rows = split_dataset_by_node(rows, *rank)
-        self.seq_len = seq_len
-        self._text_of, self._tokenizer, self._infinite, self._name = text_of, tokenizer, infinite, name
+        self.seq_len, self.name, self.infinite = seq_len, name, infinite
+        self._rows, self._text_of, self._tokenizer = rows, text_of, tokenizer
+        self._rank, self._ranks = rank
+        self._samples = 0
+        """Number of samples that all ranks have read, when each has as many as this one"""
+        self._count, self._lanes = self._ranks, {}
+        """Number of lanes, and those of this rank"""
+
+    def lane(self, number: int) -> "_Lane":
+        if number not in self._lanes:
+            rows = deepcopy(self._rows) if self._lanes else self._rows  # ``datasets`` keeps positions in shared parts
+            self._lanes[number] = _Lane(self, split_dataset_by_node(rows, number, self._count))
+        return self._lanes[number]
+
+    def ids(self, row) -> list[int]:
+        return self._tokenizer.encode(self._text_of(row), add_bos=True, add_eos=True)
+
+    def __iter__(self):
+        windows = {}
+        while True:
+            place, number = divmod(self._samples + self._rank, self._count)
+            lane = self.lane(number)
+            if number not in windows:
+                windows[number] = iter(lane)
+            while lane.samples <= place:  # those before are of other ranks
+                if (window := next(windows[number], None)) is None:
+                    return
+            self._samples += self._ranks
+            yield {"input": window[:-1]}, window[1:]
+
+    def state_dict(self) -> dict:
+        lanes = {number: lane.state_dict() for number, lane in self._lanes.items()}
+        return {"samples": self._samples, "count": self._count, "lanes": lanes}
+
+    def load_state_dict(self, *states: dict) -> None:
+        """Go on after a run whose ranks had these states. Raises ConfigError for those of an earlier mxtrain."""
+        if "lanes" not in states[0]:
+            raise ConfigError(
+                "the checkpoint's position in the stream is of an earlier mxtrain; go on with that, or set "
+                f"{EXCLUDE} to start at the beginning of the text"
+            )
+        self._samples, self._count, self._lanes = states[0]["samples"], states[0]["count"], {}
+        first, step = self._samples + self._rank, gcd(self._count, self._ranks)
+        for number, lane in (item for state in states for item in state["lanes"].items()):
+            if (number - first) % step == 0:  # else only other ranks read it
+                self.lane(number).load_state_dict(lane)
+
+
+class _Lane:
+    """A part of a stream's rows. Yields sequences of tokens, int64 [seq_len + 1]."""
+
+    def __init__(self, stream: Stream, rows):
+        self._stream, self.rows, self._size = stream, rows, stream.seq_len + 1
+        self.samples = 0
+        """Number of sequences read"""
         self._tokens: list[int] = []
         self._row = 0
         """The next row of a ``Dataset``; an ``IterableDataset`` knows its own position"""
@@ -46,28 +104,30 @@ class Stream(IterableDataset):
         while True:
             self._resumed = None
             for row in self.rows.skip(self._row) if isinstance(self.rows, Dataset) else self.rows:
-                self._tokens.extend(self._tokenizer.encode(self._text_of(row), add_bos=True, add_eos=True))
+                self._tokens.extend(self._stream.ids(row))
                 self._row += 1
-                while len(self._tokens) > self.seq_len:
-                    window = torch.tensor(self._tokens[: self.seq_len + 1])
-                    self._tokens = self._tokens[self.seq_len + 1 :]
-                    yield {"input": window[:-1]}, window[1:]
-            if not self._infinite:
-                logger.warning(f"Dataset {self._name} has run out of data")
+                while len(self._tokens) >= self._size:
+                    window = torch.tensor(self._tokens[: self._size])
+                    self._tokens = self._tokens[self._size :]
+                    self.samples += 1
+                    yield window
+            if not self._stream.infinite:
+                logger.warning(f"Dataset {self._stream.name} has run out of data")
                 return
-            logger.warning(f"Dataset {self._name} is being re-looped")
+            logger.warning(f"Dataset {self._stream.name} is being re-looped")
             self._row = 0
             if not isinstance(self.rows, Dataset):
                 self.rows.set_epoch(self.rows.epoch + 1)
 
     def state_dict(self) -> dict:
-        state = {"token_buffer": list(self._tokens)}  # a copy: the list grows while another thread sends the state
+        # A copy of the tokens: the list grows while another thread sends the state.
+        state = {"samples": self.samples, "token_buffer": list(self._tokens)}
         if isinstance(self.rows, Dataset):
             return state | {"sample_idx": self._row}
         return state | {"data": self._resumed or self.rows.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
-        self._tokens = list(state["token_buffer"])
+        self.samples, self._tokens = state["samples"], list(state["token_buffer"])
         if isinstance(self.rows, Dataset):
             self._row = state["sample_idx"]
             return
@@ -159,7 +219,7 @@ def _open(
     rows = hold_out(rows, data.text_key, share, held_out=is_validation)
     stream = Stream(rows, StreamedText(data.text_key, path), tokenizer, settings.seq_len, rank, infinite)
     # Every worker reads files of its own. An endless loop over a stream without any would never end.
-    workers, files = settings.dataloader.num_workers, stream.rows.num_shards
+    workers, files = settings.dataloader.num_workers, stream.lane(rank[0]).rows.num_shards
     if workers > files and not (is_validation and share):
         raise ConfigError(
             f"{section}.dataloader.num_workers = {workers}: a data-parallel rank reads {files} file(s) of this stream, "

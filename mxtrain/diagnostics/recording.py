@@ -25,7 +25,6 @@ from dataclasses import replace
 from functools import lru_cache, partial, reduce
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -45,6 +44,7 @@ from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, compute_dtype
 from mxtrain.parallel.initial_weights import plain_name
+from mxtrain.ranks import gather, is_first
 
 FQNS = "mxnorm.diagnostics.fqns"
 NORM, EXPERTS, ROUTER = "norm", "experts", "router"
@@ -163,12 +163,8 @@ class Numerics:
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the last recording over all processes, by their keys; empty except on rank 0."""
-        own = numbers(self._found)
-        of_ranks = [own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            of_ranks = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(own, of_ranks)
-        return {} if of_ranks is None else figures_of(of_ranks)
+        of_ranks = gather(numbers(self._found))
+        return figures_of(of_ranks) if is_first() else {}
 
     def _is_new(self, fqn: str) -> bool:
         """Whether this is a module's first forward: not another chunk, nor one that checkpointing repeats."""

@@ -13,12 +13,15 @@ takes the largest for all. So weights that vLLM joins get one tensor scale: thei
 which leaves every product of the scales, and every code, unchanged. Where E4M3 cannot hold such a block scale, or where
 one of the weights trained in another format, all of them are written as values. These are the values that training
 multiplied, and bf16 holds them exactly. The same goes for the output head, which vLLM reads in high precision only.
+
+All experts of a layer have one scheme in vLLM (``get_moe_method`` in compressed_tensors_moe.py), and w1 and w3 of each
+expert one tensor scale. If those of one expert cannot, all experts of the layer are written as values.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +44,24 @@ from mxtrain.recipes.recipe import LinearRecipe, Recipe
 
 FORMATS = ("hf", *LAYOUTS)
 # Linears of a block that vLLM joins into one, by their names in TorchTitan and in the order of its parameters.
-JOINED = (("attention.wq", "attention.wk", "attention.wv"), ("feed_forward.w1", "feed_forward.w3"))
+JOINED = (
+    ("attention.wq", "attention.wk", "attention.wv"),
+    ("attention.wq_a", "attention.wkv_a"),
+    ("feed_forward.w1", "feed_forward.w3"),
+    ("moe.shared_experts.w1", "moe.shared_experts.w3"),
+    ("moe.experts.w1", "moe.experts.w2", "moe.experts.w3"),
+)
 EMBEDDING, LAST_NORM, HEAD = "tok_embeddings", "norm", "lm_head"
 # Norm of a block -> the parameters that take its result, by their names in TorchTitan. Experts stack their weights, and
 # the router's gate is a linear, too. Qwen3's norms of queries and keys feed no linear.
 FEEDS = {
-    "attention_norm": r"attention\.w[qkv]\.weight",
-    "ffn_norm": r"feed_forward\.w[13]\.weight|moe\.experts\.w[13]|moe\.router\.gate\.weight",
+    "attention_norm": r"attention\.(w[qkv]|wq_a|wkv_a)\.weight",
+    "attention.q_norm": r"attention\.wq_b\.weight",
+    "attention.kv_norm": r"attention\.wkv_b\.weight",
+    "ffn_norm": r"(feed_forward|moe\.shared_experts)\.w[13]\.weight|moe\.experts\.w[13]|moe\.router\.gate\.weight",
 }
+GATE, BIAS = ".router.gate.weight", ".expert_bias"
+"""Ends of the names of a router's parameters. The bias stays in fp32, because its steps are small beside it"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,10 @@ class Trained:
     weights: Mapping[str, torch.Tensor]
     """The weights, each read when it is asked for"""
     recipes: Mapping[str, LinearRecipe | None]
-    """Every linear, such as "layers.0.attention.wq" -> its recipe; None in high precision"""
+    """
+    Every linear, such as "layers.0.attention.wq", and stacked weights of experts, such as "layers.0.moe.experts.w1" ->
+    the recipe; None in high precision
+    """
     merged_norms: frozenset[str]
     """The norms whose gain training folded into the next weights: the MXNorms of this step"""
     weight_dtype: torch.dtype
@@ -104,8 +120,9 @@ class Exporter:
         """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
         weight, recipe = self._weight(fqn), self._recipes.get(fqn)
         if recipe is None:
-            return weight.to(self.dtype)
-        return Codes.cast(weight, recipe).values(torch.float32)
+            return weight.to(self._dtype(fqn))
+        values = [Codes.cast(matrix, recipe).values(torch.float32) for matrix in _matrices(weight)]
+        return values[0] if weight.ndim == 2 else torch.stack(values)
 
     def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
@@ -130,6 +147,8 @@ class Exporter:
             generation = {name: value for name, value in ids.items() if value is not None} | generation
         else:
             notes.append(f"the export has no tokenizer: {tokenizer / TOKENIZER_FILES[0]} is missing")
+        if self._model.shape.model_type == "llama4_text":  # vLLM does not read this field of config.json
+            generation = {"attn_temperature_tuning": False} | generation
         dtype = str(self.dtype).removeprefix("torch.")
         config = config_json(self._model.shape, dtype, generation) | self.quantization()
         for name, content in {CONFIG_FILE: config, GENERATION_FILE: generation}.items():
@@ -141,10 +160,16 @@ class Exporter:
         for fqn, parameter in self._model.parameters.items():
             if not parameter.names:
                 continue
+            if parameter.fused and self._layout is None:
+                fused = [name for name, other in self._model.parameters.items() if other.fused == parameter.fused]
+                if fqn == fused[-1]:
+                    whole = torch.cat([self._weight(name) for name in fused], 1)
+                    yield parameter.fused, whole.transpose(1, 2).to(self.dtype)
+                continue
             if fqn not in self._recipes:
                 yield from self._plain(fqn)
             else:
-                joined = joined_with(fqn)
+                joined = [member for member in joined_with(fqn) if member in self._model.parameters]
                 in_format = [member for member in joined if member in self._recipes]
                 if fqn == in_format[-1]:
                     yield from self._quantized(in_format, is_whole=len(in_format) == len(joined))
@@ -173,30 +198,48 @@ class Exporter:
 
     def _plain(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a parameter in high precision."""
-        weight, parameter = self._weight(fqn), self._model.parameters[fqn]
+        parameters, shape = self._model.parameters, self._model.shape
+        weight, parameter = self._weight(fqn), parameters[fqn]
         weight = weight if parameter.order is None else weight[parameter.order]
-        parts = weight.unbind() if weight.ndim == 3 else [weight]  # experts are stacked
-        for name, part in zip(parameter.names, parts, strict=True):
+        for name, part in zip(parameter.names, _matrices(weight), strict=True):
             if part.ndim == 2 and not fqn.startswith(EMBEDDING):
                 self._ignored.append(name.removesuffix(".weight"))
-            yield name, part.to(self.dtype)
+            yield name, part.to(self._dtype(fqn))
+        if fqn.endswith(GATE) and shape.model_type == "deepseek_v3" and fqn.replace(GATE, BIAS) not in parameters:
+            yield name.replace(".weight", ".e_score_correction_bias"), torch.zeros(len(weight))
+
+    def _dtype(self, fqn: str) -> torch.dtype:
+        return torch.float32 if fqn.endswith(BIAS) else self.dtype
 
     def _quantized(self, fqns: list[str], is_whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of linears that vLLM joins; ``is_whole``: all of these are in the format."""
-        codes = {self._model.parameters[fqn].names[0].removesuffix(".weight"): self._codes(fqn) for fqn in fqns}
-        unified = with_one_tensor_scale([*codes.values()]) if is_whole and HEAD not in codes else None
-        if unified is None:  # vLLM cannot read them in the block format
-            self._ignored += codes
-            yield from ((f"{linear}.weight", own.values(self.dtype)) for linear, own in codes.items())
-            return
-        for linear, own in zip(codes, unified, strict=True):
-            yield from own.tensors(linear).items()
+        codes = [self._codes(fqn) for fqn in fqns]
+        if len(self._model.parameters[fqns[0]].shape) == 3:  # of each expert, vLLM joins w1 and w3
+            w1, w2, w3 = ([*own.items()] for own in codes)
+            matrices = [*map(dict, zip(w1, w3, strict=True)), *(dict([own]) for own in w2)]
+        else:
+            matrices = [{linear: own for part in codes for linear, own in part.items()}]
+        # vLLM's Llama 4 puts rows of codes of queries and keys into another order, but not those of their scales.
+        is_permuted = self._model.shape.model_type == "llama4_text" and ".attention.wq." in fqns[0]
+        readable = is_whole and HEAD not in matrices[0] and not is_permuted
+        unified = [with_one_tensor_scale([*matrix.values()]) if readable else None for matrix in matrices]
+        for matrix, own in zip(matrices, unified, strict=True):
+            if None in unified:  # vLLM cannot read them in the block format
+                self._ignored += matrix
+                yield from ((f"{linear}.weight", part.values(self.dtype)) for linear, part in matrix.items())
+            else:
+                for linear, part in zip(matrix, own, strict=True):
+                    yield from part.tensors(linear).items()
 
-    def _codes(self, fqn: str) -> Codes:
-        weight = self._weight(fqn)
+    def _codes(self, fqn: str) -> dict[str, Codes]:
+        """Return the codes of a linear, or of each expert, by their names."""
+        weight, parameter = self._weight(fqn), self._model.parameters[fqn]
         if not weight.isfinite().all():
             raise ConfigError(f"--format = {self._format!r}: {fqn} has values that are not finite")
-        return Codes.cast(weight, self._recipes[fqn]).rows(self._model.parameters[fqn].order)
+        return {
+            name.removesuffix(".weight"): Codes.cast(matrix, self._recipes[fqn]).rows(parameter.order)
+            for name, matrix in zip(parameter.names, _matrices(weight), strict=True)
+        }
 
     def _weight(self, fqn: str) -> torch.Tensor:
         """Return a parameter in fp32, with the gain before it folded, or ones for a gain that is folded.
@@ -211,7 +254,7 @@ class Exporter:
 
     def _read(self, fqn: str) -> torch.Tensor:
         weight = self._model.weights[fqn]
-        return weight.to(self._model.weight_dtype) if self._layout else weight
+        return weight.to(self._model.weight_dtype) if self._layout and not fqn.endswith(BIAS) else weight
 
     def _folds(self, norm: str, fold_gain: bool) -> bool:
         if self._layout is None:
@@ -224,7 +267,9 @@ class Exporter:
         """Return the fprop recipes of the weights that training cast to this format, by the parameters' names."""
         if self._layout is None:
             return {}
-        fprop = {f"{fqn}.weight": recipe and recipe.fprop for fqn, recipe in self._model.recipes.items()}
+        model = self._model
+        names = {fqn: fqn if fqn in model.parameters else f"{fqn}.weight" for fqn in model.recipes}
+        fprop = {names[fqn]: recipe and recipe.fprop for fqn, recipe in model.recipes.items()}
         formats = {fqn: recipe.format if recipe else None for fqn, recipe in fprop.items()}
         found = {fqn: fprop[fqn] for fqn, format in formats.items() if format == self._layout.block_format}
         if not found:
@@ -237,11 +282,16 @@ class Exporter:
         return found
 
 
+def _matrices(weight: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The weight itself, or those of the experts in [E, N, D]."""
+    return weight.unbind() if weight.ndim == 3 else [weight]
+
+
 def joined_with(fqn: str) -> list[str]:
     """Return the weights that vLLM joins with this one, itself included."""
-    found = re.fullmatch(r"(layers\.\d+)\.(.+)\.weight", fqn)
-    joined = next((linears for linears in JOINED if found and found[2] in linears), None)
-    return [fqn] if joined is None else [f"{found[1]}.{linear}.weight" for linear in joined]
+    found = re.fullmatch(r"(layers\.\d+)\.(.+?)(\.weight)?", fqn)
+    joined = next((names for names in JOINED if found and found[2] in names), None)
+    return [fqn] if joined is None else [f"{found[1]}.{name}{found[3] or ''}" for name in joined]
 
 
 def norm_before(fqn: str) -> str | None:

@@ -35,7 +35,7 @@ EXAMPLE = "asyncio/*.py"
 
 
 class ImportedWeights:
-    """The weights of a dense Hugging Face model as TorchTitan's parameters, read one at a time.
+    """The weights of a Hugging Face model as TorchTitan's parameters, read one at a time.
 
     Args:
         saved: the model's tensors.
@@ -49,7 +49,17 @@ class ImportedWeights:
         self._saved = saved
         self._places = places
         self.shapes = {fqn: place.shape for fqn, place in places.items()}
-        shapes = {place.names[0]: place.shape for place in places.values() if place.names}
+        shapes: dict[str, tuple[int, ...]] = {}
+        self._rows: dict[str, slice] = {}
+        """Name of every fused parameter -> its rows"""
+        for fqn, place in places.items():
+            if place.fused:
+                experts, rows, features = place.shape
+                start = shapes.get(place.fused, (0, 0, 0))[2]
+                self._rows[fqn] = slice(start, start + rows)
+                shapes[place.fused] = experts, features, start + rows
+            else:
+                shapes |= dict.fromkeys(place.names, place.shape[1:] if len(place.shape) == 3 else place.shape)
         saved.require(shapes, optional={HEAD: shapes[EMBEDDING]})
         self.count = sum(math.prod(shape) for shape in shapes.values())
         """Number of parameters. A weight with two names counts once"""
@@ -59,11 +69,15 @@ class ImportedWeights:
         place = self._places[fqn]
         if not place.names:  # the head, which has the embedding's weight
             return self._saved[EMBEDDING]
+        if place.fused:
+            return self._saved[place.fused].transpose(1, 2)[:, self._rows[fqn]].contiguous()
+        if len(place.shape) == 3:
+            return torch.stack([self._saved[name] for name in place.names])
         weight = self._saved[place.names[0]]
         return weight if place.order is None else weight[place.order.argsort()]
 
 
-def run_settings(config: Path | None, own: dict[str, object], positions: int, target: Path) -> dict:
+def run_settings(config: Path | None, own: dict[str, object], positions: int, target: Path, longer_than: int) -> dict:
     """Return the tables of the run's config.toml.
 
     Args:
@@ -71,6 +85,7 @@ def run_settings(config: Path | None, own: dict[str, object], positions: int, ta
         own: the settings that the model decides on, by full name.
         positions: the model's number of positions.
         target: the run's folder.
+        longer_than: the sequences of DEFAULTS get longer than this.
 
     Raises:
         ConfigError: the file says another model than the one that is imported.
@@ -80,7 +95,8 @@ def run_settings(config: Path | None, own: dict[str, object], positions: int, ta
         tables, given = DEFAULTS, {}
         own["training.dataset_path"] = str(Path(sysconfig.get_path("stdlib"), EXAMPLE))
         # TorchTitan refuses an odd length.
-        seq_len = own["training.seq_len"] = min(DEFAULTS["training"]["seq_len"], positions - positions % 2)
+        seq_len = max(DEFAULTS["training"]["seq_len"], 2 * longer_than)
+        seq_len = own["training.seq_len"] = min(seq_len, positions - positions % 2)
     else:
         settings = read_settings([f"--job.config_file={config}"])
         tables, given, seq_len = load_config(config), settings.given, settings["training.seq_len"]

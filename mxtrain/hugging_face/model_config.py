@@ -1,6 +1,7 @@
 """A model's shape, and the config.json that describes it to Hugging Face's transformers."""
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -14,19 +15,62 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in both files;
 REPORT_FILE = "mxtrain.json"
 """In the folder of an export: which run and checkpoint it holds, and its losses"""
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
-"""``model_type`` -> name of the class in transformers"""
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of transformers: what its config.json has besides the fields of ``ModelShape``."""
+
+    name: str
+    """The class"""
+    own: tuple[str, ...] = ()
+    """The fields in ``ModelShape.own``"""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Fields -> the only values that TorchTitan computes"""
+    scaling: str = "llama3"
+    """``rope_type`` of the scaled rotation"""
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", fixed={"mlp_bias": False}),
+    "qwen3": Architecture("Qwen3ForCausalLM", fixed={"use_sliding_window": False}),
+    "qwen3_moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        own=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3ForCausalLM",
+        own=(
+            *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+            *("first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+        ),
+        # transformers has no field for the first three. vLLM reads them.
+        fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
+        scaling="yarn",
+    ),
+    "llama4_text": Architecture(
+        "Llama4ForCausalLM",
+        own=(
+            *("intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step"),
+            *("moe_layers", "no_rope_layers"),
+        ),
+        fixed={"use_qk_norm": False, "attn_temperature_tuning": False, "attention_chunk_size": None},
+    ),
+}
+"""``model_type`` -> the model in transformers"""
 SUPPORTED = {
-    "model_type": ("llama", "qwen3"),
-    "rope_type": ("default", "llama3"),
+    "model_type": tuple(ARCHITECTURES),
     "hidden_act": ("silu",),
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "use_sliding_window": (None, False),
     "is_causal": (None, True),
     "quantization_config": (None,),
+    "attention_factor": (None,),
+    "truncate": (None, True),
 }
-"""Fields of config.json -> the values of models that can be imported. None stands for a missing field"""
+"""Fields of config.json and its rotary parameters -> the values that can be imported. None stands for no field"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +81,22 @@ class RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """DeepSeek's scaling of the rotary frequencies and of the attention, with the names of config.json."""
+
+    factor: float
+    original_max_position_embeddings: int
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling}
+"""``rope_type`` -> its parameters"""
 
 
 @dataclass(frozen=True)
@@ -53,14 +113,12 @@ class ModelShape:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | YarnScaling | None
     tie_word_embeddings: bool
     max_position_embeddings: int
     """Computes nothing, but ends what a user may ask for"""
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    norm_topk_prob: bool = False
+    own: Mapping[str, object] = field(default_factory=dict)
+    """The fields of this ``model_type`` alone"""
 
 
 FROM_CONFIG = (
@@ -77,8 +135,10 @@ class Parameter:
     shape: tuple[int, ...]
     names: tuple[str, ...]
     """One; one for each expert; or none for a parameter that Hugging Face does not have"""
-    order: torch.Tensor | None
+    order: torch.Tensor | None = None
     """int64 [N], the rows in Hugging Face's order; None if they keep their order"""
+    fused: str = ""
+    """The tensor [E, D, N] of a high-precision file that has all experts, transposed, perhaps beside others"""
 
 
 def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
@@ -87,29 +147,25 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
     ``dtype`` is that of the weights, such as "float32". The rotary parameters have the names of transformers 4, which
     transformers 5 and vLLM read, too.
     """
-    values = asdict(shape)
-    scaling = values.pop("rope_scaling")
-    if scaling is not None:
+    values, kind = asdict(shape), ARCHITECTURES[shape.model_type]
+    scaling, own = values.pop("rope_scaling"), values.pop("own")
+    if isinstance(shape.rope_scaling, RopeScaling):
         # transformers warns unless this number is below the positions. Frequencies depend on the ratios of three
         # numbers, so halving all of them changes no bit.
         original = before = shape.rope_scaling.original_max_position_embeddings
         while original >= shape.max_position_embeddings and original > 1:
             original //= 2
         factors = {name: scaling[name] * original / before for name in ("low_freq_factor", "high_freq_factor")}
-        scaling = {"rope_type": "llama3", **scaling, **factors, "original_max_position_embeddings": original}
-    if not shape.num_experts:
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
-            del values[name]
-    else:
-        values |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        scaling |= {**factors, "original_max_position_embeddings": original}
     return {
-        "architectures": [ARCHITECTURES[shape.model_type]],
+        "architectures": [kind.name],
         **values,
-        "rope_scaling": scaling,
+        **own,
+        "rope_scaling": scaling and {"rope_type": kind.scaling, **scaling},
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
-        **({"mlp_bias": False} if shape.model_type == "llama" else {"use_sliding_window": False}),
+        **kind.fixed,
         **{name: generation.get(name) for name in SPECIAL_IDS},
         "use_cache": True,
         "torch_dtype": dtype,
@@ -124,7 +180,7 @@ def read_generation(folder: Path) -> dict:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read the shape of a dense Llama or Qwen3 from config.json, as transformers reads it.
+    """Read a model's shape from config.json, as transformers reads it.
 
     Raises:
         ConfigError: transformers cannot read config.json, or TorchTitan does not compute such a model.
@@ -135,19 +191,26 @@ def read_shape(folder: Path) -> ModelShape:
     config = from_pretrained("AutoConfig", folder, where)
     # The names of transformers 5, which has the base among them, or of transformers 4.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {"rope_type": "default"}
-    for name, allowed in SUPPORTED.items():
-        value = rope.get(name) if name == "rope_type" else getattr(config, name, None)
+    kind = ARCHITECTURES.get(config.model_type, Architecture(""))
+    fixed = {name: (None, value) for name, value in kind.fixed.items()}
+    for name, allowed in {**SUPPORTED, "rope_type": ("default", kind.scaling), **fixed}.items():
+        value = rope[name] if name in rope else getattr(config, name, None)
         if value not in allowed:
-            choices = ", ".join(repr(choice) for choice in allowed if choice is not None) or "unquantized weights"
+            choices = ", ".join(repr(choice) for choice in allowed if choice is not None) or "models without it"
             raise ConfigError(
                 f"{where}: {name} = {repr(value)[:200]} in {CONFIG_FILE} is not supported; supported are: {choices}"
             )
     scaling = None
-    if rope["rope_type"] == "llama3" and rope["factor"] != 1:
-        scaling = RopeScaling(*(field.type(rope[field.name]) for field in fields(RopeScaling)))
-    sizes = {name: getattr(config, name) for name in FROM_CONFIG}
+    if rope["rope_type"] == kind.scaling and rope["factor"] != 1:
+        kinds = {field.name: field.type for field in fields(SCALINGS[kind.scaling])}
+        given = {name: kinds[name](value) for name, value in rope.items() if name in kinds and value is not None}
+        scaling = SCALINGS[kind.scaling](**given)
+    sizes = {name: getattr(config, name, None) for name in FROM_CONFIG}
+    sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
+    own = {name: getattr(config, name) for name in kind.own}
     theta = rope.get("rope_theta") or config.rope_theta
-    for name, value in {**sizes, "rope_theta": theta}.items():
+    for name, value in {**sizes, **own, "rope_theta": theta}.items():
         if isinstance(value, int) and value >= 2**31:
             raise ConfigError(f"{where}: {name} = {str(value)[:20]} in {CONFIG_FILE} is too large")
-    return ModelShape(**sizes, rms_norm_eps=float(config.rms_norm_eps), rope_theta=float(theta), rope_scaling=scaling)
+    eps, theta = float(config.rms_norm_eps), float(theta)
+    return ModelShape(**sizes, rms_norm_eps=eps, rope_theta=theta, rope_scaling=scaling, own=own)

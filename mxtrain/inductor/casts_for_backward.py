@@ -17,22 +17,18 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
+import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
 from mxtrain.inductor.nodes import that_depend_on_tangents
 from mxtrain.inductor.pointwise import Chain
-from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.reference.swiglu import swiglu
-
-if HAS_TRITON:
-    # These modules register the operations.
-    import mxtrain.kernels.mxfp8.cast
-    import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
 
 ours = torch.ops.mxtrain
 
 
 def compute_casts_in_backward(graph: Graph) -> None:
     """Mark the casts that the backward uses, and the SwiGLU before them, to be computed there."""
-    if not HAS_TRITON or any("recompute" in node.meta for node in graph.nodes):
+    if any("recompute" in node.meta for node in graph.nodes):
         return
     casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default}
     backward = that_depend_on_tangents(graph)
@@ -63,13 +59,10 @@ def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:
 def _is_read_by(node: Node, readers: set[Node]) -> bool:
     """Whether ``readers`` read results of a call or views of them."""
     return any(
-        user in readers or ((user.target is operator.getitem or _is_view(user)) and _is_read_by(user, readers))
+        user in readers
+        or ((user.target is operator.getitem or getattr(user.target, "is_view", False)) and _is_read_by(user, readers))
         for user in node.users
     )
-
-
-def _is_view(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
 def _swiglu_before(cast: Node) -> set[Node]:

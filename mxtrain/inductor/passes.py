@@ -9,19 +9,16 @@ from torch.fx import Graph
 
 from mxtrain.inductor.casts_for_backward import compute_casts_in_backward
 from mxtrain.inductor.complex_products import split_complex_products
+from mxtrain.inductor.launches import launch_from_graphs
 from mxtrain.inductor.residual_add import fuse_residual_add
 from mxtrain.inductor.rounding import fuse_rounding
 from mxtrain.inductor.swiglu import fuse_swiglu
-from mxtrain.ops.hardware import HAS_TRITON
-
-if HAS_TRITON:
-    from mxtrain.inductor.launches import launch_from_graphs
 
 JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
 and backward"""
 
-POST_GRAD = (fuse_residual_add, fuse_rounding, *((launch_from_graphs,) if HAS_TRITON else ()))
+POST_GRAD = (fuse_residual_add, fuse_rounding, launch_from_graphs)
 """Functions with the same signature, called on forward graphs and on backward graphs after Inductor's own passes"""
 
 PASSES = {"joint_custom_pre_pass": JOINT, "post_grad_custom_post_pass": POST_GRAD}

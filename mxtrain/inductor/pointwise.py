@@ -91,15 +91,8 @@ def _is_pointwise(node: Node) -> bool:
         return False
     if torch.Tag.pointwise not in node.target.tags and node.target not in _CONVERSIONS:
         return False
-    mine = node.meta.get("val")
-    return (
-        isinstance(mine, torch.Tensor)
-        and mine.dtype in _DTYPES
-        and all(_is_like(n.meta.get("val"), mine) for n in node.all_input_nodes)
-    )
-
-
-def _is_like(value: object, mine: torch.Tensor) -> bool:
-    """Whether ``value`` is a tensor of floating-point numbers with the shape of ``mine``, not a vector."""
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return is_float and value.ndim > 1 and value.shape == mine.shape
+    mine, *inputs = (n.meta.get("val") for n in (node, *node.all_input_nodes))
+    if not isinstance(mine, torch.Tensor) or mine.dtype not in _DTYPES:
+        return False
+    floats = [value for value in inputs if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return len(floats) == len(inputs) and all(value.ndim > 1 and value.shape == mine.shape for value in floats)

@@ -28,11 +28,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+import mxtrain.kernels.mxnorm  # noqa: F401  # registers the operations
 from mxtrain.inductor.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
-from mxtrain.ops.hardware import HAS_TRITON
-
-if HAS_TRITON:
-    import mxtrain.kernels.mxnorm  # noqa: F401  # registers the operations
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -40,8 +37,6 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 def fuse_residual_add(graph: Graph) -> None:
     """Let the kernel of every MXNorm compute the sum that it normalizes, where the kernel can."""
-    if not HAS_TRITON:
-        return
     # The operation is f(x, residual, *settings) -> [..., total], where total is x + residual in the dtype of x.
     for norm in list(graph.find_nodes(op="call_function", target=ours.mxnorm_cast.default)):
         total = without_views(norm.args[0])
@@ -61,7 +56,7 @@ def _x_and_residual(total: Node) -> tuple[Node, Node] | None:
     if not all(isinstance(each, Node) and _has_shape_of(each, total) for each in total.args):
         return None
     one, other = map(_without_widening, total.args)
-    if not all(_is_input_of_kernels(each) and _is_in_memory(each) for each in (one, other)):
+    if not all(map(_is_in_memory, (one, other))):
         return None
     for x, residual in ((one, other), (other, one)):
         if x.meta["val"].dtype == total.meta["val"].dtype:
@@ -95,13 +90,11 @@ def _without_widening(node: Node) -> Node:
     return node
 
 
-def _is_input_of_kernels(node: Node) -> bool:
-    value = node.meta["val"]
-    return value.dtype in _DTYPES and value.is_contiguous()
-
-
 def _is_in_memory(node: Node) -> bool:
-    """Whether Inductor stores the result of ``node`` in any case, because it cannot compute it inside every user."""
+    """Whether the kernel takes the result of ``node``, and Inductor stores it: it cannot compute it in every user."""
+    value = node.meta["val"]
+    if value.dtype not in _DTYPES or not value.is_contiguous():
+        return False
     return not _is_fusible(node) or not all(map(_is_fusible, final_users(node)))
 
 

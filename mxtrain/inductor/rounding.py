@@ -16,20 +16,14 @@ rounds them, so nothing would be saved. The same holds where something else read
 import torch
 from torch.fx import Graph, Node
 
+import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operation
 from mxtrain.inductor.nodes import CONVERT, VIEWS, as_matrix, describe_call
-from mxtrain.ops.hardware import HAS_TRITON
-
-if HAS_TRITON:
-    # This module registers the operation.
-    import mxtrain.kernels.mxfp8.cast  # noqa: F401
 
 ours = torch.ops.mxtrain
 
 
 def fuse_rounding(graph: Graph) -> None:
     """Let MXFP8 casts read fp32 gradients instead of their bf16 copies."""
-    if not HAS_TRITON:
-        return
     for cast in list(graph.find_nodes(op="call_function", target=ours.cast.default)):
         parts, axis, row_factor, column_factor, order, _, *others = cast.args
         source = _before_rounding(parts[0], cast) if len(parts) == 1 else None

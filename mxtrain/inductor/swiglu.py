@@ -20,16 +20,12 @@ import torch
 from torch._inductor import config
 from torch.fx import Graph, Node
 
+import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
+import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401
 from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
 from mxtrain.inductor.pointwise import Chain
-from mxtrain.ops.hardware import HAS_TRITON
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.reference.swiglu import swiglu, swiglu_backward
-
-if HAS_TRITON:
-    # These modules register the operations.
-    import mxtrain.kernels.mxfp8.cast
-    import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -54,7 +50,7 @@ class _Gradient(NamedTuple):
 
 def fuse_swiglu(graph: Graph) -> None:
     """Replace SwiGLU and its gradients, where only MXFP8 casts use them, by kernels that write the casts."""
-    if not HAS_TRITON or config.emulate_precision_casts:
+    if config.emulate_precision_casts:
         return
     found = [match for parts, casts in _sources(graph).items() if (match := _match(parts, casts))]
     products = {(match.gate, match.factor): match for match in found if isinstance(match, _Product)}
@@ -162,10 +158,6 @@ def _match(parts: tuple[Node, ...], casts: list[Node]) -> _Product | _Gradient |
         factors = [node for node in chain.inputs if node is not gate]
         if len(factors) == 1 and chain.computes(swiglu, gate, *factors):
             return _Product(gate, *factors, casts)
-        if len(factors) == 2 and chain.computes(_dgate, gate, *factors):
+        if len(factors) == 2 and chain.computes(lambda gate, up, dh: swiglu_backward(dh, gate, up)[0], gate, *factors):
             return _Gradient(gate, frozenset(factors), casts)
     return None
-
-
-def _dgate(gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor) -> torch.Tensor:
-    return swiglu_backward(dh, gate, up)[0]

@@ -35,7 +35,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.ops.decompose_k import decompose_k_mm
 from mxtrain.ops.gemm import guarded_mm
-from mxtrain.ops.hardware import HAS_TRITON
 
 PRODUCTS = (
     torch.ops.aten._scaled_mm_v2.default,  # of codes and scales: mode "native"
@@ -46,7 +45,7 @@ PRODUCTS = (
 
 KEPT = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # so that a CPU keeps what a GPU keeps
-    *([torch.ops.mxtrain.nvfp4_amax.default] if HAS_TRITON else []),  # reads a whole matrix for the tensor scale
+    torch.ops.mxtrain.nvfp4_amax.default,  # reads a whole matrix for the tensor scale
 )
 """Operations whose results are always kept"""
 

@@ -104,8 +104,9 @@ class DrawsByName(TorchDispatchMode):
             with _seeded(weight_seed(self._seed, name, self._draws[name])):
                 result = self._fill(func, args, kwargs) if fills else func(*args, **kwargs)
             self._draws[name] += 1
-        if name:
-            self._remember(result, name)
+        for tensor in tree_leaves(result) if name else ():
+            if isinstance(tensor, torch.Tensor) and tensor not in self._names:
+                self._names[tensor] = name
         return result
 
     def _fill(self, func, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -121,11 +122,6 @@ class DrawsByName(TorchDispatchMode):
         else:
             tensor.copy_(full)
         return tensor
-
-    def _remember(self, result, name: str) -> None:
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor not in self._names:
-                self._names[tensor] = name
 
 
 @contextmanager

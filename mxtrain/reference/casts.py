@@ -4,49 +4,25 @@ This is the only file that imports torchao's prototype names, which move between
 release in the package's range. All scale arithmetic is torchao's own.
 """
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
 from mxtrain.recipes.formats import BlockFormat
 
-
-@contextlib.contextmanager
-def _only_errors(*names: str):
-    """Silence these loggers below the level of errors."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
-
-
 # On import, torchao warns of compiled extensions that do not fit this machine (we use none), and torch warns of how
 # torchao registers its enums. Users can do nothing about either.
-with _only_errors("torchao", "torch.utils._pytree"):
+with (
+    patch.object(logging.getLogger("torchao"), "disabled", True),
+    patch.object(logging.getLogger("torch.utils._pytree"), "disabled", True),
+):
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
-    from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
-
-__all__ = [
-    "at_least_fp32",
-    "cast",
-    "converted",
-    "dequantize",
-    "from_blocked",
-    "image",
-    "rounded_amax",
-    "rows_in_order",
-    "split_blocks",
-    "to_blocked",
-]
+    from torchao.prototype.mx_formats.utils import from_blocked as from_blocked
+    from torchao.prototype.mx_formats.utils import to_blocked as to_blocked
 
 _TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
 

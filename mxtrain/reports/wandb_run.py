@@ -74,7 +74,6 @@ class WandbLogger:
         folder: Path,
         attaches: bool = True,
         continued: EarlierRun | None = None,
-        tag: str | None = None,
     ):
         """Start wandb. Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
 
@@ -84,11 +83,10 @@ class WandbLogger:
             facts: of the run, as in run.json.
             folder: of the run, whose files are attached.
             continued: the wandb run so far, which this one continues unless the user has chosen another one.
-            tag: goes before the names of all metrics.
         """
         import wandb
 
-        self.tag, self.folder, self.attaches = tag, folder, attaches
+        self.folder, self.attaches = folder, attaches
         self.last_step, self.tokens_per_step, self.has_files, self.has_failed = 0, 0.0, False, False
         place.mkdir(parents=True, exist_ok=True)
         if any(os.environ.get(name) for name in USERS_CHOICES):
@@ -104,9 +102,9 @@ class WandbLogger:
             self.last_step = self.run.starting_step - 1 if self.run.resumed else continued.last_step
         # The sections of the job config keep their names.
         self.run.config.update({key: value for key, value in facts.items() if key not in job}, allow_val_change=True)
-        self.run.define_metric(self._key(TOKENS))
+        self.run.define_metric(TOKENS)
         for name in BY_TOKENS:
-            self.run.define_metric(self._key(name), step_metric=self._key(TOKENS))
+            self.run.define_metric(name, step_metric=TOKENS)
 
     def log(self, metrics: dict, step: int) -> None:
         if step <= self.last_step:
@@ -116,7 +114,7 @@ class WandbLogger:
         elif self.tokens_per_step:  # a validation
             metrics = {**metrics, TOKENS: round(self.tokens_per_step * step)}
         row = {wandb_key(name) if name.startswith(NUMERICS) else name: value for name, value in metrics.items()}
-        self._try(lambda: self.run.log({self._key(name): value for name, value in row.items()}, step=step))
+        self._try(lambda: self.run.log(row, step=step))
         if not self.has_files:  # all of them are there, and those that change later are attached again at the end
             self.has_files = True
             self._try(self._attach)
@@ -124,7 +122,7 @@ class WandbLogger:
     def log_event(self, step: int, text: str) -> None:
         """Log a text with a step, in the column "event"; the run's summary keeps the last one."""
         if step > self.last_step:
-            self._try(lambda: self.run.log({self._key("event"): text}, step=step))
+            self._try(lambda: self.run.log({"event": text}, step=step))
 
     def close(self) -> None:
         if self.attaches and not self.run.disabled:
@@ -137,9 +135,6 @@ class WandbLogger:
             logger.warning(f"wandb's server did not take everything in time; upload the rest with: wandb sync {place}")
         except Exception as error:
             self._warn(error)
-
-    def _key(self, name: str) -> str:
-        return name if self.tag is None else f"{self.tag}/{name}"
 
     def _draw(self) -> None:
         """Draw the loss curve and the figures of diagnostics, each if the run has any and they can be written."""

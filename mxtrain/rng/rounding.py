@@ -74,12 +74,7 @@ def set_rounding_chunk(chunk: int, chunks: int) -> None:
     Args:
         chunk: from 0 to ``chunks`` - 1.
         chunks: number of chunks of every microbatch.
-
-    Raises:
-        ValueError: as ``set_rounding_step``, and for a chunk that is not one of ``chunks``.
     """
-    if not 0 <= chunk < chunks:
-        raise ValueError(f"chunk = {chunk!r} is not an integer from 0 to {chunks - 1}")
     if _numbers:
         step, microbatch, rank = _numbers
         _set(step, microbatch * chunks + chunk, rank)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from itertools import chain
 
 from mxtrain.recipes.schedule import CHANGE_KEYS
 from mxtrain.settings.fields import Problems, Settings, raise_first, unknown
@@ -17,9 +18,7 @@ TITAN_QUANTIZING = "quantize."
 
 def check_settings(settings: Settings) -> None:
     """Raise ConfigError for settings that do not go together."""
-    raise_first(_problems(settings), settings)
-    raise_first(_without_effect(settings), settings)
-    raise_first(model_problems(settings), settings)
+    raise_first(chain(_problems(settings), _without_effect(settings), model_problems(settings)), settings)
     if quantizing_among(settings["model.converters"]):
         check_recipes(settings.values)
 

@@ -142,13 +142,6 @@ class Settings:
         """All values as attributes: ``values.training.steps``."""
         return _namespace(_nested({name: self[name] for name in self.known}))
 
-    def section(self, name: str) -> SimpleNamespace:
-        """The values of one table, as attributes."""
-        found = self.values
-        for part in name.split("."):
-            found = getattr(found, part)
-        return found
-
     def changed(self, name: str) -> bool:
         """Whether a value is another than the default."""
         return self[name] != self.known[name].default

@@ -28,6 +28,7 @@ PLACES = {
         **_LLAMA_ROPE,
         **_EXPERTS,
         **_SHARED_EXPERTS,
+        **_EXPORTED,
     },
     "qwen3": {
         **_COMMON,
@@ -44,18 +45,18 @@ PLACES = {
         **_same("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         **_EXPERTS,
         **_SHARED_EXPERTS,
+        **_EXPORTED,
     },
 }
 """Name of a model -> its settings in ``[model_args]`` -> the field of TorchTitan's model arguments ("" for none)"""
 
 
-def given_model_args(settings: Settings) -> dict[str, object]:
-    """Return the settings of ``[model_args]`` that are set, by their names without the table."""
-    return {name: value for name, value in vars(settings.section(SECTION)).items() if value is not None}
-
-
 def given_in(job_config) -> dict[str, object]:
-    """Return the settings of ``[model_args]`` that a job config gives."""
+    """Return the settings of ``[model_args]`` that are set, by their names without the table.
+
+    Args:
+        job_config: TorchTitan's job config, or ``Settings.values``.
+    """
     section = getattr(job_config, SECTION, None)  # plain -m torchtitan.train may declare other sections
     return {} if section is None else {name: value for name, value in vars(section).items() if value is not None}
 
@@ -63,7 +64,7 @@ def given_in(job_config) -> dict[str, object]:
 def model_problems(settings: Settings) -> Problems:
     """Settings of ``[model_args]`` that the model does not have."""
     s, model = settings.values, settings["model.name"]
-    for name in given_model_args(settings):
+    for name in given_in(s):
         if model not in PLACES:
             yield (
                 f"{SECTION}.{name}",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from mxtrain.errors import ConfigError
+from mxtrain.errors import errors_begin_with
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.recipes.schedule import (
@@ -28,11 +28,9 @@ def check_recipes(s) -> None:
 
     ``s`` has the values of a job that quantizes, as attributes.
     """
-    try:
+    with errors_begin_with("mxnorm."):
         recipe, _ = get_recipes(s.mxnorm.recipe, s.mxnorm.recipes, **switches_of(s.mxnorm))
         RMSEstimate.for_recipe(recipe.fprop, s.mxnorm.p, s.mxnorm.estimator)
-    except ConfigError as error:
-        raise ConfigError(f"mxnorm.{error}") from None
     schedule_of(s.mxnorm, s.training.steps)
     fallback_of(s.mxnorm, s.mxnorm.guard)
     converter, *_ = quantizing_among(s.model.converters)

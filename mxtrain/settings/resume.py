@@ -107,7 +107,7 @@ def checked_start(
 
     Arguments as for ``find_start``. Raises ConfigError as ``find_start`` and ``check_resume``.
     """
-    checkpoint = settings.section("checkpoint")
+    checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes, damaged)
     lines = check_resume(start, settings, processes)
     recorded = [line for line in lines if SETTING_CHANGES in line]
@@ -168,7 +168,7 @@ def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry,
 def _moved(before: Settings, now: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
     if not quantizing_among(now["model.converters"]) or before[SCHEDULE] != now[SCHEDULE]:
         return []
-    section = now.section("mxnorm")
+    section = now.values.mxnorm
     pairs = zip(*(schedule_of(section, settings["training.steps"]) for settings in (before, now)), strict=True)
     return [(old, new) for old, new in pairs if old != new]
 
@@ -244,7 +244,9 @@ def changes(before: Settings, now: Settings, batch_before: int | None, batch_now
             if old == -1:
                 continue
         rule = _rule_of_data(before, now) if field.resume is Resume.DATA else field.resume
-        if rule is not Resume.FREE and _differ(old, new):
+        # Of several names in a table that match a layer, the last one counts.
+        is_same = old == new and (not isinstance(old, dict) or list(old) == list(new))
+        if rule is not Resume.FREE and not is_same:
             found.append(SettingChange(name, old, new, rule is Resume.REFUSED))
     return found
 
@@ -257,12 +259,6 @@ def _rule_of_data(before: Settings, now: Settings) -> Resume:
     hashed = set(DATASETS) - {"hf"}
     is_hashed = all(s["data.prepared"] or s["training.dataset"] in hashed for s in (before, now))
     return Resume.FREE if is_hashed else Resume.REFUSED
-
-
-def _differ(old: object, new: object) -> bool:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return list(old.items()) != list(new.items())  # of several names that match a layer, the last one counts
-    return old != new
 
 
 def _as_checked(field: Field, value: object) -> object:

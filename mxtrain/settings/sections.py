@@ -240,7 +240,7 @@ class ModelArgs:
     rope_theta: FinitePositive | None = None
     """Base of the rotary frequencies"""
     rope_factor: FinitePositive | None = None
-    """Long rotary waves become so many times longer; 1 is no scaling in llama3"""
+    """Long rotary waves become so many times longer; 1 is no scaling"""
     rope_low_freq_factor: FinitePositive | None = None
     """Waves longer than rope_original_seq_len / this are scaled in full"""
     rope_high_freq_factor: FinitePositive | None = None
@@ -307,7 +307,7 @@ class Data:
     seed: NotNegative = 0
     """Seed of the order of the documents"""
     text_key: str = "text"
-    """Column or key of the text in JSONL, Parquet and Hugging Face datasets"""
+    """Column or key of the text in JSONL, Parquet, Arrow and Hugging Face datasets, or of token ids"""
     hf_config: str | None = None
     """
     "hf": configuration of the dataset, such as "en" for allenai/c4

@@ -24,8 +24,7 @@ if TYPE_CHECKING or RELEASE == "v03":
 
         use_single_exchanges()
 else:
-    from mxtrain.titan.v02.models.train_specs import with_mxtrain
-    from mxtrain.titan.v02.register import register
+    from mxtrain.titan.v02.models.train_specs import register, with_mxtrain
 
     register()
 

@@ -12,7 +12,7 @@ from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import GRAPHS, allow_graphs, attach_schedule
 from mxtrain.diagnostics.recording import check_patterns
-from mxtrain.errors import ConfigError, setting_in
+from mxtrain.errors import ConfigError, errors_begin_with, setting_in
 from mxtrain.nn.ready_weights import note_norms
 from mxtrain.ops.gemm import sum_bf16_products_in_fp32
 from mxtrain.ops.hardware import mode_reason, resolve_mode
@@ -30,10 +30,8 @@ _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
 
 def _mode_of(converter) -> str:
-    try:
+    with errors_begin_with("mxnorm."):
         return resolve_mode(converter.mode, utils.device_type)
-    except ConfigError as error:
-        raise ConfigError(f"mxnorm.{error}") from None
 
 
 def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:

@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import re
-import resource
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,47 +44,23 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-class CpuDevice:
-    """The functions of ``torch.cuda`` that TorchTitan calls. Memory is the process's resident set."""
-
-    @staticmethod
-    def set_device(device) -> None:
-        pass
-
-    @staticmethod
-    def current_device() -> int:
-        return 0
-
-    @staticmethod
-    def synchronize(device=None) -> None:
-        pass
-
-    @staticmethod
-    def empty_cache() -> None:
-        pass
-
-    @staticmethod
-    def get_device_name(device=None) -> str:
-        return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-
-    @staticmethod
-    def get_device_properties(device=None) -> SimpleNamespace:
-        return SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-    @staticmethod
-    def memory_stats(device=None) -> dict[str, int]:
-        """Peak resident set in bytes, under the names of the CUDA allocator's statistics."""
-        peak = _peak_resident_bytes()
-        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
-
-    @staticmethod
-    def reset_peak_memory_stats(device=None) -> None:
-        """Do nothing: ``memory_stats`` reports the peak since the process started."""
+def _memory_stats(device=None) -> dict[str, int]:
+    """Peak resident set in bytes since the process started, under the names of the CUDA allocator's statistics."""
+    # ``ru_maxrss`` would include the parent process's peak.
+    peak = int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
 
-def _peak_resident_bytes() -> int:
-    """Return this process's peak resident set. On Linux ``ru_maxrss`` would include the parent process's peak."""
-    status = Path("/proc/self/status")
-    if not status.exists():  # macOS, where ru_maxrss is in bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(re.search(r"VmHWM:\s*(\d+)", status.read_text())[1]) * 1024
+CpuDevice = SimpleNamespace(
+    set_device=lambda device: None,
+    current_device=lambda: 0,
+    synchronize=lambda device=None: None,
+    empty_cache=lambda: None,
+    get_device_name=lambda device=None: f"CPU ({platform.machine()}, {os.cpu_count()} cores)",
+    get_device_properties=lambda device=None: SimpleNamespace(
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ),
+    memory_stats=_memory_stats,
+    reset_peak_memory_stats=lambda device=None: None,
+)
+"""The functions of ``torch.cuda`` that TorchTitan calls"""

@@ -57,9 +57,7 @@ def _require_fitting_tokenizer(folder: Path, job_config, setting: str) -> None:
         )
 
 
-def build_dataloader(
-    dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, job_config, infinite: bool = True
-) -> RunLoader:
+def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, job_config) -> RunLoader:
     """Return the training data loader of one rank. A batch is ({"input": int64 [B, S]}, labels int64 [B, S]).
 
     Rank 0 keeps the identity of the data and the tokenizer in the run's folder.
@@ -68,22 +66,22 @@ def build_dataloader(
     checkpoints of other data.
     """
     training, rank = job_config.training, (dp_rank, dp_world_size)
-    name, prepared, shows = training.dataset, prepare_from_job(job_config), is_first() and infinite
+    name, prepared = training.dataset, prepare_from_job(job_config)
     data = RunData(job_config, prepared)
     _on_first_rank(data.keep)
-    if shows:
+    if is_first():
         note(f"text: {prepared.report.line}")
     if name == "hf":
-        dataset, version = training_stream(job_config, tokenizer, rank, infinite)
+        dataset, version = training_stream(job_config, tokenizer, rank, infinite=True)
         if version:
             _on_first_rank(data.keep_facts, stream_version=version)
     elif name in DATASETS:
-        dataset = TokenDataset(prepared.train, training, rank, job_config.data.seed, infinite)
-        if shows:
+        dataset = TokenDataset(prepared.train, training, rank, job_config.data.seed)
+        if is_first():
             _note_epochs(training, dataset.chunks, dp_world_size)
     else:
         rows, text_of = _titan_rows(name, training.dataset_path)
-        dataset = Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite, name)
+        dataset = Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite=True, name=name)
     return RunLoader(dataset, rank, training, data)
 
 

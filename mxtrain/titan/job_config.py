@@ -13,8 +13,6 @@ from mxtrain.settings.sections import JobConfig
 from mxtrain.titan.check_job import check_model
 from mxtrain.titan.engine import engine
 
-__all__ = ["JobConfig", "job_config_of", "parse_job_config"]
-
 
 def parse_job_config(args: list[str]):
     """Parse command-line arguments into TorchTitan's job config, and check it.

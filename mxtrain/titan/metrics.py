@@ -51,7 +51,7 @@ class Loggers(LoggerContainer):
         super().log({name: value for name, value in metrics.items() if name not in names}, step)
 
 
-def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None) -> MetricsProcessor:
+def build_metrics_processor(job_config, parallel_dims, model_args=None) -> MetricsProcessor:
     """Build TorchTitan's ``MetricsProcessor`` with the loggers of the job config and mxtrain's own.
 
     Rank 0 also writes ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers
@@ -73,14 +73,14 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None, tag=None
         steps_done = resumed_step(folder, checkpoint)
         earlier = earlier_run(folder) if steps_done > 0 else None
 
-    processor = engine().metrics_processor(job_config, parallel_dims, tag)
+    processor = engine().metrics_processor(job_config, parallel_dims)
     loggers = Loggers()
     loggers.unknown = _unknown(job_config, processor.gpu_peak_flops)
     loggers.add_logger(processor.logger)  # TensorBoard's
     processor.logger = loggers
     facts = run_facts(job_config) if is_first or wants_wandb else {}
     if wants_wandb:
-        _add_wandb(loggers, job_config, dict(facts), is_first, earlier, tag)
+        _add_wandb(loggers, job_config, dict(facts), is_first, earlier)
     if is_first:
         facts["wandb"] = wandb_facts(loggers.to_wandb and loggers.to_wandb.run, folder)
         if loggers.to_wandb is not None:
@@ -111,13 +111,13 @@ def require_plain_recipes(job_config) -> None:
         raise ConfigError("mxnorm.schedule and mxnorm.guard need mxtrain's trainer: train with -m mxtrain.train")
 
 
-def _add_wandb(loggers: Loggers, job_config, facts: dict, is_first: bool, earlier, tag: str | None) -> None:
+def _add_wandb(loggers: Loggers, job_config, facts: dict, is_first: bool, earlier) -> None:
     folder, section = Path(job_config.job.dump_folder), job_config.metrics
     place = folder / section.save_tb_folder / f"{datetime.now():%Y%m%d-%H%M}"
     if section.save_for_all_ranks:
         place /= f"rank_{torch.distributed.get_rank()}"
     try:
-        to_wandb = WandbLogger(place, job_config.to_dict(), section, facts, folder, is_first, earlier, tag)
+        to_wandb = WandbLogger(place, job_config.to_dict(), section, facts, folder, is_first, earlier)
     except Exception as error:  # wandb's, for wrong settings of wandb
         logger.warning(
             f"wandb did not start: {first_line(error)}; training continues without it; metrics are in metrics.jsonl"

@@ -1,8 +1,11 @@
-"""Stages of pipelines in which passes that find out shapes do not count as training."""
+"""Stages of pipelines in which passes that find out shapes do not count as training, and the loss of the last stage."""
 
 from contextlib import ExitStack
 
+import torch
+import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from mxtrain.nn.buffers import kept_buffers
 from mxtrain.rng.rounding import set_rounding_chunk
@@ -46,3 +49,19 @@ class Stage(PipelineStage):
         super()._post_metadata_inference_cleanup()
         # Only now: the backward of a pass still needs the buffers of its forward.
         self._kept.close()
+
+
+def loss_of_last_stage(
+    losses: list[torch.Tensor] | None, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor:
+    """The sum of the losses of all chunks, fp32 [], on all ranks of a pipeline, ``group``.
+
+    Args:
+        losses: of this rank's last stage; None on ranks of other stages.
+    """
+    total = torch.zeros((), device=device)
+    if losses is not None:
+        own = torch.stack(losses).detach().sum()
+        total += (own.full_tensor() if isinstance(own, DTensor) else own).to(device)  # with loss parallel a DTensor
+    dist.all_reduce(total, group=group)  # adds zeros, and 0 + NaN is NaN
+    return total

@@ -127,11 +127,6 @@ def _ways_out(job_config) -> str:
     )
 
 
-def main(args: list[str], verbose: bool) -> None:
-    """Run ``train`` in a worker process and exit."""
-    sys.exit(work(args, verbose))
-
-
 def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> int:
     """Run ``train`` and return the exit status. An error of the user's run is one line on stderr, no traceback.
 

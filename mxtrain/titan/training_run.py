@@ -10,7 +10,7 @@ import torch
 
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
-from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer
+from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE
 from mxtrain.checkpoints.ending import (
     STOP,
     LossWatch,
@@ -39,15 +39,8 @@ from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
-from mxtrain.titan.pinned_memory import KeptStager
 from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
-
-
-class RunCheckpointer(Checkpointer):
-    """mxtrain's checkpoint manager, with the memory of asynchronous saves kept."""
-
-    make_stager = KeptStager
 
 
 class TrainingRun:
@@ -74,7 +67,17 @@ class TrainingRun:
         torch.utils.deterministic.fill_uninitialized_memory = False
         self._build()
         self.checkpointer.start = self._start
-        self.checkpointer.run = _manifest(job_config, settings, self.dataloader)
+        self.checkpointer.run = Manifest(
+            step=0,
+            holds_trainer=False,
+            files={},
+            settings=resolved_settings(job_config),
+            defaults=kept_defaults(settings.known),
+            versions=package_versions(),
+            # A model of the user's may have its own loader.
+            tokenizer_sha256=getattr(self.dataloader, "tokenizer_sha256", None),
+            processes=torch.distributed.get_world_size(),
+        )
         self.checkpointer.may_save = self._is_finite
         # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
         self.checkpointer.before_save = partial(sync_file, Path(job_config.job.dump_folder) / METRICS_FILE)
@@ -256,17 +259,3 @@ class TrainingRun:
         found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
         if found and self._is_finite(step):
             self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))
-
-
-def _manifest(job_config, settings: Settings, dataloader) -> Manifest:
-    """Return what the manifests of all checkpoints of a run have in common."""
-    return Manifest(
-        step=0,
-        holds_trainer=False,
-        files={},
-        settings=resolved_settings(job_config),
-        defaults=kept_defaults(settings.known),
-        versions=package_versions(),
-        tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
-        processes=torch.distributed.get_world_size(),
-    )

@@ -209,11 +209,12 @@ def test_workers_let_memory_segments_grow_unless_the_user_has_set_the_allocator(
 
     found, environment = [], {given: "max_split_size_mb:512"} if given else {}
     monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr("mxtrain.titan.train.main", lambda *_: found.append(dict(environment)))
+    monkeypatch.setattr("mxtrain.titan.train.work", lambda *_: found.append(dict(environment)))
     monkeypatch.setattr("mxtrain.launched.end_with_launcher", lambda: None)
     monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    runpy.run_module("mxtrain.train", run_name="__main__")
+    with pytest.raises(SystemExit):
+        runpy.run_module("mxtrain.train", run_name="__main__")
     assert found == [environment if given else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}]
 
 

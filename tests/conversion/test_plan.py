@@ -13,15 +13,10 @@ from mxtrain.conversion.converters import CONVERTERS, get_converter
 from mxtrain.conversion.forward_pass import Uses
 from mxtrain.conversion.layers import LinearFacts
 from mxtrain.conversion.norms import NormFacts
-from mxtrain.conversion.plan import (
-    Plan,
-    ToDecomposeKRouter,
-    ToFusedNorm,
-    ToMXNorm,
-    ToQuantizedLinear,
-)
+from mxtrain.conversion.plan import Plan, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import WeightFacts
+from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.ops.hardware import default_device_type, resolve_mode
@@ -64,9 +59,9 @@ def test_a_norm_and_the_linears_it_feeds():
     result = plan(block(), p=1, eps=1e-3, mode="emulated", seed=7)
     assert result.swaps == {
         "norm": ToMXNorm(NORM, ("wq", "wk"), 1, "pre_round", 1e-3, recipe, "emulated", 7, True),
-        "wq": ToQuantizedLinear(MXNormLinear, recipe, "emulated", 7),
-        "wk": ToQuantizedLinear(MXNormLinear, recipe, "emulated", 7),
-        "wo": ToQuantizedLinear(MXLinear, recipe, "emulated", 7),
+        "wq": ToQuantized(MXNormLinear, recipe, "emulated", 7),
+        "wk": ToQuantized(MXNormLinear, recipe, "emulated", 7),
+        "wo": ToQuantized(MXLinear, recipe, "emulated", 7),
     }
     assert result.skipped == {"output": "is the output head"}
     assert (result.norms, result.linears) == ({"norm": ["wq", "wk"]}, ["wo"])
@@ -161,7 +156,7 @@ def test_norms_and_gates():
     survey = block(linears=("gate", "own"))
     gates = {"gate": replace(LINEAR, is_gate=True), "own": replace(LINEAR, is_gate=True, is_plain=False, kind="Mine")}
     result = plan(replace(survey, linears=gates), "decompose_k_router")
-    assert result.swaps == {"gate": ToDecomposeKRouter()} and result.skipped == {"own": "is a Mine"}
+    assert result.swaps == {"gate": ToRouter(DecomposeKRouter)} and result.skipped == {"own": "is a Mine"}
 
 
 def test_both_kinds_of_norms():

@@ -59,7 +59,7 @@ FILES = [
         "mixes formats (1 .txt, 1 .jsonl); select one with a glob such as '**/*.jsonl'",
     ),
     ({"a.txt": b"caf\xe9 au lait"}, "a.txt", {}, "cannot read {path} as text: 'utf-8' codec can't decode"),
-    ({"a.arrow": b"\xff" * 4}, "a.arrow", {}, "; formats are .jsonl, .ndjson, .json, .parquet and UTF-8 text, all but"),
+    ({"a.doc": b"\xff" * 4}, "a.doc", {}, "; formats are .jsonl, .ndjson, .json, .parquet, .arrow, .bin, .idx and"),
     ({"a.gz": gzip.compress(GOOD * 999)[:40]}, "a.gz", {}, "cannot read {path} as text: Compressed file ended"),
     ({"a.bz2": bz2.compress(GOOD)[:20]}, "a.bz2", {}, "cannot read {path} as text: Compressed file ended"),
     ({"a.jsonl": LINE + b"nope\n"}, "a.jsonl", {}, "cannot read {path} as json: line 2: Expecting value"),

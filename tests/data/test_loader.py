@@ -11,7 +11,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mxtrain.data.loader import TokenDataset, ignore_stop_signals
-from mxtrain.data.store import TokenFile
+from mxtrain.data.token_file import TokenFile
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 

@@ -8,6 +8,7 @@ import tracemalloc
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
 from mxtrain.data import DataConfig
 from mxtrain.data.local_files import LocalFiles, open_text, split_lines
@@ -57,6 +58,11 @@ def test_of_parquet_only_the_text_is_read(tmp_path):
     source = LocalFiles(DataConfig(dataset="files", path=str(tmp_path)))
     assert [document.text for document in source.documents()] == ["one", "two"]
     assert source.dropped == {"without text": 3}
+
+
+def test_a_saved_dataset(tmp_path):
+    Dataset.from_dict({"id": [1, 2], "text": ["one", "two"]}).save_to_disk(tmp_path / "saved", num_shards=2)
+    assert documents(tmp_path / "saved") == ["one", "two"]
 
 
 @pytest.mark.parametrize("suffix, compress", [("gz", gzip.compress), ("zst", zstd)])

@@ -10,7 +10,9 @@ from tokenizers.processors import TemplateProcessing
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, prepare
+from mxtrain.data import loader as data_loader
 from mxtrain.data.documents import Progress, is_held_out
+from mxtrain.data.streams import Stream
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
@@ -146,6 +148,35 @@ def test_a_stream_resumes_exactly_in_its_second_pass(hub, workers):
         state, done = loader.state_dict(), done + count
 
 
+def on_ranks(config, tokenizer, ranks: int, state: dict | None, count: int, monkeypatch) -> tuple[list, dict]:
+    """Return the next ``count`` samples of a stream that ``ranks`` ranks read, in their order, and the state then."""
+    loaders, batches, states = [build_dataloader(ranks, rank, tokenizer, config) for rank in range(ranks)], [], []
+    for loader in loaders:
+        if state:
+            loader.load_state_dict(state)
+        batches.append([row for batch in take(loader, count // ranks // 4) for row in batch[1].tolist()])
+        monkeypatch.setattr(data_loader, "gather", lambda value: states.append(value) or states)
+        state_then = loader.state_dict()
+    return [batches[i % ranks][i // ranks] for i in range(count)], state_then
+
+
+@pytest.mark.parametrize("begun_by, flags", [(2, []), (3, ["--validation.enable", "--validation.steps=1"])])
+def test_any_number_of_ranks_goes_on_with_the_samples_of_a_stream(hub, monkeypatch, begun_by, flags):
+    """Two ranks have a file each. Three read both, without held-out documents. Both are read more than once."""
+    config = hf_job(*flags)
+    tokenizer = build_tokenizer(config)
+    expected, _ = on_ranks(config, tokenizer, begun_by, None, 816, monkeypatch)
+    read, state, encoded, encode = [], None, [], tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **tokens: encoded.append(text) or encode(text, **tokens))
+    for ranks, count in ((begun_by, 144), (1, 20), (3, 228), (8, 96), (2, 64), (begun_by, 264)):
+        encoded.clear()
+        samples, state = on_ranks(config, tokenizer, ranks, state, count, monkeypatch)
+        read += samples
+        assert state["samples"] == len(read)
+    assert read == expected
+    assert len(encoded) < 1.2 * len(set(encoded)), "no rank begins at the start of its lane"
+
+
 def test_a_stream_validates_on_its_validation_split(hub):
     config = hf_job("--validation.enable", "--validation.dataset=hf", "--validation.steps=2")
     held_out = validation_loader(config, 2, 0)
@@ -252,3 +283,9 @@ def test_too_few_held_out_documents_of_a_stream(hub):
     config = hf_job("--validation.enable", "--validation.steps=1", "--data.validation_share=0.00001")
     with pytest.raises(ConfigError, match="data.validation_share = 1e-05 holds out less text than one sequence"):
         take(validation_loader(config), 1)
+
+
+def test_a_state_of_an_earlier_mxtrain_is_refused():
+    stream = Stream([], None, None, 4, (0, 1), infinite=False)
+    with pytest.raises(ConfigError, match="earlier mxtrain"):
+        stream.load_state_dict({"token_buffer": [], "sample_idx": 0})

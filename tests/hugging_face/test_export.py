@@ -146,6 +146,32 @@ def test_weights_that_vllm_joins_are_values_if_no_tensor_scale_serves_them_all()
         assert torch.equal(tensors[f"{LAYER}{NAMES[own]}.weight"].float(), run.operand(own))
 
 
+@pytest.mark.parametrize("name, is_small", [("mxfp8", False), ("nvfp4", False), ("nvfp4", True)])
+def test_every_expert_has_codes_of_its_own_or_all_of_a_layer_are_values(name, is_small):
+    """w1 and w3 of an expert, which vLLM joins, have one tensor scale; ``is_small``: those of expert 1 cannot."""
+    run, recipe = Run({"": name}), get_recipe(name)
+    stacked = {f"layers.0.moe.experts.w{i}": torch.randn(3, 2 * D, D) * scale for i, scale in enumerate((1, 8, 0.1), 1)}
+    stacked["layers.0.moe.experts.w3"][1] *= 1e-9 if is_small else 1
+    run.weights |= stacked
+    for fqn, own in zip(stacked, ("gate_proj", "down_proj", "up_proj"), strict=True):
+        run.recipes[fqn] = recipe
+        names = tuple(f"{LAYER}mlp.experts.{i}.{own}.weight" for i in range(3))
+        run.trained.parameters[fqn] = Parameter(stacked[fqn].shape, names, None)
+    exporter = Exporter(run.trained, name)
+    tensors = dict(exporter.tensors())
+    ignored = exporter.quantization()["quantization_config"]["ignore"]
+    assert len(ignored) == (10 if is_small else 1)
+    for fqn, weight in stacked.items():
+        for i, hf in enumerate(run.trained.parameters[fqn].names):
+            linear = hf.removesuffix(".weight")
+            found = tensors[hf].float() if is_small else VALUES[name](tensors, linear)
+            assert torch.equal(found, fprop_operand([weight[i]], recipe.fprop)) and (linear in ignored) == is_small
+            assert torch.equal(exporter.values(fqn)[i], found)
+    if name == "nvfp4" and not is_small:
+        scales = [tensors[f"{LAYER}mlp.experts.0.{own}_proj.weight_global_scale"] for own in ("gate", "up", "down")]
+        assert scales[0] == scales[1] and len({*map(float, scales)}) == 2
+
+
 def test_tensors_and_config_are_as_vllm_declares_them():
     """``weight`` and ``weight_scale`` of CompressedTensorsW8A8Mxfp8; three tensors of CompressedTensorsW4A4Fp4."""
     linear, groups = f"{LAYER}self_attn.o_proj", {}

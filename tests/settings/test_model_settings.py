@@ -1,5 +1,5 @@
 from mxtrain.settings.known import own_fields
-from mxtrain.settings.model_settings import PLACES, given_model_args
+from mxtrain.settings.model_settings import PLACES, given_in
 from mxtrain.settings.read import read_settings
 
 
@@ -10,4 +10,4 @@ def test_every_setting_belongs_to_a_model():
 
 def test_what_is_given():
     settings = read_settings(["--model_args.dim=512", "--model_args.no-enable_weight_tying"])
-    assert given_model_args(settings) == {"dim": 512, "enable_weight_tying": False}
+    assert given_in(settings.values) == {"dim": 512, "enable_weight_tying": False}

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli
 
@@ -55,6 +56,12 @@ def test_a_file_of_text_is_prepared_with_the_settings_of_the_document(project, m
     assert cli.main(["prepare", "project/files.toml"]) == 0, capsys.readouterr().err
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert {"vocab size 512", "documents 300", "validation documents 19"} <= set(rows)
+    (tokenizer,) = (project / "cache").glob("*/tokenizer")
+    np.arange(2000, dtype="<u2").clip(max=511).tofile("ids.bin")
+    own = ["--training.dataset_path=ids.bin", f"--model.hf_assets_path={tokenizer}"]
+    assert cli.main(["prepare", "project/files.toml", *own]) == 0, capsys.readouterr().err
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {"train tokens 1,900", "validation tokens 100", "separators is tokenized already"} <= set(rows)
 
 
 @only_022

@@ -18,6 +18,11 @@ from mxtrain.titan.job_config import parse_job_config
 
 VOCABULARY = 320
 _QWEN = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 128}
+_DEEPSEEK = {
+    "dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 96, "norm_eps": 1e-6, "n_dense_layers": 1,
+    "moe_inter_dim": 32, "num_experts": 16, "top_k": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32, "v_head_dim": 32,
+}  # fmt: skip
 FLAVORS = {
     "llama3": {
         "small": ("debugmodel", {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 192}),
@@ -27,7 +32,19 @@ FLAVORS = {
         "small_tied": ("debugmodel", _QWEN),
         "small_experts": ("debugmodel_moe_16", {**_QWEN, "moe_inter_dim": 32, "num_experts": 4, "top_k": 2}),
     },
+    "deepseek_v3": {
+        # A dense layer, and one with experts in 8 groups. Sequences of 32 tokens have a scaled rotation.
+        "small": ("671B", {**_DEEPSEEK, "rope_original_seq_len": 16}),
+        # Without the bias, and without low ranks of queries
+        "small_plain": ("671B", {**_DEEPSEEK, "q_lora_rank": 0, "num_shared_experts": 2, "load_balance_coeff": 0}),
+    },
 }
+if RELEASE == "v02":
+    _LLAMA4 = {
+        "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "num_experts": 4, "top_k": 2, "multiple_of": 32,
+        "ffn_dim_multiplier": 0.5,
+    }  # fmt: skip
+    FLAVORS["llama4"] = {"small": ("debugmodel", _LLAMA4)}  # every second layer has experts
 """Model -> flavor -> the flavor that it follows, and what it has instead"""
 
 
@@ -87,8 +104,11 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
         for name, parameter in module.named_parameters():
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5)
-            elif ".wq." in name or ".wk." in name:
+            elif ".wq" in name or ".wk" in name:
                 parameter.normal_(std=0.25)
+        for name, buffer in module.named_buffers():
+            if model == "deepseek_v3" and "expert_bias" in name:
+                buffer.normal_(std=0.1)
     return saved_state(module)
 
 

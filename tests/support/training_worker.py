@@ -145,7 +145,7 @@ def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Ca
         debug._clear_sharding_prop_cache()  # PyTorch keeps meshes of the run before in it
         verbose, flags = take_verbose(flags)
         try:
-            mxtrain.titan.train.main([*own, *flags], verbose)
+            sys.exit(mxtrain.titan.train.work([*own, *flags], verbose))
         except SystemExit as exit:
             status = exit.code
         finally:

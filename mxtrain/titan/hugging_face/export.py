@@ -18,10 +18,11 @@ from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint
-from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
+from mxtrain.hugging_face.export import BIAS, FORMATS, Exporter, Trained
 from mxtrain.hugging_face.held_out import HeldOutText, NoLoss, held_out_ids
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target
+from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import CONFIG_FILE
@@ -135,6 +136,7 @@ class SavedRun:
     def load(self, device: torch.device, has_converters: bool) -> torch.nn.Module:
         """Build the run's model in fp32, with its converters or without, and load its weights."""
         model = self.build(has_converters)
+        engine().multiply_experts_in_fp32(model)
         with torch.no_grad():
             model.init_weights(buffer_device=device)  # computes the buffers, and nothing for parameters without memory
         model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
@@ -186,20 +188,23 @@ def _trained(run: SavedRun, where: str) -> Trained:
     found = parameters(model)
     tied = ("output.weight",) if shape.tie_word_embeddings else ()
     run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
-    for fqn in found:
-        if fqn.endswith(".expert_bias") and run.weights[fqn].any():
+    for fqn, parameter in found.items():
+        if fqn.endswith(BIAS) and not parameter.names and run.weights[fqn].any():
             raise ConfigError(
-                f"{where} cannot be exported: {fqn} is not zero, and transformers' Qwen3-MoE has no such bias, so it "
-                "would choose other experts; train with model_args.load_balance_coeff = 0"
+                f"{where} cannot be exported: {fqn} is not zero, and transformers' {model.name} has no such bias, so "
+                "it would choose other experts; train with model_args.load_balance_coeff = 0"
             )
     built = run.build(has_converters=True)
     modules = {engine().saved_name(name): module for name, module in built.named_modules()}
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    experts = {fqn: module for fqn, module in modules.items() if isinstance(module, QuantizedExperts)}
+    recipes = {fqn: m.recipe if isinstance(m, QuantizedLinear) else None for fqn, m in linears.items()}
+    recipes |= {f"{fqn}.{name}": module.recipe for fqn, module in experts.items() for name in WEIGHTS}
     return Trained(
         shape=shape,
         parameters={fqn: parameter for fqn, parameter in found.items() if fqn in run.weights},
         weights=run.weights,
-        recipes={fqn: m.recipe if isinstance(m, QuantizedLinear) else None for fqn, m in linears.items()},
+        recipes=recipes,
         # A schedule may have returned norms to RMSNorm at this step: these gains are not folded.
         merged_norms=frozenset(fqn for fqn, m in modules.items() if isinstance(m, MXNorm) and not m.is_plain),
         weight_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param if run.casts_weights else training.dtype],

@@ -17,11 +17,16 @@ from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.checkpoint import save_weights
 from mxtrain.hugging_face.import_model import EMBEDDING, HEAD, SEED, ImportedWeights, run_settings
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
-from mxtrain.hugging_face.model_config import GENERATION_FILE, read_generation, read_shape
+from mxtrain.hugging_face.model_config import GENERATION_FILE, YarnScaling, read_generation, read_shape
 from mxtrain.hugging_face.model_files import SavedTensors, new_target
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.model_settings import SECTION
-from mxtrain.titan.hugging_face.models import find_model, parameters, require_same_logits
+from mxtrain.titan.hugging_face.models import (
+    find_model,
+    parameters,
+    require_computed_alike,
+    require_same_logits,
+)
 from mxtrain.titan.job_config import parse_job_config
 
 
@@ -54,6 +59,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
             shape = replace(shape, tie_word_embeddings=False)
             notes.append(f"{HEAD} is not tied to {EMBEDDING}: the files hold two, which transformers 5 does not tie")
         flavor, model_args, model = find_model(shape, where)
+        require_computed_alike(model, where)
         weights = ImportedWeights(saved, parameters(model))
         tokens = load_tokenizer(source).size
         if tokens > shape.vocab_size:
@@ -64,18 +70,25 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
         own = {"model.name": model.name, "model.flavor": flavor}
         own |= {f"{SECTION}.{name}": value for name, value in model_args.items()}
         own["data.vocab_size"] = shape.vocab_size
-        settings = run_settings(config, own, shape.max_position_embeddings, target.absolute())
+        yarn = shape.rope_scaling if isinstance(shape.rope_scaling, YarnScaling) else None
+        longer_than = yarn.original_max_position_embeddings if yarn else 0
+        settings = run_settings(config, own, shape.max_position_embeddings, target.absolute(), longer_than)
         tokenizer = folder / TOKENIZER_FOLDER
         copy_tokenizer(source, tokenizer)
         generation = json.dumps(read_generation(source), indent=2) + "\n"
         (tokenizer / GENERATION_FILE).write_text(generation, encoding="utf-8")
         dump_config(settings, folder / CONFIG_FILE)
         try:  # without the tokenizer, whose folder is being built under another name
-            parse_job_config(
+            job_config = parse_job_config(
                 [f"--job.config_file={folder / CONFIG_FILE}", "--mxnorm.mode=auto", "--model.hf_assets_path="]
             )
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}; give --config FILE with other model.converters") from error
+        if job_config.training.seq_len <= longer_than:
+            raise ConfigError(
+                f"{where}: training.seq_len = {job_config.training.seq_len}: TorchTitan scales the rotation as "
+                f"config.json says only in sequences longer than {longer_than}"
+            )
         notes.append(require_same_logits(source, model, weights, where))
         others = {name for name in os.listdir(source) if name[0] != "." and "safetensors" not in name}
         if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, SPECIAL_TOKENS_FILE, *COMPANIONS}):

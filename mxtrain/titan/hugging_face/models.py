@@ -1,22 +1,30 @@
 """TorchTitan's models under their Hugging Face names: which are supported, their shapes, names and order of rows."""
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling
+from mxtrain.hugging_face.export import BIAS
+from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling, YarnScaling
 from mxtrain.hugging_face.text import from_pretrained
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.settings.model_sizes import wrong_sizes
 from mxtrain.titan.engine import engine
 
-MODELS = ("llama3", "qwen3")
-"""The supported models of TorchTitan"""
+MODELS = {
+    "llama": "llama3",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "deepseek_v3": "deepseek_v3",
+    "llama4_text": "llama4",
+}
+"""``model_type`` of transformers -> the model in TorchTitan"""
 SETTINGS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",
@@ -29,10 +37,50 @@ SETTINGS = {
     "tie_word_embeddings": "enable_weight_tying",
 }
 """Field of config.json -> the setting of [model_args] that has its value"""
-ROPE_SETTINGS = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_seq_len")
-"""The settings of [model_args] that have the values of rope_scaling, in the order of ``RopeScaling``"""
+OWN_SETTINGS = {
+    "qwen3_moe": {
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "moe_inter_dim",
+        "norm_topk_prob": "route_norm",
+    },
+    "deepseek_v3": {
+        "moe_intermediate_size": "moe_inter_dim",
+        "n_routed_experts": "num_experts",
+        "n_shared_experts": "num_shared_experts",
+        "num_experts_per_tok": "top_k",
+        "first_k_dense_replace": "n_dense_layers",
+        "n_group": "groups",
+        "topk_group": "limited_groups",
+        "norm_topk_prob": "route_norm",
+        "routed_scaling_factor": "route_scale",
+        **{n: n for n in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+    },
+    "llama4_text": {
+        "intermediate_size_mlp": "hidden_dim",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "interleave_moe_layer_step": "interleave_moe_layer_step",
+    },
+}
+"""``model_type`` -> its own fields of config.json -> the size that has the value"""
+NOTHING = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
+"""Fields of config.json -> the values that stand for TorchTitan's None and 0"""
+ROPE_SETTINGS = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_seq_len",
+}
+"""Field of rope_scaling -> the setting of [model_args] that has its value"""
+REQUIRED = {"deepseek_v3": {"score_func": ("sigmoid",), "norm_eps": (1e-6,), "num_shared_experts": range(1, 2**31)}}
+"""Model -> sizes -> the values that transformers compute: DeepSeek's norms of latents have an epsilon of their own"""
+LONG = 2**30
+"""More positions than any model has: TorchTitan scales DeepSeek's rotation in long sequences only"""
+BALANCING = {"qwen3_moe": 0, "deepseek_v3": 1e-3, "llama4_text": 0}
+"""``model_type`` -> load_balance_coeff: routers of two models have no bias in transformers"""
 COMPARED_LAYERS = 2
-"""How many of the first layers ``require_same_logits`` computes. They take little memory of any model"""
+"""How many of the first layers ``require_same_logits`` computes, or more up to the first mixture of experts"""
 POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2047]])
 """Positions of the compared tokens. Low frequencies, which a scaling changes, show at large ones"""
 TOLERANCE = 1e-3
@@ -41,43 +89,51 @@ TOLERANCE = 1e-3
 
 def require_exportable(name: str, where: str) -> None:
     """Raise ConfigError, which begins with ``where``, for a model that transformers have no counterpart of."""
-    if name not in MODELS:
+    if name not in MODELS.values():
         raise ConfigError(
-            f"{where}: model.name = {name!r} has no Hugging Face form here; supported are: {', '.join(MODELS)}"
+            f"{where}: model.name = {name!r} has no Hugging Face form here; supported are: "
+            f"{', '.join(dict.fromkeys(MODELS.values()))}"
         )
 
 
 def require_computed_alike(model, where: str) -> None:
     """Raise ConfigError, which begins with ``where``, unless transformers' model of this name computes the same."""
-    if wrong := list(model.unlike_transformers()):
+    required = REQUIRED.get(model.name, {})
+    wrong = [f"{name} = {model.sizes[name]!r}" for name, values in required.items() if model.sizes[name] not in values]
+    if wrong := [*wrong, *model.unlike_transformers()]:
         raise ConfigError(f"{where}: a {model.name} with {', '.join(wrong)} has no counterpart in transformers")
 
 
 def shape_of(model, positions: int) -> ModelShape:
     """Return the shape of one of ``MODELS``, a ``SizedModel``, with this many positions."""
     sizes = model.sizes
+    kinds = [kind for kind, name in MODELS.items() if name == model.name]
+    kind = kinds[-1 if "num_experts" in sizes else 0]
     values = {
-        "model_type": "llama" if model.name == "llama3" else "qwen3",
+        "model_type": kind,
         "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "head_dim": sizes.get("qk_rope_head_dim", sizes["dim"] // sizes["n_heads"]),
         **{field: sizes[setting] for field, setting in SETTINGS.items() if setting in PLACES[model.name]},
-        "num_key_value_heads": sizes["n_kv_heads"] or sizes["n_heads"],
+        "num_key_value_heads": sizes.get("n_kv_heads") or sizes["n_heads"],
         "rms_norm_eps": float(sizes["norm_eps"]),
         "rope_theta": float(sizes["rope_theta"]),
     }
-    if model.name == "llama3":
-        values["head_dim"] = sizes["dim"] // sizes["n_heads"]
-        if sizes["rope_factor"] != 1:
-            *factors, original = (sizes[setting] for setting in ROPE_SETTINGS)
-            values["rope_scaling"] = RopeScaling(*map(float, factors), original)
-    elif "num_experts" in sizes:
-        values |= {
-            "model_type": "qwen3_moe",
-            "num_experts": sizes["num_experts"],
-            "num_experts_per_tok": sizes["top_k"],
-            "moe_intermediate_size": sizes["moe_inter_dim"],
-            "norm_topk_prob": sizes["route_norm"],
-        }
-    return ModelShape(**values, vocab_size=sizes["vocab_size"], max_position_embeddings=positions)
+    own = {field: sizes[name] or NOTHING.get(field, sizes[name]) for field, name in OWN_SETTINGS.get(kind, {}).items()}
+    if kind == "llama4_text":
+        values["intermediate_size"] = sizes["moe_inter_dim"]
+        layers, step = sizes["n_layers"], sizes["interleave_moe_layer_step"]
+        own |= {"moe_layers": [*range(step - 1, layers, step)], "no_rope_layers": [1] * layers}
+    if sizes.get("rope_factor", 1) == 1:
+        pass
+    elif kind == "deepseek_v3":
+        if sizes["seq_len"] > sizes["rope_original_seq_len"]:
+            factor, mscale = float(sizes["rope_factor"]), float(sizes["mscale"])
+            values["rope_scaling"] = YarnScaling(factor, sizes["rope_original_seq_len"], mscale, mscale)
+    else:
+        *factors, original = (sizes[setting] for setting in ROPE_SETTINGS.values())
+        values["rope_scaling"] = RopeScaling(*map(float, factors), original)
+    return ModelShape(**values, vocab_size=sizes["vocab_size"], max_position_embeddings=positions, own=own)
 
 
 def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], object]:
@@ -91,25 +147,36 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
     Raises:
         ConfigError: TorchTitan has no model of this shape. The message begins with ``where``.
     """
-    sized_model = engine().SizedModel
+    sized_model, name = engine().SizedModel, MODELS[shape.model_type]
 
-    def with_settings(name: str, flavor: str, settings: dict[str, object]) -> tuple[object, ModelShape]:
+    def with_settings(flavor: str, settings: dict[str, object]) -> tuple[object, ModelShape]:
         model = sized_model.of_flavor(name, flavor, settings, shape.vocab_size)
-        return model, shape_of(model, shape.max_position_embeddings)
+        model = model.shortened(model.sizes["n_layers"], LONG)
+        closest = shape_of(model, shape.max_position_embeddings)
+        # Sizes that no layer has:
+        if shape.model_type == "qwen3_moe":
+            closest = replace(closest, intermediate_size=shape.intermediate_size)
+        elif (dense := "intermediate_size_mlp") in closest.own and closest.own["interleave_moe_layer_step"] == 1:
+            closest = replace(closest, own={**closest.own, dense: shape.own[dense]})
+        return model, closest
 
     found = []
-    for name in MODELS:
-        wanted = {setting: value for setting, value in _settings_of(shape).items() if setting in PLACES[name]}
-        for flavor in sized_model.flavors(name):
-            (model, closest), settings = with_settings(name, flavor, wanted), wanted
-            if closest.model_type == shape.model_type:
-                for setting in wanted:
-                    fewer = {other: value for other, value in settings.items() if other != setting}
-                    settings = fewer if with_settings(name, flavor, fewer)[1] == closest else settings
-                found.append((flavor, settings, model, closest))
-    flavor, settings, model, closest = min(found, key=lambda candidate: len(candidate[1]))
-    for field, value in vars(shape).items():
-        if (other := getattr(closest, field)) != value:
+    wanted = {setting: value for setting, value in _settings_of(shape).items() if setting in PLACES[name]}
+    for flavor in sized_model.flavors(name):
+        if with_settings(flavor, {})[1].model_type != shape.model_type:
+            continue
+        (model, closest), settings = with_settings(flavor, wanted), wanted
+        for setting in wanted:
+            fewer = {other: value for other, value in settings.items() if other != setting}
+            if setting != "load_balance_coeff" and with_settings(flavor, fewer)[1] == closest:
+                settings = fewer
+        found.append((flavor, settings, model, closest))
+    if not found:
+        raise ConfigError(f"{where}: the installed TorchTitan has no model of model_type = {shape.model_type!r}")
+    flavor, settings, model, closest = min(found, key=lambda candidate: (candidate[3] != shape, len(candidate[1])))
+    has = {**vars(closest), **closest.own}
+    for field, value in {**vars(shape), **shape.own}.items():
+        if field != "own" and (other := has[field]) != value:
             raise ConfigError(
                 f"{where}: {field} = {value!r} in {CONFIG_FILE} does not fit TorchTitan's {model.name}, which would "
                 f"have {other!r}"
@@ -120,30 +187,57 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
 
 
 def _settings_of(shape: ModelShape) -> dict[str, object]:
-    """Return all settings of [model_args] that give a dense model its shape."""
+    """Return all settings of [model_args] that give a model its shape."""
     settings = {setting: getattr(shape, field) for field, setting in SETTINGS.items()}
+    own = OWN_SETTINGS.get(shape.model_type, {})
+    settings |= {setting: shape.own[field] or 0 for field, setting in own.items()}
+    if shape.model_type == "llama4_text":
+        # TorchTitan rounds 8/3 of dim, times a factor, up to a multiple; that of experts is shared by top_k + 1.
+        sizes = shape.intermediate_size * (shape.own["num_experts_per_tok"] + 1), shape.own["intermediate_size_mlp"]
+        has_dense = shape.own["interleave_moe_layer_step"] > 1
+        settings["ffn_dim_multiplier"] = (min(sizes) if has_dense else sizes[0]) / int(8 * shape.hidden_size / 3)
+        settings["multiple_of"] = math.gcd(shape.intermediate_size, sizes[1] if has_dense else 0)
+    if shape.model_type in BALANCING:
+        settings["load_balance_coeff"] = BALANCING[shape.model_type]
     if shape.rope_scaling is None:
         return settings | {"rope_factor": 1.0}
-    return settings | dict(zip(ROPE_SETTINGS, astuple(shape.rope_scaling)))
+    scaling = vars(shape.rope_scaling)
+    return settings | {setting: scaling[field] for field, setting in ROPE_SETTINGS.items() if field in scaling}
 
 
 def parameters(model) -> dict[str, Parameter]:
     """Return the place of each parameter in Hugging Face's model, by TorchTitan's own adapter.
 
-    Hugging Face has neither the second of two tied weights nor the bias of experts.
+    Hugging Face has neither the second of two tied weights nor, but for DeepSeek, the bias of a router.
     """
     tied, adapter = model.sizes.get("enable_weight_tying", False), model.adapter()
     found, orders = {}, {}
     for name, weight in model.on_meta().state_dict().items():
         fqn = engine().saved_name(name)
-        if fqn.endswith(".expert_bias") or (tied and fqn == "output.weight"):
-            found[fqn] = Parameter(tuple(weight.shape), (), None)
+        if (model.name != "deepseek_v3" and fqn.endswith(BIAS)) or (tied and fqn == "output.weight"):
+            found[fqn] = Parameter(tuple(weight.shape), ())
+            continue
+        if model.name == "llama4":
+            found[fqn] = _llama4_place(adapter, fqn, weight)
             continue
         kind = (re.sub(r"\d+", "{}", fqn), weight.shape)
         if kind not in orders:
             orders[kind] = _row_order(adapter, name, weight.shape)
         found[fqn] = Parameter(tuple(weight.shape), tuple(adapter.to_hf({name: weight})), orders[kind])
     return found
+
+
+def _llama4_place(adapter, fqn: str, weight: torch.Tensor) -> Parameter:
+    """TorchTitan's adapter names the parts of a model with images, leaves out dense layers, and wants w1 with w3."""
+    shape = tuple(weight.shape)
+    if (found := re.fullmatch(r"(layers\.\d+)\.(feed_forward|moe\.experts)\.(w[123])(\.weight)?", fqn)) is None:
+        (name,) = adapter.to_hf({fqn: weight})
+        return Parameter(shape, (name.removeprefix("language_model."),))
+    place, linear = f"model.{found[1]}.feed_forward.", {"w1": "gate", "w2": "down", "w3": "up"}[found[3]] + "_proj"
+    if found[2] == "feed_forward":
+        return Parameter(shape, (f"{place}{linear}.weight",))
+    names = tuple(f"{place}experts.{i}.{linear}.weight" for i in range(len(weight)))
+    return Parameter(shape, names, fused=f"{place}experts.{'down_proj' if found[3] == 'w2' else 'gate_up_proj'}")
 
 
 def _row_order(adapter, name: str, shape: torch.Size) -> torch.Tensor | None:
@@ -165,16 +259,18 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     Returns a line for the user. Raises ConfigError, beginning with ``where``, if they differ or transformers fails.
     """
     tokens = torch.linspace(0, model.sizes["vocab_size"] - 1, POSITIONS.numel()).long()[None]
-    layers = min(COMPARED_LAYERS, model.sizes["n_layers"])
+    sizes = model.sizes
+    first_mixture = max(sizes.get("n_dense_layers", 0) + 1, sizes.get("interleave_moe_layer_step", 1))
+    layers = min(max(COMPARED_LAYERS, first_mixture), sizes["n_layers"])
+    positions = max(int(POSITIONS.max()), sizes.get("rope_original_seq_len", 0)) + 1
     config = from_pretrained("AutoConfig", source, where)
     config.num_hidden_layers = layers
     options = {"config": config, "dtype": torch.float32, "use_safetensors": True}
     module = from_pretrained("AutoModelForCausalLM", source, where, **options)
     # With a mask, because jumps of the positions would begin new documents without one.
     theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
-    module = model.shortened(
-        layers, int(POSITIONS.max()) + 1
-    ).on_meta()  # the other model's memory is free before this one gets any
+    module = model.shortened(layers, positions).on_meta()  # the other model's memory is free before this one gets any
+    engine().multiply_experts_in_fp32(module)
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
     module.load_state_dict({name: weights[engine().saved_name(name)] for name in module.state_dict()}, assign=True)
     ours = module(tokens, positions=POSITIONS)

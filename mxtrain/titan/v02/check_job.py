@@ -8,7 +8,7 @@ from torchtitan.protocols import model_converter, train_spec
 from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.layout import degree
-from mxtrain.settings.model_settings import given_model_args
+from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import import_own
 from mxtrain.titan.data import check_datasets
 from mxtrain.titan.model_layout import ModelFacts, layout_problems
@@ -34,7 +34,7 @@ def check_model_layout(settings: Settings, has_gpus: bool) -> None:
     """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow, with or without GPUs."""
     args = train_spec.get_train_spec(settings["model.name"]).model_args[settings["model.flavor"]]
     if getattr(args, "takes_model_args", False):
-        args.set_model_args(given_model_args(settings))
+        args.set_model_args(given_in(settings.values))
     raise_first(_context_problems(settings, args, has_gpus), settings)
     has_experts = getattr(args, "moe_enabled", hasattr(args, "moe_args"))
     facts = ModelFacts(

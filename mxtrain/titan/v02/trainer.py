@@ -1,14 +1,18 @@
 """mxtrain's trainer: TorchTitan's with what ``TrainingRun`` adds, and right gradients of replicas and pipelines."""
 
+from unittest.mock import patch
+
 import torch
 from torchtitan import train as titan
 
+from mxtrain.checkpoints.checkpointer import Checkpointer
 from mxtrain.checkpoints.optimizer import EarlySteps
 from mxtrain.nn.buffers import kept_buffers
-from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
+from mxtrain.titan.pipeline_stage import Stage
+from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v02.repairs.context_parallel import correct_max_loss, tokens_of_other_ranks
-from mxtrain.titan.v02.repairs.patches import own_parts
 from mxtrain.titan.v02.repairs.pipeline import share_loss
+from mxtrain.titan.v02.repairs.replicas import Layout
 
 
 class Trainer(TrainingRun, titan.Trainer):
@@ -16,7 +20,12 @@ class Trainer(TrainingRun, titan.Trainer):
 
     def _build(self) -> None:
         job_config = self.job_config
-        with own_parts(RunCheckpointer):
+        own = {"CheckpointManager": Checkpointer, "ParallelDims": Layout}
+        own["ensure_pp_loss_visible"] = lambda *args: None  # which warns that rank 0 does not know it
+        with (
+            patch.multiple(titan, **own),
+            patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage),
+        ):
             titan.Trainer.__init__(self, job_config)
         correct_max_loss(self.metrics_processor, self.parallel_dims.cp)
         if job_config.optimizer.early_step_in_backward:

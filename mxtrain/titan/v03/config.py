@@ -91,9 +91,9 @@ def refuse_gone(job_config) -> None:
         )
 
 
-def built(kind: type, build: Callable, **values):
-    """A config of class ``kind`` whose component is what ``build`` returns."""
-    return type("Config", (kind,), {"build": staticmethod(build)})(**values)
+def built(kind: type, build: Callable) -> type:
+    """A config class like ``kind`` whose component is what ``build`` returns."""
+    return type("Config", (kind,), {"build": staticmethod(build)})
 
 
 def same(kind: type, section, **others):
@@ -109,15 +109,15 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         spec: of the model.
         parts: functions that build "metrics", "tokenizer", "dataloader", "checkpoint" and "validator".
     """
-    job, optimizer = job_config.job, job_config.optimizer
+    job, optimizer, stages = job_config.job, job_config.optimizer, job_config.parallelism.module_fqns_per_model_part
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=job_config.model.hf_assets_path,
         dump_folder=job.dump_folder,
         profiler=same(Profiler.Config, job_config.profiling),
-        metrics=_build_by(parts["metrics"], MetricsProcessor.Config, job_config.metrics),
-        tokenizer=built(BaseTokenizer.Config, parts["tokenizer"]),
-        dataloader=built(BaseDataLoader.Config, parts["dataloader"]),
+        metrics=same(built(MetricsProcessor.Config, parts["metrics"]), job_config.metrics),
+        tokenizer=built(BaseTokenizer.Config, parts["tokenizer"])(),
+        dataloader=built(BaseDataLoader.Config, parts["dataloader"])(),
         optimizer=OptimizersContainer.Config(
             implementation=optimizer.implementation,
             param_groups=[
@@ -135,10 +135,14 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         ),
         lr_scheduler=same(LRSchedulersContainer.Config, job_config.lr_scheduler),
         training=same(TrainingConfig, job_config.training, disable_cuda_graphs=True),
-        parallelism=_parallelism(job_config.parallelism),
-        checkpoint=_build_by(
-            parts["checkpoint"],
-            CheckpointManager.Config,
+        parallelism=same(
+            ParallelismConfig,
+            job_config.parallelism,
+            module_fqns_per_model_part=stages
+            and [["lm_head" if name == "output" else name for name in stage] for stage in stages],
+        ),
+        checkpoint=same(
+            built(CheckpointManager.Config, parts["checkpoint"]),
             job_config.checkpoint,
             initial_load_model_only=bool(job_config.checkpoint.initial_load_path),  # else a warning; not read there
         ),
@@ -149,23 +153,9 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
             enable_async_tensor_parallel=job_config.parallelism.enable_async_tensor_parallel,
         ),
         comm=same(CommConfig, job_config.comm),
-        validator=_build_by(parts["validator"], Validator.Config, job_config.validation, dataloader=None),
+        validator=same(built(Validator.Config, parts["validator"]), job_config.validation, dataloader=None),
         debug=same(DebugConfig, job_config.debug, print_config=job.print_config, enable_structured_logging=False),
         loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
-    )
-
-
-def _build_by(build: Callable, kind: type, section, **others):
-    return same(type("Config", (kind,), {"build": staticmethod(build)}), section, **others)
-
-
-def _parallelism(section) -> ParallelismConfig:
-    head = {"output": "lm_head"}
-    stages = section.module_fqns_per_model_part
-    return same(
-        ParallelismConfig,
-        section,
-        module_fqns_per_model_part=stages and [[head.get(name, name) for name in stage] for stage in stages],
     )
 
 

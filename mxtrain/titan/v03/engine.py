@@ -14,13 +14,14 @@ from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
 from mxtrain.settings.read import import_own
 from mxtrain.titan.model_layout import ModelFacts, layout_problems
-from mxtrain.titan.v03.config import JobConfig, refuse_gone, same, trainer_config
+from mxtrain.titan.v03.config import JobConfig as JobConfig
+from mxtrain.titan.v03.config import refuse_gone, same, trainer_config
 from mxtrain.titan.v03.models import FLAVORS, model_spec, sizes_of
 from mxtrain.titan.v03.names import name_in_022 as saved_name
-from mxtrain.titan.v03.parallelize import convertible, split_layers
-from mxtrain.titan.v03.sized_model import SizedModel
-
-__all__ = ["HEAD", "JobConfig", "SizedModel", "convertible", "saved_name"]
+from mxtrain.titan.v03.parallelize import convertible as convertible
+from mxtrain.titan.v03.parallelize import split_layers
+from mxtrain.titan.v03.sized_model import SizedModel as SizedModel
+from mxtrain.titan.v03.sized_model import multiply_experts_in_fp32 as multiply_experts_in_fp32
 
 HEAD = "lm_head"
 """The name of the output head in a model"""
@@ -53,7 +54,8 @@ def check_names(job) -> None:
     from mxtrain.conversion.converters import CONVERTERS
     from mxtrain.titan.data import check_datasets, validation_dataset
 
-    import_custom(job)
+    if own := job.experimental.custom_import:
+        import_own("experimental.custom_import", own)
     refuse_gone(job)
     require_one_of("model.name", job.model.name, FLAVORS)
     require_one_of("model.flavor", job.model.flavor, FLAVORS[job.model.name])
@@ -62,12 +64,6 @@ def check_names(job) -> None:
     check_datasets(job)
     if job.validation.enable:  # whose text mxtrain's loaders read
         require_one_of("validation.dataset", validation_dataset(job), DATASETS)
-
-
-def import_custom(job) -> None:
-    """Import the user's module that ``experimental.custom_import`` names, if there is one."""
-    if own := job.experimental.custom_import:
-        import_own("experimental.custom_import", own)
 
 
 def check_model_args(job) -> None:
@@ -127,12 +123,12 @@ def try_plan(model: nn.Module, job_config) -> None:
         torch.distributed.destroy_process_group()
 
 
-def metrics_processor(job_config, parallel_dims, tag: str | None) -> MetricsProcessor:
+def metrics_processor(job_config, parallel_dims) -> MetricsProcessor:
     """TorchTitan's metrics of a job, without its logger for wandb."""
     settings = same(MetricsProcessor.Config, job_config.metrics, enable_wandb=False)
     parallelism, folder = job_config.parallelism, job_config.job.dump_folder
     schedule = parallelism.pipeline_parallel_schedule
-    return MetricsProcessor(settings, parallel_dims=parallel_dims, dump_folder=folder, pp_schedule=schedule, tag=tag)
+    return MetricsProcessor(settings, parallel_dims=parallel_dims, dump_folder=folder, pp_schedule=schedule)
 
 
 def hugging_face_tokenizer(folder: str) -> HuggingFaceTokenizer:

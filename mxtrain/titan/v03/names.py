@@ -1,11 +1,13 @@
 """The names that modules and parameters have in TorchTitan 0.2.2. Settings, random bits, reports and checkpoints have
-these names under 0.3, too."""
+these names under 0.3, too. States are saved as 0.2.2 saves them, so that each resumes from checkpoints of the other."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.nn as nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 
 from mxtrain.parallel.initial_weights import plain_name
 
@@ -46,3 +48,36 @@ def names_of_022(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.__class__ = kind
+
+
+class OptimizerStates(Stateful):
+    """Moments and settings of every parameter by its name in 0.2.2: "state.layers.0.attention.wq.weight.exp_avg"."""
+
+    def __init__(self, optimizers: OptimizersContainer):
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict:
+        return {_renamed(key): value for key, value in self._optimizers.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        keys = {key: _renamed(key) for key in self._optimizers.state_dict()}
+        self._optimizers.load_state_dict({key: state_dict[saved] for key, saved in keys.items()})
+
+
+def _renamed(key: str) -> str:
+    kind, _, rest = key.partition(".")
+    name, _, last = rest.rpartition(".")
+    return f"{kind}.{name_in_022(name)}.{last}"
+
+
+class SchedulerStates(Stateful):
+    """What the first scheduler saves. Of that, 0.3 restores the number of steps."""
+
+    def __init__(self, schedulers: LRSchedulersContainer):
+        self._schedulers = schedulers
+
+    def state_dict(self) -> dict:
+        return self._schedulers.schedulers[0].state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self._schedulers.load_state_dict(state_dict)

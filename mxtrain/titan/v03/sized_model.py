@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from torchtitan.models.common.moe import GroupedExperts
 
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, adapter_of, config_of, sizes_of
 
@@ -24,7 +26,7 @@ class SizedModel:
     @staticmethod
     def flavors(name: str) -> list[str]:
         """The flavors of a model."""
-        return list(FLAVORS[name])
+        return list(FLAVORS.get(name, ()))
 
     @classmethod
     def of_flavor(cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0) -> "SizedModel":
@@ -53,3 +55,20 @@ class SizedModel:
     def unlike_transformers(self) -> Iterator[str]:
         """What transformers do not compute: nothing that sizes can set."""
         return iter(())
+
+
+class _ExpertsInFP32(GroupedExperts):
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        y_RD, start = torch.zeros_like(x_RD), 0
+        for count, w1, w2, w3 in zip(num_tokens_per_expert_E.tolist(), self.w1_EFD, self.w2_EDF, self.w3_EFD):
+            x, end = x_RD[start : start + int(count)], start + int(count)
+            y_RD[start:end] = F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+            start = end
+        return y_RD
+
+
+def multiply_experts_in_fp32(model: nn.Module) -> None:
+    """Multiply weights of experts one after another: TorchTitan's grouped product rounds to bf16."""
+    for module in model.modules():
+        if type(module) is GroupedExperts:
+            module.__class__ = _ExpertsInFP32

@@ -8,22 +8,21 @@ import torch
 import torchtitan.trainer as titan
 from torchtitan.components.validate import Validator
 
+from mxtrain.checkpoints.checkpointer import Checkpointer
 from mxtrain.settings.read import import_own
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.pipeline_stage import Stage
-from mxtrain.titan.training_run import RunCheckpointer, TrainingRun
+from mxtrain.titan.pipeline_stage import Stage, loss_of_last_stage
+from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
-from mxtrain.titan.v03.names import name_in_022
+from mxtrain.titan.v03.names import OptimizerStates, SchedulerStates, name_in_022
 from mxtrain.titan.v03.parallelize import with_converters
-from mxtrain.titan.v03.shared_loss import SharedLoss, shared
-from mxtrain.titan.v03.states import OptimizerStates, SchedulerStates
 
 _WATCHED_ELSEWHERE = SimpleNamespace(isfinite=lambda loss: True)
 
 
-class NamedCheckpointer(RunCheckpointer):
+class NamedCheckpointer(Checkpointer):
     """A checkpoint manager whose checkpoints have the names of TorchTitan 0.2.2."""
 
     renamed = staticmethod(name_in_022)
@@ -46,8 +45,7 @@ class Trainer(TrainingRun, titan.Trainer):
         schedule = self.lr_schedulers.schedulers[0]
         self.lr_schedulers.get_metrics = lambda: {"lr": schedule.get_last_lr()[0]}
         if self.parallel_dims.pp_enabled and self.job_config.validation.enable:
-            group = self.parallel_dims.get_mesh("pp").get_group()
-            self.validator.pp_schedule = SharedLoss(self.pp_schedule, self.pp_has_last_stage, group, self.device)
+            self.validator.pp_schedule = SimpleNamespace(eval=self._shared_eval)
             self.validator.pp_has_last_stage = True
 
     def train_step(self, data_iterator):
@@ -65,8 +63,14 @@ class Trainer(TrainingRun, titan.Trainer):
         loss = super()._forward_and_backward(**kwargs)
         if self.parallel_dims.pp_enabled:
             group = self.parallel_dims.get_mesh("pp").get_group()
-            loss = shared(loss if self.pp_has_last_stage else None, group, self.device)
+            loss = loss_of_last_stage([loss] if self.pp_has_last_stage else None, group, self.device)
         return loss
+
+    def _shared_eval(self, *, target_mbs: list[torch.Tensor], losses: list[torch.Tensor], **kwargs) -> None:
+        """Run all forwards of a pipeline, and append the sum of its losses, which TorchTitan leaves at -1 elsewhere."""
+        own: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
+        self.pp_schedule.eval(target_mbs=target_mbs if self.pp_has_last_stage else None, losses=own, **kwargs)
+        losses.append(loss_of_last_stage(own, self.parallel_dims.get_mesh("pp").get_group(), self.device))
 
     def _parts(self) -> dict:
         job_config = self.job_config

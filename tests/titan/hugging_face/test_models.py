@@ -54,8 +54,9 @@ def test_flavors_have_the_shapes_of_the_published_models(model, flavor, shape):
 
 def test_shapes_of_experts_and_of_plain_rotation():
     shape = shape_of(sized("qwen3", "small_experts"), 64)
-    assert (shape.model_type, shape.num_experts, shape.num_experts_per_tok) == ("qwen3_moe", 4, 2)
-    assert (shape.moe_intermediate_size, shape.norm_topk_prob, shape.max_position_embeddings) == (32, True, 64)
+    assert (shape.model_type, shape.max_position_embeddings) == ("qwen3_moe", 64)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    assert shape.own == sizes
     scaled, plain = sized("llama3", "small"), sized("llama3", "small", rope_factor=1.0)
     assert shape_of(scaled, 64).rope_scaling and shape_of(plain, 64).rope_scaling is None
 
@@ -89,7 +90,6 @@ def test_one_of_two_tied_weights_is_left_out():
     assert places["tok_embeddings.weight"].names == ("model.embed_tokens.weight",)
 
 
-@pytest.mark.parametrize("model", ["llama4", "deepseek_v3", "gpt_oss"])
-def test_other_models_are_refused(model):
-    with pytest.raises(ConfigError, match=rf"^RUN = 'a': .*'{model}'.*llama3, qwen3"):
-        require_exportable(model, "RUN = 'a'")
+def test_other_models_are_refused():
+    with pytest.raises(ConfigError, match="^RUN = 'a': .*'gpt_oss'.* llama3, qwen3, deepseek_v3, llama4"):
+        require_exportable("gpt_oss", "RUN = 'a'")

@@ -32,8 +32,8 @@ def configured(config: Trainer.Config, batches, folder, **tables) -> Trainer.Con
     for layer in config.model_spec.model.layers:  # a CPU has no flex attention
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     del config.model_spec.model.layers[2:]
-    config.dataloader = built(BaseDataLoader.Config, batches)
-    config.tokenizer = built(BaseTokenizer.Config, lambda **_: None)
+    config.dataloader = built(BaseDataLoader.Config, batches)()
+    config.tokenizer = built(BaseTokenizer.Config, lambda **_: None)()
     config.training.seq_len, config.training.disable_cuda_graphs = 64, True
     config.activation_checkpoint, config.dump_folder = None, str(folder)
     return config

@@ -27,6 +27,13 @@ _LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled
     enable_weight_tying=True,
 )
 
+_OTHER_SIZES = {
+    "groups": "moe_args.num_expert_groups",
+    "limited_groups": "moe_args.num_limited_groups",
+    "mscale": "mscale",
+    **{name: f"moe_args.{name}" for name in ("route_norm", "route_scale", "score_func")},
+}
+
 EXTRA_FLAVORS = {
     "llama3": {
         "125M": TransformerModelArgs(dim=768, n_layers=12, n_heads=12, vocab_size=32768, rope_theta=500000),
@@ -164,9 +171,9 @@ def check_model_args(job_config) -> None:
 def sizes_in(model: str, args) -> dict[str, object]:
     """The sizes in TorchTitan's model arguments by their names in ``[model_args]``; of experts only if there are any.
 
-    Also "groups" of experts, and "route_norm".
+    Also those that have no setting: ``_OTHER_SIZES``.
     """
-    places = {**PLACES[model], "groups": "moe_args.num_expert_groups", "route_norm": "moe_args.route_norm"}
+    places = {**PLACES[model], **_OTHER_SIZES}
     if not getattr(args, "moe_enabled", True):
         places = {name: place for name, place in places.items() if not place.startswith("moe_")}
     sizes = {}

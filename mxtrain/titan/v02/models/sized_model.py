@@ -5,20 +5,34 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
+from torchtitan.models.llama4.model.model import FeedForward, TransformerBlock
+from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.titan.v02.models.llama3 import is_tied
 from mxtrain.titan.v02.models.model_args import sizes_in
 
-_TRANSFORMERS_EXPERTS = {
-    "num_shared_experts": 0,
-    "score_func": "softmax",
-    "route_scale": 1.0,
-    "score_before_experts": False,
-    "gate_bias": False,
-    "num_expert_groups": None,
+_IN_TRANSFORMERS = {
+    "qwen3": {
+        "num_shared_experts": 0,
+        "score_func": "softmax",
+        "route_scale": 1.0,
+        "score_before_experts": False,
+        "gate_bias": False,
+        "num_expert_groups": None,
+    },
+    "deepseek_v3": {"score_before_experts": False, "gate_bias": False},
+    "llama4": {
+        "num_shared_experts": 1,
+        "score_func": "sigmoid",
+        "route_norm": False,
+        "route_scale": 1.0,
+        "score_before_experts": True,
+        "gate_bias": False,
+        "num_expert_groups": None,
+    },
 }
-"""TorchTitan's arguments of experts, with the values that give what transformers' Qwen3-MoE computes"""
+"""Model -> TorchTitan's arguments of experts, with the values that give what transformers compute"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,11 @@ class SizedModel:
 
     name: str
     args: object
+
+    def __post_init__(self):
+        if getattr(self.args, "attn_type", "sdpa") != "sdpa":
+            self.args.attn_type, self.args.attn_mask_type = "sdpa", "causal"
+        vars(self.args).setdefault("moe_impl", "standard")  # no field: a job's settings add it
 
     @staticmethod
     def flavors(name: str) -> list[str]:
@@ -51,14 +70,14 @@ class SizedModel:
         """The model of a job."""
         args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
         args.update_from_config(job_config)
-        if getattr(args, "attn_type", "sdpa") != "sdpa":
-            args.attn_type, args.attn_mask_type = "sdpa", "causal"
         return cls(job_config.model.name, args)
 
     @property
     def sizes(self) -> dict[str, object]:
         """Sizes by their names in ``[model_args]``, "vocab_size" and "seq_len"; "num_experts" only if it has any."""
         own = {"vocab_size": self.args.vocab_size, "seq_len": self.args.max_seq_len}
+        if self.name == "llama4":
+            own |= llama4_hidden(self.args)
         return {**sizes_in(self.name, self.args), **own}
 
     def shortened(self, n_layers: int, seq_len: int) -> "SizedModel":
@@ -76,9 +95,27 @@ class SizedModel:
         return get_train_spec(self.name).state_dict_adapter(args, None)
 
     def unlike_transformers(self) -> Iterator[str]:
-        """What of a Qwen3 transformers do not compute, as "name = value"."""
-        if self.name == "qwen3":
-            found, expected = {"qk_norm": self.args.qk_norm}, {"qk_norm": True}
-            if self.args.moe_enabled:
-                found, expected = found | vars(self.args.moe_args), expected | _TRANSFORMERS_EXPERTS
+        """What transformers do not compute, as "name = value"."""
+        if not getattr(self.args, "qk_norm", True):
+            yield "qk_norm = False"
+        if nope := getattr(self.args, "every_n_layers_nope", None):  # 0.2.2 fails to mask these layers
+            yield f"every_n_layers_nope = {nope}"
+        if getattr(self.args, "moe_enabled", hasattr(self.args, "moe_args")):
+            found = vars(self.args.moe_args)
+            expected = _IN_TRANSFORMERS[self.name]
             yield from (f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name])
+
+
+def llama4_hidden(args) -> dict[str, int]:
+    """The hidden features of Llama 4's dense layers and of its experts, which TorchTitan computes from other sizes."""
+    with torch.device("meta"):
+        dense = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier)
+        mixture = TransformerBlock(args.interleave_moe_layer_step - 1, args).moe
+    return {"hidden_dim": dense.w1.out_features, "moe_inter_dim": mixture.experts.w1.shape[1]}
+
+
+def multiply_experts_in_fp32(model: nn.Module) -> None:
+    """Multiply weights of experts one after another: TorchTitan's grouped product rounds to bf16."""
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.use_grouped_mm = False

@@ -29,15 +29,7 @@ def use_gathered_attention() -> None:
 
 
 def gather_in(attention_modules, cp_mesh, attention_type: str) -> None:
-    """Make attention modules gather keys and values over ``cp_mesh``.
-
-    Takes the arguments of TorchTitan's ``apply_cp_to_attention_module``.
-
-    Raises:
-        NotImplementedError: for an attention other than "sdpa".
-    """
-    if attention_type != "sdpa":
-        raise NotImplementedError(f"context parallelism on a CPU needs attention 'sdpa', not {attention_type!r}")
+    """Make attention modules, all "sdpa" on a CPU, gather keys and values over ``cp_mesh``."""
     for module in attention_modules:
         module.forward = GatheredAttention(cp_mesh)
 

@@ -8,24 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from unittest.mock import patch
 
-from mxtrain.titan.pipeline_stage import Stage
-from mxtrain.titan.v02.repairs.replicas import Layout
-
-
-@contextmanager
-def own_parts(checkpointer: type) -> Iterator[None]:
-    """While active, TorchTitan's trainer builds mxtrain's checkpointer, layout and pipeline stages."""
-    parts = {
-        "torchtitan.train.CheckpointManager": checkpointer,
-        "torchtitan.train.ParallelDims": Layout,
-        "torchtitan.train.ensure_pp_loss_visible": lambda *args: None,  # which warns that rank 0 does not know it
-        "torchtitan.distributed.pipeline_parallel.PipelineStage": Stage,
-    }
-    with ExitStack() as patches:
-        for name, part in parts.items():
-            patches.enter_context(patch(name, part))
-        yield
-
 
 @contextmanager
 def in_every_module(name: str, function: Callable, replacement: Callable) -> Iterator[None]:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from mxtrain.titan.pipeline_stage import loss_of_last_stage
 
 
 class LossPerToken:
@@ -48,11 +49,8 @@ class SharedLoss:
     """
 
     def __init__(self, schedule, has_last_stage: bool, group: dist.ProcessGroup, device: torch.device, parts: int):
-        self._schedule = schedule
-        self._has_last_stage = has_last_stage
-        self._group = group
-        self._device = device
-        self._parts = parts
+        self._schedule, self._has_last_stage, self._group = schedule, has_last_stage, group
+        self._device, self._parts = device, parts
 
     def step(self, *args, target: torch.Tensor, losses: list[torch.Tensor], **kwargs) -> None:
         """Run all forwards and backwards, and append the sum of the chunks' losses, fp32 [], to ``losses``."""
@@ -64,17 +62,9 @@ class SharedLoss:
         losses[-1] = losses[-1] / self._parts
 
     def _run(self, run: Callable, args: tuple, target: torch.Tensor, losses: list[torch.Tensor], kwargs: dict) -> None:
-        loss = torch.zeros((), device=self._device)
-        if self._has_last_stage:
-            of_chunks: list[torch.Tensor] = []
-            run(*args, target=target, losses=of_chunks, **kwargs)
-            total = torch.stack(of_chunks).detach().sum()
-            # With loss parallel it is a DTensor.
-            loss += (total.full_tensor() if isinstance(total, DTensor) else total).to(self._device)
-        else:
-            run(*args, target=None, losses=None, **kwargs)
-        dist.all_reduce(loss, group=self._group)  # adds zeros, and 0 + NaN is NaN
-        losses.append(loss)
+        own: list[torch.Tensor] | None = [] if self._has_last_stage else None
+        run(*args, target=target if self._has_last_stage else None, losses=own, **kwargs)
+        losses.append(loss_of_last_stage(own, self._group, self._device))
 
 
 def share_loss(trainer) -> LossPerToken:

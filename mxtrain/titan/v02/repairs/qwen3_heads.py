@@ -22,11 +22,7 @@ def with_local_heads(plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]
         fqn for fqn, style in plan.items() if type(style) is SequenceParallel and style.sequence_sharding == _HEADS
     ]
     attentions = {fqn.rpartition(".")[0] for fqn in norms}
-    return {fqn: _local(style) if _belongs(fqn, attentions) else style for fqn, style in plan.items()}
-
-
-def _belongs(fqn: str, attentions: set[str]) -> bool:
-    return fqn in attentions or fqn.rpartition(".")[0] in attentions
+    return {fqn: _local(style) if attentions & {fqn, fqn.rpartition(".")[0]} else style for fqn, style in plan.items()}
 
 
 def _local(style: ParallelStyle) -> ParallelStyle:

@@ -238,7 +238,7 @@ def test_every_rank_gets_the_loss_of_all_chunks_and_a_validation_that_of_a_part(
 
         eval = step
 
-    monkeypatch.setattr(pipeline.dist, "all_reduce", lambda loss, group: loss.add_(0 if has_last_stage else 6))
+    monkeypatch.setattr(pipeline_stage.dist, "all_reduce", lambda loss, group: loss.add_(0 if has_last_stage else 6))
     shared, losses = pipeline.SharedLoss(Schedule(), has_last_stage, None, torch.device("cpu"), parts=2), []
     shared.step("x", target="labels", losses=losses, mask=1)
     shared.eval("x", target="labels", losses=losses, mask=1)

@@ -1,7 +1,7 @@
 import torch
 from torch.distributed.checkpoint.staging import StagingOptions
 
-from mxtrain.titan.pinned_memory import KeptStager
+from mxtrain.checkpoints.pinned_memory import KeptStager
 
 
 def test_two_saves_use_the_same_memory():

@@ -1,0 +1,257 @@
+"""Text that is tokenized already: Megatron's files, flat files, and columns of token ids."""
+
+import os
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+from mxtrain.cli.cache_command import _entry
+from mxtrain.data import DataConfig, prepare, tokenized
+from mxtrain.data.documents import Progress
+from mxtrain.data.store import DamagedText, load_text
+from mxtrain.data.tokenizer import train_tokenizer
+from mxtrain.errors import ConfigError
+from mxtrain.titan.data import build_dataloader, build_tokenizer
+from tests.support.data_checks import files_job, rows_of, take, validation_loader
+
+VOCABULARY = 300
+RANDOM = random.Random(0)
+DOCUMENTS = [RANDOM.choices(range(VOCABULARY), k=20 + i % 9) for i in range(100)]
+IDS = sum(DOCUMENTS, [])
+SHARE = 0.1
+CODES = {"<i4": 4, "<i8": 5, "<u2": 8}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory, prose) -> Path:
+    folder = tmp_path_factory.mktemp("tokenized") / "tokenizer"
+    train_tokenizer([prose(0)], VOCABULARY, folder, Progress(lambda line: None))
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    (tmp_path / "texts").mkdir()
+    return tmp_path / "texts"
+
+
+def flat(folder, dtype, ids=IDS) -> Path:
+    np.array(ids, dtype).tofile(folder / "text.bin")
+    return folder / "text.bin"
+
+
+def megatron(folder, dtype, documents=DOCUMENTS, code=None) -> Path:
+    """Write the two files as Megatron-LM's IndexedDatasetBuilder does."""
+    lengths = np.array([len(document) for document in documents], "<i4")
+    places = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(dtype).itemsize
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code or CODES[dtype], len(documents), len(documents) + 1)
+    ends = np.arange(len(documents) + 1, dtype="<i8")
+    (folder / "text.idx").write_bytes(header + lengths.tobytes() + places.tobytes() + ends.tobytes())
+    return flat(folder, dtype, sum(documents, []))
+
+
+def config(path, tokenizer, **fields) -> DataConfig:
+    own = {"tokenizer_path": str(tokenizer), "vocab_size": 0, "validation_share": SHARE}
+    return DataConfig("files", str(path), **own | fields)
+
+
+def prepared_from(path, tokenizer, **fields):
+    return prepare(config(path, tokenizer, **fields), lambda line: None)
+
+
+@pytest.fixture
+def small_shards(monkeypatch):
+    monkeypatch.setattr(tokenized, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(tokenized, "PIECE", 300)
+
+
+@pytest.mark.parametrize("write", [flat, megatron])
+@pytest.mark.parametrize("dtype", ["<u2", "<i4"])
+def test_files_of_ids_stay_where_they_lie(texts, tokenizer, write, dtype, small_shards):
+    path = write(texts, dtype)
+    prepared = prepared_from(path, tokenizer)
+    train, validation = prepared.train.open()[:], prepared.validation.open()[:]
+    assert [*train, *validation] == IDS and len(prepared.train.shards) > 3
+    if write is megatron:
+        assert list(validation) == sum(DOCUMENTS[-len(DOCUMENTS) // 10 :], [])
+    else:
+        assert len(validation) == int(len(IDS) * SHARE)
+    assert {file.resolve() for file in prepared.folder.iterdir()} == {path, prepared.folder / "prepared.json"}
+    assert load_text(prepared.folder, again=True) == prepared == prepared_from(path, tokenizer)
+    assert prepared.identity == prepared_from(texts, tokenizer).identity
+    said = "100 documents, " if write is megatron else f"{len(IDS):,} tokens, "
+    assert prepared.report.line.startswith(said) and prepared.report.bytes == path.stat().st_size
+    assert _entry(prepared.folder, verify=False).size == (prepared.folder / "prepared.json").stat().st_size
+    again = prepared_from(path, tokenizer, validation_share=0.0)
+    assert again.train.open()[:].tolist() == IDS and again.validation.count == 0
+    os.utime(texts / ("text.idx" if write is megatron else "text.bin"), (0, 0))
+    assert prepared_from(path, tokenizer).folder != prepared.folder
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet", "large lists"])
+def test_columns_of_ids_are_split_as_text_is(texts, tokenizer, kind):
+    """A hash of the ids decides what is held out. Bytes of other types are the same text."""
+    path = texts / "rows"
+    path.mkdir()
+    rows = [*DOCUMENTS, [], DOCUMENTS[0]]
+    if kind == "saved":
+        dataset = Dataset.from_dict({"input_ids": rows, "attention_mask": rows})
+        dataset.save_to_disk(path)
+        Dataset.load_from_disk(path).map(lambda row: {"input_ids": [0]})  # leaves a file in the folder
+        assert list(path.glob("cache-*.arrow"))
+    else:
+        ids = pa.array([*rows, None], pa.large_list(pa.int64()) if kind == "large lists" else pa.list_(pa.uint16()))
+        pq.write_table(pa.table({"input_ids": ids}), path / "a.parquet")
+    prepared = prepared_from(path, tokenizer, text_key="input_ids")
+    assert prepared.train.dtype == "<u2" and prepared.report.validation_documents in range(3, 20)
+    assert prepared.report.dropped["empty"] == (1 if kind == "saved" else 2) and prepared.report.documents == 101
+    assert "tokenized already" in prepared.report.line
+    other = texts / "other"
+    other.mkdir()
+    pq.write_table(pa.table({"input_ids": rows}), other / "b.parquet")
+    assert prepared_from(other, tokenizer, text_key="input_ids").identity == prepared.identity
+    sides = [split.open().tolist() for split in (prepared.train, prepared.validation)]
+    for document in DOCUMENTS:
+        found = [any(side[i : i + len(document)] == document for i in range(len(side))) for side in sides]
+        assert sum(found) == 1
+    assert len(sides[0]) + len(sides[1]) == len(IDS) + len(DOCUMENTS[0])
+
+
+def test_a_run_trains_and_validates_on_ids(texts, tokenizer):
+    flat(texts, "<u2")
+    job = files_job(texts, f"--model.hf_assets_path={tokenizer}", "--validation.enable", "--validation.steps=-1")
+    batches = take(build_dataloader(1, 0, build_tokenizer(job), job), 1)
+    held_out = IDS[-int(0.3 * len(IDS)) :]
+    for rows, ids in ((rows_of(batches), IDS[: -len(held_out)]), (rows_of(validation_loader(job)), held_out)):
+        assert rows and set(rows) <= {tuple(ids[i : i + 17]) for i in range(0, len(ids), 17)}
+
+
+def test_changed_files_are_noticed(texts, tokenizer, small_shards, monkeypatch):
+    path = flat(texts, "<u2")
+    first = prepared_from(path, tokenizer)
+    ids = np.array(IDS, "<u2")
+    ids[len(IDS) // 2] ^= 1
+    ids.tofile(path)
+    with pytest.raises(DamagedText, match="the contents of 0-text.bin have changed"):
+        load_text(first.folder, again=True)
+    monkeypatch.setattr("mxtrain.data.store.SHARDS_AT_START", 2)
+    opened = load_text(first.folder, reads_tokens=True).train.open()
+    with pytest.raises(ConfigError, match="is damaged: the contents of 0-text.bin have changed"):
+        opened[:]
+    second = prepared_from(path, tokenizer)
+    assert second.identity["train"] != first.identity["train"] and second.folder != first.folder
+    path.unlink()
+    with pytest.raises(ConfigError, match="is damaged .0-text.bin cannot be read: No such file"):
+        prepare(DataConfig("files", prepared=second.folder.name), lambda line: None)
+
+
+def test_max_bytes_and_many_files(texts, tokenizer):
+    for name in ("a", "b", "c"):
+        flat(texts, "<u2").rename(texts / f"{name}.bin")
+    whole = prepared_from(texts, tokenizer)
+    assert whole.train.count + whole.validation.count == 3 * len(IDS) and whole.report.files == 3
+    assert whole.validation.open()[:].tolist() == 3 * IDS[-int(SHARE * len(IDS)) :]
+    part = prepared_from(texts, tokenizer, max_bytes=2 * len(IDS) + 200, validation_share=0.0)
+    assert part.train.open()[:].tolist() == IDS + IDS[:100]
+
+
+def test_ids_above_16_bits(texts):
+    """With so many tokens a flat file has 32 bits."""
+    np.array([70_000, 5], "<u4").tofile(texts / "wide.bin")
+    assert tokenized._layout(texts / "wide.bin", 70_001)[0] == "<u4"
+    assert tokenized._layout(texts / "wide.bin", 65_536)[0] == "<u2"
+
+
+def index(change):
+    """Write Megatron's files, and change the bytes of the index."""
+
+    def write(folder):
+        path = megatron(folder, "<u2")
+        file = folder / "text.idx"
+        file.write_bytes(change(file.read_bytes()))
+        return path
+
+    return write
+
+
+def cut(write, size: int):
+    def write_and_cut(folder):
+        path = write(folder, "<u2")
+        path.write_bytes(path.read_bytes()[:size])
+        return path
+
+    return write_and_cut
+
+
+def without_bin(folder):
+    megatron(folder, "<u2").unlink()
+    return folder / "*.idx"
+
+
+def rows(ids, key="input_ids"):
+    def write(folder):
+        pq.write_table(pa.table({key: ids}), folder / "a.parquet")
+        return folder / "a.parquet"
+
+    return write
+
+
+def splits(folder):
+    one = Dataset.from_dict({"input_ids": DOCUMENTS})
+    DatasetDict({"train": one, "test": one}).save_to_disk(folder / "both")
+    return folder / "both"
+
+
+def two_types(folder):
+    flat(folder, "<u2").rename(folder / "a.bin")
+    flat(folder, "<u4")
+    return folder
+
+
+def packed(folder):
+    return flat(folder, "<u2").rename(folder / "text.bin.gz")
+
+
+BAD = [
+    (lambda folder: flat(folder, "<u2", [1, 300]), "text.bin as token ids: the id 300, read as uint16, is not among"),
+    (lambda folder: flat(folder, "<u4", [300, 1]), "text.bin as token ids: the id 300, read as uint32"),
+    (lambda folder: megatron(folder, "<i4", [[1], [-1]]), "text.bin as token ids: the id -1, read as int32"),
+    (rows([[1, 2], [3, 300]]), "a.parquet as parquet: the id 300, read as int64"),
+    (rows([[1, None]]), "a.parquet as parquet: a list of ids has a null"),
+    (rows(DOCUMENTS, "tokens"), "data.text_key = 'input_ids' is not a column of"),
+    (rows([[0.5]]), "data.text_key = 'input_ids' in {folder}/a.parquet holds list, not text"),
+    (splits, "holds several splits of a dataset: name the folder of one of them"),
+    (without_bin, "cannot be read: [Errno 2] No such file or directory: '{folder}/text.bin'"),
+    (index(lambda content: b"MMIDIDX\x00\x01" + content[9:]), "text.idx is not an index of Megatron's"),
+    (index(lambda content: content[:9] + b"\x02" + content[10:]), "text.idx is not an index of Megatron's"),
+    (index(lambda content: content[:20]), "text.idx is not an index of Megatron's"),
+    (lambda folder: megatron(folder, "<u2", code=6), "text.idx is not an index of Megatron's with integer ids"),
+    (index(lambda content: content[:-1]), "text.idx is cut off"),
+    (cut(megatron, 100), f"text.bin as token ids: it has 100 bytes, and text.idx describes {2 * len(IDS):,}"),
+    (lambda folder: megatron(folder, "<u2", []), "text.bin as token ids: it has 0 bytes, and text.idx describes 0"),
+    (cut(flat, 101), "text.bin as token ids: 101 bytes are not a number of ids of type <u2"),
+    (cut(flat, 0), "text.bin as token ids: 0 bytes are not a number of ids"),
+    (two_types, "mixes ids of types <u2, <u4"),
+    (packed, "text.bin.gz is compressed: unpack it"),
+]
+
+
+@pytest.mark.parametrize("write, message", BAD)
+def test_bad_files_are_one_line(texts, tokenizer, cache, write, message):
+    with pytest.raises(ConfigError) as caught:
+        prepared_from(write(texts), tokenizer, text_key="input_ids")
+    assert message.replace("{folder}", str(texts)) in str(caught.value) and "\n" not in str(caught.value)
+    assert list(cache.glob("*")) == []
+
+
+@pytest.mark.parametrize("write", [lambda folder: flat(folder, "<u2"), rows(DOCUMENTS)])
+def test_ids_need_their_tokenizer(texts, write):
+    with pytest.raises(ConfigError, match="the tokenizer that made them: name its folder in model.hf_assets_path$"):
+        prepare(DataConfig("files", str(write(texts)), text_key="input_ids"), lambda line: None)
