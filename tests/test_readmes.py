@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import os
 import re
 import shlex
+import subprocess
 from collections import Counter
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -205,6 +207,24 @@ def test_every_document_has_commands():
     assert min(counts.values()) >= 1
 
 
+def test_the_loop_over_checkpoints_waits_for_each(tmp_path):
+    """Stand-ins: ``sleep`` saves the next checkpoint, and ``mxtrain`` writes down what is there, and its arguments."""
+    (loop,) = blocks(DOCUMENTS["train_configs/RUNS.md"], "sh")
+    for name, script in {
+        "sleep": "mkdir -p outputs/a/checkpoint/step-$(wc -l <calls)00",
+        "mxtrain": 'echo "$(ls outputs/a/checkpoint | wc -l) $CUDA_VISIBLE_DEVICES $@" >>calls',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "calls").write_text("\n")
+    loop = loop.replace("500 1000 1500", "100 200 300")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", "-ec", loop], cwd=tmp_path, env=environment, check=True, timeout=30)
+    calls = (tmp_path / "calls").read_text().splitlines()[1:]
+    assert calls == [f"{n} 7 eval outputs/a book.txt --step {n}00" for n in (1, 2, 3)]
+    check_mxtrain(calls[0].split()[2:])
+
+
 # Snippets
 
 
@@ -254,6 +274,33 @@ def test_toml_snippets_parse(document, tmp_path):
 
 def test_the_readme_is_short():
     assert len(DOCUMENTS["README.md"].splitlines()) <= 200
+
+
+def test_a_stranger_reads_the_main_answers_in_a_minute():
+    first = DOCUMENTS["README.md"].partition("\n## ")[0]
+    titles = ["**MXNorm**", "**What you gain.**", "**How to start.**", "**What stays in bf16**"]
+    assert sorted(titles, key=first.index) == titles
+    assert len(prose(first).split()) < 300
+
+
+def test_names_in_profiles_are_those_of_the_code():
+    """Functions and operations as PyTorch's profiler shows them on a CPU, and the kernels of Triton."""
+    from torch.profiler import ProfilerActivity, profile
+
+    (table,) = re.findall(r"^\| name \| what it is \|\n(.*?)\n\n", DOCUMENTS["train_configs/RUNS.md"], re.M | re.S)
+    names = set(re.findall(r"`(_\w+)`", table))
+    functions = {name for name in names if name.endswith("Function")}
+    sources = "".join(path.read_text() for path in (ROOT / "mxtrain" / "kernels").rglob("*.py"))
+    assert len(names - functions) == 7 and names - functions <= set(re.findall(r"^def (\w+_kernel)\(", sources, re.M))
+    model = nn.Sequential()
+    model.norm, model.proj, model.other = nn.RMSNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+    mxtrain.convert(model, example_inputs=(torch.randn(32, 32),), mode="emulated", filter_fqns=[])
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        model(torch.randn(32, 32, requires_grad=True)).sum().backward()
+    shown = {event.key for event in profiled.key_averages()}
+    assert functions | {f"{name}Backward" for name in functions} <= shown
+    operations = {f"mxtrain::{name.removeprefix('_').removesuffix('_kernel')}" for name in names - functions}
+    assert {"mxtrain::cast", "mxtrain::mxnorm_cast", "mxtrain::norm_backward"} <= shown & operations
 
 
 def test_settings_name_every_field():

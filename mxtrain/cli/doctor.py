@@ -15,7 +15,6 @@ def add(commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="show this machine's versions, devices and execution modes, a config's model, or check the network",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="""\
 Print versions, devices, and which execution modes run on this machine, which mode = "auto" takes, and why.
 

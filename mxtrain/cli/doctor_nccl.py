@@ -35,11 +35,11 @@ GRACE_SECONDS = 2.0
 
 
 def check(words: list[str], timeout: float) -> int:
-    """Check the processes; print their versions, how fast they exchange data, and a verdict as the last line.
+    """Print versions, how fast processes exchange data, and a verdict as the last line.
 
     Args:
         words: empty, or a config and flags of ``mxtrain train``, whose settings all processes compare.
-        timeout: seconds after which a process that does not come, or a collective that does not end, is an error.
+        timeout: seconds in which all processes have to come, and each collective has to end.
 
     Returns 0 if all is right, 1 if not, and 2 for a mistake in the settings. Raises ConfigError for a single process.
     """
@@ -66,9 +66,9 @@ def _start_processes(arguments: list[str]) -> int:
         with stop_signals_to(workers.handle), ExitStack() as stack:
             workers.start(processes, worker_environment(os.environ, processes, devices), stack)
             failed = workers.wait()
-        if failed.get(0, -1) > 0:  # it has said why
-            return failed[0]
-        return workers.report(failed, "the check") if failed else 0
+        if not failed or failed.get(0, 0) > 0:  # it has said why
+            return failed.get(0, 0)
+        return workers.report(failed, "the check")
 
 
 def _end(status: int, verdict: str, is_only_here: bool = False) -> int:
@@ -80,10 +80,7 @@ def _end(status: int, verdict: str, is_only_here: bool = False) -> int:
 
 
 def _checked(words: list[str], timeout: float) -> str:
-    """Check this process together with the others, print tables, and return what has passed.
-
-    Raises CommonError, RuntimeError or TimeoutError for what is wrong, on all ranks.
-    """
+    """Print tables and return what has passed. Raises CommonError, RuntimeError or TimeoutError on all ranks if not."""
     everyone = run_on_all_ranks(lambda: _facts(words))
     nodes, facts = [each["node"] for each in everyone], [each["result"] for each in everyone]
     count, config = len(set(nodes)), " ".join(words) or "none is compared"
@@ -123,12 +120,7 @@ def _facts(words: list[str]) -> dict:
 
 
 def difference(nodes: list[str], facts: list[dict]) -> str | None:
-    """Return why these processes cannot train together; None if they can.
-
-    Args:
-        nodes: name of each rank's node.
-        facts: of each rank, as ``_facts`` returns them.
-    """
+    """Return why ranks on these nodes, with facts as ``_facts`` returns them, cannot train together. None: they can."""
     owners, first = {}, facts[0]["versions"] | facts[0]["settings"]
     for rank, (node, fact) in enumerate(zip(nodes, facts, strict=True)):
         for name in first | (own := fact["versions"] | fact["settings"]):
@@ -140,23 +132,16 @@ def difference(nodes: list[str], facts: list[dict]) -> str | None:
 
 
 def scopes(nodes: list[str]) -> dict[str, list[list[int]]]:
-    """Return name -> groups of ranks that exchange data at the same time: all, those of a node, those between nodes.
-
-    The last are the replicas of hybrid sharding: a rank of each node.
-    """
+    """Return name -> groups of ranks that exchange data at once. Between nodes: a rank of each, as replicas of HSDP."""
     within = [[rank for rank, other in enumerate(nodes) if other == node] for node in dict.fromkeys(nodes)]
     found = {"all": [list(range(len(nodes)))], "within a node": within, "between nodes": [*map(list, zip(*within))]}
     found = {name: [group for group in groups if len(group) > 1] for name, groups in found.items()}
     return {name: groups for name, groups in found.items() if name == "all" or groups and groups != found["all"]}
 
 
-def values(rank: int, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Return elements ``first`` up to ``first + count`` of what a rank contributes, fp32.
-
-    They are integers below 1009: sums over up to 16,000 ranks are exact, in any order.
-    """
-    places = torch.arange(first, first + count, dtype=torch.int32, device=device)
-    return places.add_(31 * rank).remainder_(1009).float()
+def values(rank: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return what a rank contributes, fp32: integers below 1009, whose sum over 16,000 ranks is exact in any order."""
+    return torch.arange(count, dtype=torch.int32, device=device).add_(31 * rank).remainder_(1009).float()
 
 
 def prepared(name: str, members: list[int], group, count: int, device) -> tuple[Callable, torch.Tensor, torch.Tensor]:
@@ -167,10 +152,10 @@ def prepared(name: str, members: list[int], group, count: int, device) -> tuple[
     rank, part = dist.get_rank(), count // len(members)
     whole, first = part * len(members), part * members.index(rank)
     if name == "all-gather":
-        mine, result = values(rank, 0, part, device), torch.empty(whole, device=device)
-        expected = torch.cat([values(other, 0, part, device) for other in members])
+        mine, result = values(rank, part, device), torch.empty(whole, device=device)
+        expected = torch.cat([values(other, part, device) for other in members])
         return lambda: dist.all_gather_into_tensor(result, mine, group=group), result, expected
-    mine, expected = values(rank, 0, whole, device), sum(values(other, 0, whole, device) for other in members)
+    mine, expected = values(rank, whole, device), sum(values(other, whole, device) for other in members)
     if name == "all-reduce":
         return lambda: dist.all_reduce(mine, group=group), mine, expected
     result = torch.empty(part, device=device)

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from mxtrain import cli
 from mxtrain.checkpoints.ending import Stop, StopSignals, resume_command
 from mxtrain.launched import LAUNCHER_VARIABLE
 from tests.support import training_runs
+from tests.support.forked import Forked
 from tests.support.releases import Checkpoint
 from tests.support.training_runs import SAVE, steps, wait_for_lines
+from tests.support.training_worker import add_tiny_models
 
 ENABLED = Checkpoint(enable=True)
 
@@ -25,8 +28,10 @@ ENABLED = Checkpoint(enable=True)
 def stopped(base):
     """Two processes train without end. SIGUSR1 stops one run, in rank 1; SIGTERM the run that resumes it, in rank 0.
 
-    Gives the run's folder, and a function from a rank to (status, output) of both runs.
+    Gives the run's folder, a function from a rank to (status, output) of both runs, and what "mxtrain eval" printed
+    while the second run trained.
     """
+    evaluations = []
     folder, run = base / "stopped", base / "stopped" / "run"
     endless = [*SAVE, "--training.local_batch_size=2", "--lr_scheduler.total_steps=1000000", steps(1_000_000)]
     resumed = [*endless, f"--job.dump_folder={run}", "--checkpoint.async_mode=async"]
@@ -38,8 +43,14 @@ def stopped(base):
         os.kill(workers[1].pid, signal.SIGUSR1)  # as Slurm and the launcher do
         wait_for_lines(folder / "run" / "rank0.status", 0)
         lines = (run / "metrics.jsonl").read_text().count("\n")
-        wait_for_lines(run / "metrics.jsonl", lines + 3)
-        os.kill(workers[0].pid, signal.SIGTERM)
+        wait_for_lines(run / "metrics.jsonl", lines + 1)
+        (checkpoint,) = (run / "checkpoint").iterdir()
+        step = checkpoint.name.removeprefix("step-")
+        try:
+            evaluations.extend(Forked(evaluate, run, step, cwd=folder).communicate())
+            wait_for_lines(run / "metrics.jsonl", lines + 3)
+        finally:
+            os.kill(workers[0].pid, signal.SIGTERM)
 
     training_runs.copy_text(base)
     training_runs.launch(folder, done, 2, disturb=send_signals)
@@ -53,11 +64,16 @@ def stopped(base):
             for name in done
         ]
 
-    return run, outcome
+    return run, outcome, evaluations
+
+
+def evaluate(run: Path, step: str) -> int:
+    add_tiny_models()
+    return cli.main(["eval", str(run), __file__, "--step", step, "--max-tokens", "100"])
 
 
 def test_a_signal_to_one_rank_saves_and_stops_all_ranks_and_the_run_resumes_after_that_step(stopped):
-    run, outcome = stopped
+    run, outcome, _ = stopped
     saved = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoint").glob("step-*"))
     assert len(saved) == 2  # no interval has passed
     logged = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -69,6 +85,13 @@ def test_a_signal_to_one_rank_saves_and_stops_all_ranks_and_the_run_resumes_afte
         assert output.index(line) < output.index(f"over {step} steps")  # the summary is last
     assert outcome(0)[1][1].startswith(f"resuming after step {saved[0]}, from ")
     assert outcome(1) == [(0, ""), (0, "")]
+
+
+def test_a_checkpoint_is_evaluated_while_the_run_trains_on(stopped):
+    _, _, (output, errors) = stopped
+    lines = [line.split() for line in output.splitlines()]
+    assert [words[0] for words in lines] == ["loss", "perplexity", "bits/byte", "tokens", "bytes"], errors
+    assert 2 < float(lines[0][1]) < 8 and lines[3][1] == "100"
 
 
 def test_only_the_first_signal_counts_and_handlers_are_put_back():
