@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask, weight_seed
 
@@ -57,3 +58,13 @@ def test_every_draw_of_every_parameter_has_a_seed_of_its_own():
 
 def test_numpy_integers_are_seeds():
     assert rounding_key(np.int64(42), "w") == rounding_key(42, "w")
+
+
+def test_bad_input():
+    for seed in (None, 1.0, True, np.True_, "1"):
+        with pytest.raises(ValueError, match="is not an integer"):
+            weight_seed(seed, "w", 0)
+        with pytest.raises(ValueError, match="is not an integer"):
+            hadamard_signs(seed, "w")
+        with pytest.raises(ValueError, match="is not an integer"):
+            rounding_key(seed, "w")
