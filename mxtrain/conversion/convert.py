@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import Any, Literal
 
 import torch.nn as nn
-from typing_extensions import TypedDict, Unpack, overload  # before Python 3.11, typing's overloads cannot be listed
+from typing_extensions import overload  # before Python 3.11, typing's cannot be listed
 
 from mxtrain.conversion.converters import CONVERTERS, Converter, get_converter
 from mxtrain.conversion.plan import Plan
@@ -22,49 +22,71 @@ from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
-# For editors and type checkers. tests/conversion/test_overloads.py compares them with the converters' fields.
-class _Settings(TypedDict, total=False):
-    example_inputs: ExampleInputs
-    prefix: str
-    filter_fqns: Iterable[str] | None
-
-
-class _OfMXLinear(_Settings, total=False):
-    recipe: str | LinearRecipe | None
-    recipes: Mapping[str, str | LinearRecipe] | None
-    scale_rounding: ScaleRounding | None
-    tensor_scale: TensorScale | None
-    weight_tiles: bool | None
-    hadamard: bool | None
-    stochastic_rounding: bool | None
-    high_precision_share: float | None
-    mode: Mode | None
-    seed: int | None
-    graph_passes: bool | None
-
-
-class _OfMXNorm(_OfMXLinear, total=False):
-    p: P | None
-    estimator: Estimator | None
-    eps: float | None
-    group_linears: bool | None
-
-
-class _OfFusedNorm(_Settings, total=False):
-    when_compiled: WhenCompiled | None
-
-
-_FusedNorm = Literal["fused_norm", "fused_rmsnorm"]
-
-
+# For editors and type checkers. tests/conversion/test_overloads.py compares settings, types and defaults with the
+# fields of the converters.
 @overload
-def convert(model: nn.Module, converter: Literal["mxnorm"] = "mxnorm", **settings: Unpack[_OfMXNorm]) -> Plan: ...
+def convert(
+    model: nn.Module,
+    converter: Literal["mxnorm"] = "mxnorm",
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+    recipe: str | LinearRecipe | None = "mxfp8",
+    recipes: Mapping[str, str | LinearRecipe] | None = {},
+    scale_rounding: ScaleRounding | None = None,
+    tensor_scale: TensorScale | None = None,
+    weight_tiles: bool | None = None,
+    hadamard: bool | None = None,
+    stochastic_rounding: bool | None = None,
+    high_precision_share: float | None = None,
+    mode: Mode | None = "auto",
+    seed: int | None = 0,
+    graph_passes: bool | None = True,
+    p: P | None = 2,
+    estimator: Estimator | None = "pre_round",
+    eps: float | None = None,
+    group_linears: bool | None = True,
+) -> Plan: ...
 @overload
-def convert(model: nn.Module, converter: Literal["mx_linear"], **settings: Unpack[_OfMXLinear]) -> Plan: ...
+def convert(
+    model: nn.Module,
+    converter: Literal["mx_linear"],
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+    recipe: str | LinearRecipe | None = "mxfp8",
+    recipes: Mapping[str, str | LinearRecipe] | None = {},
+    scale_rounding: ScaleRounding | None = None,
+    tensor_scale: TensorScale | None = None,
+    weight_tiles: bool | None = None,
+    hadamard: bool | None = None,
+    stochastic_rounding: bool | None = None,
+    high_precision_share: float | None = None,
+    mode: Mode | None = "auto",
+    seed: int | None = 0,
+    graph_passes: bool | None = True,
+) -> Plan: ...
 @overload
-def convert(model: nn.Module, converter: _FusedNorm, **settings: Unpack[_OfFusedNorm]) -> Plan: ...
+def convert(
+    model: nn.Module,
+    converter: Literal["fused_norm", "fused_rmsnorm"],
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+    when_compiled: WhenCompiled | None = "auto",
+) -> Plan: ...
 @overload
-def convert(model: nn.Module, converter: Literal["decompose_k_router"], **settings: Unpack[_Settings]) -> Plan: ...
+def convert(
+    model: nn.Module,
+    converter: Literal["decompose_k_router"],
+    *,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    filter_fqns: Iterable[str] | None = None,
+) -> Plan: ...
 def convert(
     model: nn.Module,
     converter: str = "mxnorm",

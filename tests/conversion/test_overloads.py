@@ -4,23 +4,22 @@ from dataclasses import fields
 from inspect import signature
 from typing import get_args
 
-from typing_extensions import get_overloads, get_type_hints
+from typing_extensions import get_overloads
 
 from mxtrain import convert
-from mxtrain.conversion.convert import ExampleInputs
 from mxtrain.conversion.converters import CONVERTERS
 
 
 def test_overloads_have_the_settings_of_the_converters():
     found = {}
+    common = ["model", "converter", *list(signature(convert).parameters)[2:-1]]
     for overload in get_overloads(convert):
-        parameters = signature(overload).parameters
-        (settings,) = get_args(parameters["settings"].annotation)
+        parameters = dict(signature(overload).parameters)
         for name in get_args(parameters["converter"].annotation):
-            found[name] = get_type_hints(settings)
-    common = {"example_inputs": ExampleInputs, "prefix": str}
+            found[name] = {p.name: (p.annotation, p.default) for p in parameters.values() if p.name not in common}
+        assert list(parameters)[: len(common)] == common
     assert found == {
-        name: common | {field.name: field.type | None for field in fields(converter)}
+        name: {field.name: (field.type | None, getattr(converter(), field.name)) for field in fields(converter)}
         for name, converter in CONVERTERS.items()
     }
 
