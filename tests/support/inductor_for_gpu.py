@@ -19,6 +19,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_heuristics import StaticTritonCompileResult
 from torch._inductor.virtualized import V
 from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -82,13 +83,14 @@ def code_of(function, *arguments) -> str:
 
 
 def compile_kernels(code: str) -> list[str]:
-    """Compile the Triton kernels that are not Inductor's own, and return their names."""
+    """Compile the Triton kernels that are not Inductor's own, and return the names of those that C++ launches."""
     compiled = []
 
     def compile_one(_, name, source, **options):
         if "user_autotune" in source:
-            async_compile._load_triton_kernel_from_source(name, source)._precompile_worker()
-            compiled.append(name)
+            kernel = async_compile._load_triton_kernel_from_source(name, source)
+            kernel._precompile_worker()
+            compiled.extend(name for result in kernel.compile_results if isinstance(result, StaticTritonCompileResult))
 
     with (
         patch.object(async_compile.AsyncCompile, "triton", compile_one),
