@@ -107,9 +107,7 @@ CASES = [
     ("mxfp8", "reference", torch.bfloat16, "none"),
     ("mxfp8", "reference", torch.bfloat16, "64 experts"),
     ("mxfp8", "emulated", torch.bfloat16, "uneven"),
-    pytest.param("mxfp8", "emulated", torch.float32, "uneven", marks=pytest.mark.sweep),
     *((recipe, "reference", torch.bfloat16, "uneven") for recipe in MIXED),
-    pytest.param(MIXED[0], "emulated", torch.float32, "uneven", marks=pytest.mark.sweep),
     ("bf16", "emulated", torch.bfloat16, "uneven"),
     ("bf16", "reference", torch.float32, "all on one"),
     ("nvfp4", "reference", torch.float32, "uneven"),
@@ -305,22 +303,14 @@ def test_experts_are_those_that_were_given():
         assert not torch.equal(other(x, counts), y) and torch.equal(new(x, counts), y)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "mode", "dtype"),
-    [
-        ("mxfp8", "emulated", torch.bfloat16),
-        pytest.param("nvfp4", "reference", torch.float32, marks=pytest.mark.sweep),
-    ],
-)
-def test_experts_compile_once_for_all_counts(recipe, mode, dtype, compile_backend):
+def test_experts_compile_once_for_all_counts(compile_backend):
     """Without a graph break. The rules about shapes are PyTorch's: other numbers of tokens may need another graph."""
-    experts = quantized_experts(32, 32, 3, recipe, mode, dtype)
+    experts = quantized_experts(32, 32, 3, "mxfp8", "emulated", torch.bfloat16)
     compiled = torch.compile(experts, backend=compile_backend, fullgraph=True, dynamic=True)
     compiled.parameters = experts.parameters
     counters.clear()
-    # SwiGLU and its cast are one kernel in the graph, and a code next to a rounding boundary may flip.
-    tolerance = 2e-2 if compile_backend == "inductor" or mode == "emulated" else 1e-6
     for counts in ((40, 0, 3), (1, 30, 30), (0, 50, 50)):
-        x, dy = (heavy_tailed(max(70, sum(counts)), 32, seed=s, dtype=dtype) for s in (0, 1))
-        assert_near(results_of(compiled, x, counts, dy), results_of(experts, x, counts, dy), tolerance)
+        x, dy = (heavy_tailed(max(70, sum(counts)), 32, seed=s, dtype=torch.bfloat16) for s in (0, 1))
+        # SwiGLU and its cast are one kernel in the graph, and a code next to a rounding boundary may flip.
+        assert_near(results_of(compiled, x, counts, dy), results_of(experts, x, counts, dy), 2e-2)
     assert counters["stats"]["unique_graphs"] == 1

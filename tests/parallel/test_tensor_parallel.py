@@ -16,8 +16,6 @@ NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
     **oracle.RECIPES,
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
-    "nvfp4_dynamic": ["--mxnorm.recipe=nvfp4_dynamic", NEAREST],
-    "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", NEAREST],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "both converters": ["--model.converters=mxnorm,fused_rmsnorm"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
@@ -40,8 +38,6 @@ TWO_SWEEP = {
     "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
     "mx_linear": oracle.layout(tensor=2),
     "nvfp4": oracle.layout(tensor=2),
-    "nvfp4_dynamic": oracle.layout(tensor=2),
-    "mixed": oracle.layout(tensor=2),
     "quantized head": oracle.layout(tensor=2),
     "both converters": oracle.layout(tensor=2),
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],

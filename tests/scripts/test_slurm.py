@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,12 @@ from mxtrain.analysis import load_run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "train_configs" / "train.sbatch"
-# Starts the command twice, as on two nodes, and passes on signals to nobody: Slurm signals the processes of a step.
+# Starts the command twice, as on two nodes, and ends both when one fails. It passes on signals to nobody: Slurm signals
+# the processes of a step.
 SRUN = """#!/usr/bin/env bash
 shift  # --kill-on-bad-exit
 for node in 0 1; do "$@" & done
-status=0
-for node in 0 1; do wait -n || status=$?; done
-exit $status
+for node in 0 1; do wait -n || { status=$?; kill $(jobs -p); wait; exit $status; }; done
 """
 SCONTROL = """#!/usr/bin/env bash
 if [ "$1" = show ]; then echo localhost; echo localhost; else echo "$@" >> "$SCONTROL_LOG"; fi
@@ -43,6 +43,7 @@ def slurm_job(folder: Path, *flags: str, restart: int) -> subprocess.Popen:
         "PYTHONPATH": str(ROOT),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
         "TRITON_INTERPRET": "0",
         "MXTRAIN_CACHE": str(folder / "cache"),
         "MXTRAIN_RUN": str(folder / "run"),
@@ -68,6 +69,16 @@ def processes_of_steps(job: subprocess.Popen) -> list[int]:
     while more := {pid for parent, pid, _ in rows if parent in inside} - inside:
         inside |= more
     return [int(p) for _, p, command in rows if p in inside and re.match(r"\S*python.* -m mxtrain\.train ", command)]
+
+
+def ended(job: subprocess.Popen, output: Path) -> tuple[int | None, str]:
+    """Wait for a job. Return its status, or None and all stacks if it takes too long, and the end of its output."""
+    with suppress(subprocess.TimeoutExpired):
+        job.wait(200)
+    for process in processes_of_steps(job):
+        os.kill(process, signal.SIGABRT)
+    time.sleep(0 if job.returncode == 0 else 2)
+    return job.returncode, output.read_text()[-20000:]
 
 
 @pytest.mark.sweep
@@ -96,20 +107,15 @@ def test_a_job_on_two_nodes_saves_goes_back_into_the_queue_and_resumes(tmp_path)
     # A flag that says how the run begins must not take effect again.
     flags = ["--checkpoint.exclude_from_loading", "dataloader"]
     job = slurm_job(tmp_path, *flags, restart=0)
-    try:
-        metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
-        while not metrics.exists() or metrics.read_text().count("\n") < 3:
-            assert job.poll() is None and time.monotonic() < end, (tmp_path / "output-0.txt").read_text()[-4000:]
-            time.sleep(0.1)
-        assert len(processes_of_steps(job)) == 4
-        for process in processes_of_steps(job):
-            os.kill(process, signal.SIGUSR1)
-        status = job.wait(200)
-    finally:
-        for process in processes_of_steps(job):
-            os.kill(process, signal.SIGKILL)
-    output = (tmp_path / "output-0.txt").read_text()
-    assert status == 0 and "stopped by SIGUSR1 after step" in output, output[-4000:]
+    metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while job.poll() is None and time.monotonic() < end:
+        if metrics.exists() and metrics.read_text().count("\n") >= 3:
+            break
+        time.sleep(0.1)
+    for process in (steps := processes_of_steps(job)):
+        os.kill(process, signal.SIGUSR1)
+    status, output = ended(job, tmp_path / "output-0.txt")
+    assert len(steps) == 4 and status == 0 and "stopped by SIGUSR1 after step" in output, output
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {os.getpid()}\n"
     (checkpoint,) = (tmp_path / "run" / "checkpoint").glob("step-*")
     saved = int(checkpoint.name.removeprefix("step-"))
@@ -119,7 +125,8 @@ def test_a_job_on_two_nodes_saves_goes_back_into_the_queue_and_resumes(tmp_path)
     assert "exclude_from_loading" in text
     resolved.write_text(text.replace("steps = 100000", f"steps = {saved + 2}"))
     job = slurm_job(tmp_path, *flags, restart=1)
-    assert job.wait(300) == 0, (tmp_path / "output-1.txt").read_text()[-4000:]
+    status, output = ended(job, tmp_path / "output-1.txt")
+    assert status == 0, output
     assert [row["step"] for row in load_run(tmp_path / "run").training] == list(range(1, saved + 3))
     assert "exclude_from_loading" not in resolved.read_text()
     assert (tmp_path / "scontrol.log").read_text() == f"requeue {os.getpid()}\n", "a run that has ended stays so"
