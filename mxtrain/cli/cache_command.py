@@ -103,15 +103,15 @@ def _entry(path: Path, verify: bool) -> CachedText:
 
 
 def _table(found: list[CachedText]) -> str:
+    from mxtrain.analysis.tables import aligned  # takes time
+
     rows = [("name", "size", "last used", "dataset", "tokens", "state")]
     for entry in found:
         days = max(0.0, time.time() - entry.last_used) / DAY
         dataset = entry.text.report.dataset if entry.text else "-"
         tokens = f"{entry.text.train.count:,}" if entry.text and entry.text.train else "-"
         rows.append((entry.path.name, megabytes(entry.size), f"{days:.1f} days ago", dataset, tokens, entry.state))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "".join(f"{line}\n" for line in lines) if found else ""
+    return aligned(rows, words=len(rows[0])) + "\n" if found else ""
 
 
 def _remove(found: list[CachedText]) -> str:

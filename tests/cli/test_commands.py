@@ -59,12 +59,24 @@ def test_help_whose_reader_has_enough_ends_without_a_word(tmp_path):
     assert process.returncode == 141
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["prepare"], ["plot"], ["report"]])
-def test_a_wrong_command_line_exits_with_2_and_usage(arguments, capsys):
+@pytest.mark.parametrize(
+    "line, why",
+    [
+        ("", "required: COMMAND"), ("trian", "invalid choice: 'trian'"), ("prepare", "required: CONFIG"),
+        ("plot", "required: RUN"), ("report", "required: RUN"), ("plot a --x epochs", "--x: invalid choice: 'epochs'"),
+        ("plot a --smooth 0", "--smooth: 0 is not an integer of at least 1"), ("compare a --seeds 0", "--seeds: 0 is"),
+        ("compare a --side-by-side=-1", "--side-by-side: -1 is"), ("compare a --gpus 1.5", "--gpus: 1.5 is"),
+        ("generate a x --max-new-tokens 0", "--max-new-tokens: 0 is"), ("eval a b --seq-len 0", "--seq-len: 0 is"),
+        ("eval a b --stride -1", "--stride: -1 is"), ("export a b --dtype float8", "--dtype: invalid choice: 'float8'"),
+        ("export a b --device tpu", "--device: invalid choice: 'tpu'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_exits_with_2_and_usage(line, why, capsys):
     with pytest.raises(SystemExit) as exit:
-        cli.main(arguments)
+        cli.main(line.split())
     assert exit.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: mxtrain")
+    error = capsys.readouterr().err
+    assert error.startswith("usage: mxtrain") and why in error
 
 
 @pytest.mark.parametrize(

@@ -303,8 +303,6 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
     "words, problem",
     [
         (["--seeds", "2"], "VARIANT is missing: give configs, or --resume"),
-        (["llama3_debug", "--seeds", "0"], "--seeds 0: allowed is 1 or more"),
-        (["llama3_debug", "--side-by-side=-1"], "--side-by-side -1: allowed is 1 or more"),
         (["llama3_debug", "--lr", "1e-3,fast"], "--lr 1e-3,fast: 'fast' is not a positive number"),
         (["llama3_debug", "--lr", "0"], "--lr 0: '0' is not a positive number"),
         (["llama3_debug", "--baseline", "p1"], "--baseline 'p1' is not one of the variants: llama3_debug"),
