@@ -7,6 +7,7 @@ import pytest
 from mxtrain import cli
 from mxtrain.analysis.plots import XAxis
 from mxtrain.cli import commands
+from tests.support.paired_runs import make_run
 
 
 @pytest.fixture
@@ -14,13 +15,7 @@ def runs(tmp_path, monkeypatch):
     """Folders "p1" and "p2", and three that cannot be drawn, in the current folder."""
     monkeypatch.chdir(tmp_path)
     for p, end in ((1, 4), (2, 3)):
-        (tmp_path / f"p{p}").mkdir()
-        rows = [
-            {"step": step, "loss": 9.0 - step / p, "tokens_seen": 64 * step, "time": step} for step in range(1, end)
-        ]
-        (tmp_path / f"p{p}" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        facts = {"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round"}
-        (tmp_path / f"p{p}" / "run.json").write_text(json.dumps(facts))
+        make_run(tmp_path / f"p{p}", [9.0 - step / p for step in range(1, end)], p=p)
     (tmp_path / "empty").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
