@@ -29,11 +29,6 @@ def test_a_run_has_facts_and_training_and_validation_rows(tmp_path):
     assert (run.first_loss, run.last_loss, run.validation_loss) == (9.0, 8.0, 8.5)
 
 
-def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(make_run(tmp_path / "a", training([9.0])))
-    assert load_run(".").name == "a"
-
-
 def test_numbers_of_a_run(tmp_path):
     rows = training([20.0 - step for step in range(20)])
     for step, row in enumerate(rows):
@@ -70,8 +65,10 @@ def test_shares_of_few_rows_are_rounded(tmp_path):
     assert load_run(make_run(tmp_path / "b", few)).tokens_per_second == 1001.0
 
 
-def test_a_run_of_one_row_without_optional_numbers(tmp_path):
-    run = load_run(make_run(tmp_path / "a", training([9.0])))
+def test_a_run_of_one_row_without_optional_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_run(tmp_path / "a", training([9.0])))
+    run = load_run(".")
+    assert run.name == "a"
     assert run.first_loss == run.last_loss == run.tail_loss == 9.0
     assert run.tokens_per_second is None and run.peak_memory_gib is None and run.validation_loss is None
     assert run.facts == {}
@@ -121,21 +118,16 @@ def test_variant(tmp_path, facts, variant):
 
 
 def test_a_folder_without_a_readable_run_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.*does not exist"):
-        load_run(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="metrics.jsonl does not exist"):
-        load_run(tmp_path)
-    with pytest.raises(ConfigError, match="no training step"):
-        load_run(make_run(tmp_path / "empty", []))
-    with pytest.raises(ConfigError, match="no training step"):
-        load_run(make_run(tmp_path / "torn", [{"loss": 1}]))
-    folder = make_run(tmp_path / "facts", training([9.0]))
-    (folder / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match="run.json is not valid JSON"):
-        load_run(folder)
-    (folder / "run.json").write_text("[]")
+    make_run(tmp_path / "empty", []), make_run(tmp_path / "torn", [{"loss": 1}])
+    (make_run(tmp_path / "half", training([9.0])) / "run.json").write_text("{")
+    for name, problem in {
+        "nowhere": "nowhere.*does not exist", "": "metrics.jsonl does not exist", "empty": "no training step",
+        "torn": "no training step", "half": "run.json is not valid JSON",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=problem):
+            load_run(tmp_path / name)
     with pytest.raises(ConfigError, match="run.json holds list, not dict"):
-        load_run(folder)
+        load_run(make_run(tmp_path / "list", training([9.0]), []))
 
 
 def test_settings_are_read_where_they_can_be(tmp_path):
