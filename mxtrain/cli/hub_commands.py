@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from mxtrain.cli import quiet
 from mxtrain.cli.path_parser import positive
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import os_errors_as, reason
 from mxtrain.run_folder.files import CONFIG_FILE
 
 MODEL_FILE = "config.json"
@@ -189,9 +189,8 @@ def _eval(options) -> int:
 def _read(file: Path) -> str:
     """Read a text file. Raises ConfigError if it cannot be read, is empty or is not UTF-8."""
     try:
-        text = file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"FILE = {str(file)!r} cannot be read: {reason(error)}") from error
+        with os_errors_as(f"FILE = {str(file)!r} cannot be read"):
+            text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text: byte {error.start} is wrong") from error
     if not text:
