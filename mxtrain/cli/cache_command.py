@@ -10,10 +10,10 @@ from pathlib import Path
 from stat import S_ISREG
 
 from mxtrain.data import DataConfig, Prepared
-from mxtrain.data.documents import megabytes, one_line
+from mxtrain.data.documents import megabytes
 from mxtrain.data.store import DamagedText, load_text
 from mxtrain.errors import ConfigError
-from mxtrain.files import BUILDING
+from mxtrain.files import BUILDING, os_errors_as
 
 DAY = 24 * 3600.0
 
@@ -118,10 +118,7 @@ def _remove(found: list[CachedText]) -> str:
     """Remove folders. Return a report, one line for each."""
     lines = []
     for entry in found:
-        try:
+        with os_errors_as(f"data.cache_dir: cannot remove {str(entry.path)!r}"):
             shutil.rmtree(entry.path)
-        except OSError as error:
-            why = error.strerror or one_line(error)
-            raise ConfigError(f"data.cache_dir: cannot remove {str(entry.path)!r} ({why})") from error
         lines.append(f"removed {entry.path.name}, {megabytes(entry.size)}")
     return "\n".join(lines)

@@ -124,12 +124,8 @@ def test_eval_prints_its_figures_and_nothing_else(run, folder):
 def test_bad_input_is_one_line(line, says, run, folder):
     status, text, errors = run(line)
     assert (status, text) == (2, "") and errors.count("\n") == 1
-    assert (
-        errors.removeprefix("mxtrain: error: ")
-        .replace(f"{folder}/", "@")
-        .replace(f"'{folder}'", "'@'")
-        .startswith(says)
-    )
+    shown = errors.replace(f"{folder}/", "@").replace(f"'{folder}'", "'@'")
+    assert shown.startswith(f"mxtrain: error: {says}")
 
 
 def test_a_run_is_exported_to_a_temporary_folder(tmp_path, monkeypatch, capfd):

@@ -7,6 +7,8 @@ import runpy
 import signal
 import sys
 import time
+from datetime import datetime
+from unittest import mock
 
 import pytest
 import torch
@@ -174,20 +176,14 @@ def test_one_process_per_accelerator_by_default_and_as_many_as_ngpu_says():
         launch.process_count({"NGPU": "9"}, 8)
 
 
-@pytest.mark.parametrize(
-    "processes, devices, given, expected",
-    [
-        (1, 0, {}, {"GOMP_SPINCOUNT": "1000"}),
-        (4, 0, {}, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "3"}),
-        (4, 4, {"A": "b"}, {"OMP_NUM_THREADS": "3", "A": "b"}),
-        (100, 0, {}, {"GOMP_SPINCOUNT": "1000", "OMP_NUM_THREADS": "1"}),
-        (1, 1, {}, {}),
-        (2, 0, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}),
-    ],
-)
-def test_worker_environment(monkeypatch, processes, devices, given, expected):
+def test_worker_environment(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    assert launch.worker_environment(given, processes, devices) == expected
+    spins, users = {"GOMP_SPINCOUNT": "1000"}, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
+    assert launch.worker_environment({}, 1, 1) == {} and launch.worker_environment({}, 1, 0) == spins
+    assert launch.worker_environment({}, 4, 0) == spins | {"OMP_NUM_THREADS": "3"}
+    assert launch.worker_environment({"A": "b"}, 4, 4) == {"OMP_NUM_THREADS": "3", "A": "b"}
+    assert launch.worker_environment({}, 100, 0) == spins | {"OMP_NUM_THREADS": "1"}
+    assert launch.worker_environment(users, 2, 0) == users
 
 
 @pytest.mark.parametrize("given", [None, *ALLOCATOR_VARIABLES])
@@ -209,12 +205,7 @@ def test_workers_let_memory_segments_grow_unless_the_user_has_set_the_allocator(
 def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    class Noon(launch.datetime):
-        @classmethod
-        def now(cls):
-            return cls(2020, 1, 2, 12, 0, 0)
-
-    monkeypatch.setattr(launch, "datetime", Noon)
+    monkeypatch.setattr(launch, "datetime", mock.Mock(now=lambda: datetime(2020, 1, 2, 12)))
     folders = [launch.make_run_folder("configs/a.toml", None) for _ in range(3)]
     assert [f.as_posix() for f, _ in folders] == [f"outputs/a-20200102-120000{suffix}" for suffix in ("", "-2", "-3")]
     assert [[path.name for path in made[1:]] for _, made in folders] == [["outputs"], [], []]
