@@ -210,8 +210,6 @@ def _pretrained(options):
 
     require_transformers()
     source, where = options.source, f"RUN = {str(options.source)!r}"
-    if not source.is_dir():
-        raise ConfigError(f"{where} is not a folder" if source.exists() else f"{where} does not exist")
     if (source / MODEL_FILE).is_file():
         if options.step is not None:
             raise ConfigError(f"--step = {options.step}: {where} is a Hugging Face model, which has no steps")

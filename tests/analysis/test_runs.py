@@ -178,3 +178,5 @@ def test_a_variant_names_settings_in_tables_one_by_one_and_not_what_changes_no_t
     without = own.replace("bf16", "default").replace("layers.0 *.w2", "default")
     assert variants(runs) == [f"mxnorm mxfp8 p=2, {text}" for text in (own, own, without)]
     assert variants(runs[:2]) == ["mxnorm mxfp8 p=2"] * 2
+    users_own = [named_run("a", P[1], {"mine": {"depth": 1}}), runs[2]]
+    assert variants(users_own) == [f"mxnorm mxfp8 p=2, mine.depth {depth}" for depth in (1, "default")]

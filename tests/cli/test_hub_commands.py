@@ -101,8 +101,7 @@ def test_eval_prints_its_figures_and_nothing_else(run, folder):
 @pytest.mark.parametrize(
     ("line", "says"),
     {
-        "generate @nothing x": "RUN = '@nothing' does not exist",
-        "generate @text.py x": "RUN = '@text.py' is not a folder",
+        "generate @nothing x": "RUN = '@nothing' is neither a run (config.toml is missing) nor a",
         "generate @ x": "RUN = '@' is neither a run (config.toml is missing) nor a Hugging Face model (config.json",
         "generate @run x": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
         "generate @model x --step 1": "--step = 1: RUN = '@model' is a Hugging Face model, which has no steps",
