@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mxtrain.analysis import Run, load_run
-from mxtrain.analysis.runs import labels, names, variants
+from mxtrain.analysis.runs import labels, names, variant_of, variants
 from mxtrain.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def training(losses, **extra):
 def test_a_run_has_facts_and_training_and_validation_rows(tmp_path):
     rows = training([9.0, 8.0]) + [{"step": 1, "validation_loss": 9.5}, {"step": 2, "validation_loss": 8.5}]
     run = load_run(make_run(tmp_path / "a", rows, {"converter": "mxnorm"}))
-    assert run.name == "a" and run.facts == {"converter": "mxnorm"}
+    assert run.name == "a" and run.facts == {"converter": "mxnorm"} and run.variant == "mxnorm p=None"
     assert run.training == rows[:2] and run.validation == rows[2:]
     assert (run.first_loss, run.last_loss, run.validation_loss) == (9.0, 8.0, 8.5)
 
@@ -84,37 +84,31 @@ def test_nonfinite_losses_are_kept(tmp_path):
     assert load_run(make_run(tmp_path / "b", training([9.0]))).first_nonfinite_step is None
 
 
+MXNORM = {"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "pre_round"}
+LINEAR = {"converter": "mx_linear", "recipe": "mxfp8", "p": None, "estimator": None}
+PLAIN = {"converter": "none", "recipe": None, "p": None, "estimator": None}
+
+
 @pytest.mark.parametrize(
     ("facts", "variant"),
     [
-        ({"converter": "none", "recipe": None, "p": None, "estimator": None}, "high precision"),
-        ({"converter": "none", "converters": ["fused_rmsnorm"]}, "high precision, fused_rmsnorm"),
-        ({"converter": "none", "precision": "float32 compute, float32 parameters"}, "fp32"),
-        ({"converter": "none", "precision": "bfloat16 compute, float32 parameters"}, "bf16"),
-        (
-            {"converter": "mxnorm", "converters": ["mxnorm", "decompose_k_router"], "recipe": "mxfp8", "p": 2}
-            | {"estimator": "pre_round"},
-            "mxnorm mxfp8 p=2, decompose_k_router",
-        ),
-        ({"converter": "mx_linear", "recipe": "mxfp8", "p": None, "estimator": None}, "mx_linear mxfp8"),
-        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 1, "estimator": "pre_round"}, "mxnorm mxfp8 p=1"),
-        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),
-        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "exact"}, "mxnorm mxfp8 exact"),
-        (
-            {"converter": "mxnorm", "recipe": "nvfp4", "recipes": {"wo": "mxfp8", "w2": "bf16"}, "p": 2}
-            | {"estimator": "pre_round"},
-            "mxnorm nvfp4 + 2 by name p=2",
-        ),
-        (
-            {"converter": "mx_linear", "converters": ["fused_rmsnorm"], "recipe": "nvfp4", "guard": "bf16"}
-            | {"schedule": ["step 3: bf16 in w2"]},
-            "mx_linear nvfp4 + 1 scheduled + guard, fused_rmsnorm",
-        ),
-        (None, ""),
+        ({}, ""),
+        (PLAIN, "high precision"),
+        (PLAIN | {"converters": ["fused_rmsnorm"]}, "high precision, fused_rmsnorm"),
+        (PLAIN | {"precision": "float32 compute, float32 parameters"}, "fp32"),
+        (PLAIN | {"precision": "bfloat16 compute, float32 parameters"}, "bf16"),
+        (MXNORM | {"converters": ["mxnorm", "decompose_k_router"]}, "mxnorm mxfp8 p=2, decompose_k_router"),
+        (MXNORM | {"p": 1}, "mxnorm mxfp8 p=1"),
+        (MXNORM | {"estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),
+        (MXNORM | {"estimator": "exact"}, "mxnorm mxfp8 exact"),
+        (MXNORM | {"recipes": {"wo": "bf16", "w2": "bf16"}}, "mxnorm mxfp8 + 2 by name p=2"),
+        (LINEAR, "mx_linear mxfp8"),
+        (LINEAR | {"converters": ["fused_rmsnorm"], "guard": "bf16", "schedule": ["step 3: bf16 in w2"]},
+         "mx_linear mxfp8 + 1 scheduled + guard, fused_rmsnorm"),
     ],
-)
-def test_variant(tmp_path, facts, variant):
-    assert load_run(make_run(tmp_path / "a", training([9.0]), facts)).variant == variant
+)  # fmt: skip
+def test_variant(facts, variant):
+    assert variant_of(facts) == variant
 
 
 def test_a_folder_without_a_readable_run_is_an_error(tmp_path):
@@ -139,7 +133,7 @@ def test_settings_are_read_where_they_can_be(tmp_path):
     assert load_run(folder).settings == {}
 
 
-P = [{"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round"} for p in (1, 2)]
+P = [MXNORM | {"p": p} for p in (1, 2)]
 
 
 def named_run(name, facts, settings=None, folder="runs"):
