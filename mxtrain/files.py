@@ -113,6 +113,15 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+@contextmanager
+def os_errors_as(problem: str) -> Iterator[None]:
+    """Turn an OSError inside of the context into a ConfigError: ``problem``, such as "a.png cannot be written"."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{problem}: {reason(error)}") from error
+
+
 def cache_folder() -> Path:
     """Return $MXTRAIN_CACHE if it is set, else ~/.cache/mxtrain. Does not create the folder.
 

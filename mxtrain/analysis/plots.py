@@ -13,7 +13,7 @@ import numpy as np
 from mxtrain.analysis.metrics_file import EVENT
 from mxtrain.analysis.runs import Run, labels
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason, replace_file
+from mxtrain.files import os_errors_as, replace_file
 
 XAxis = Literal["step", "tokens", "time"]
 
@@ -164,11 +164,9 @@ def save_picture(figure, path: Path) -> None:
     """Write ``figure`` to ``path`` at once, or leave the file as it was. Raises ConfigError if it cannot be written."""
     content = io.BytesIO()
     figure.savefig(content, format="png")
-    try:
+    with os_errors_as(f"the picture {path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.getvalue())
-    except OSError as error:
-        raise ConfigError(f"the picture {path} cannot be written: {reason(error)}") from error
 
 
 @in_own_style

@@ -7,8 +7,7 @@ from mxtrain.analysis.comparison import CONFIDENCE, Cell, Estimate, Group
 from mxtrain.analysis.report_figures import curves_svg, difference_text, differences_svg, rates_svg
 from mxtrain.analysis.results import SPIKE_RULE
 from mxtrain.analysis.tables import form
-from mxtrain.errors import ConfigError
-from mxtrain.files import reason, replace_file
+from mxtrain.files import os_errors_as, replace_file
 
 MARKDOWN_FILE, HTML_FILE = "report.md", "report.html"
 
@@ -106,12 +105,10 @@ def write_report(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
 
     Raises ConfigError if a file cannot be written.
     """
-    try:
+    with os_errors_as(f"the report in {str(folder)!r} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             replace_file(folder / name, text.encode())
-    except OSError as error:
-        raise ConfigError(f"the report in {str(folder)!r} cannot be written: {reason(error)}") from error
     return folder / MARKDOWN_FILE, folder / HTML_FILE
 
 

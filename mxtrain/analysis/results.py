@@ -1,6 +1,7 @@
 """A run's settings and final numbers as one row: from folders of runs and comparisons, and from CSV files."""
 
 import csv
+import io
 import math
 import os
 import statistics
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from mxtrain.analysis.runs import Run, load_run, variants
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import os_errors_as
 from mxtrain.run_folder.comparison import COMPARISON_FILE, read_comparison
 from mxtrain.run_folder.files import FACTS_FILE, LOG_FREQ, METRICS_FILE, STEPS
 
@@ -169,12 +170,12 @@ def read_results(path: str | os.PathLike) -> list[Result]:
     Raises ConfigError if the file cannot be read, lacks a column of REQUIRED, or has a row that cannot be used.
     """
     path = Path(path)
+    with os_errors_as(f"{path} cannot be read"):
+        content = path.read_bytes()
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:  # Excel's "CSV UTF-8" begins with a BOM
-            reader = csv.DictReader(file)
-            rows, header = list(reader), reader.fieldnames or []
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
+        text = content.decode("utf-8-sig")  # Excel's "CSV UTF-8" begins with a BOM
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        rows, header = list(reader), reader.fieldnames or []
     except (csv.Error, ValueError) as error:
         raise ConfigError(f"{path} is not a CSV file: {error}") from error
     if missing := [name for name in REQUIRED if name not in header]:

@@ -20,7 +20,7 @@ from mxtrain.run_folder.files import (
     PROCESSES,
     SETTING_CHANGES,
 )
-from mxtrain.settings.known import rules_of, worded_settings
+from mxtrain.settings.known import known_fields
 from mxtrain.settings.types import Resume
 
 # Types of the facts that tables and plots use. Any may be missing or null.
@@ -28,7 +28,6 @@ FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": di
 FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
 
 NONFINITE = " are not finite"
 """The end of the event of a run that ends because its weights, or the states of its optimizer, are NaN or infinite"""
@@ -215,7 +214,8 @@ def labels(runs: list[Run]) -> list[str]:
 
     For example "a (mxnorm mxfp8 p=2, lr 0.001, default seed)".
     """
-    settings = {word: [run.setting(*name.split(".")) for run in runs] for word, name in worded_settings().items()}
+    worded = {one.label.word: name for name, one in known_fields().items() if one.label and one.label.word}
+    settings = {word: [run.setting(*name.split(".")) for run in runs] for word, name in worded.items()}
     found = []
     for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
         words = [run.variant] if run.variant else []
@@ -261,9 +261,9 @@ def _flat(name: str, value: object) -> dict[str, object]:
 
 def compared_settings(run: Run) -> dict[str, str]:
     """Return the settings that make a variant, by full name."""
-    found = {}
+    known, found = known_fields(), {}
     for name, value in flat_settings(run).items():
-        resume, label = rules_of(re.sub(r"\[.*", "", name))
-        if resume is not Resume.FREE if label is None else label.variant:
+        rule = known.get(re.sub(r"\[.*", "", name))  # None: a setting of the user's own
+        if rule is None or (rule.label.variant if rule.label else rule.resume is not Resume.FREE):
             found[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return found

@@ -2,6 +2,7 @@
 
 import math
 import os
+from textwrap import indent
 
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.results import nonfinite_loss
@@ -40,27 +41,19 @@ def notes(runs: list[Run]) -> list[str]:
     return lines
 
 
-def aligned(rows: list[tuple[str, ...]]) -> str:
-    """Return a table of cells, one line per row: words in the first two columns, numbers in the others."""
+def aligned(rows: list[tuple[str, ...]], words: int = 2) -> str:
+    """Return a table of cells, one line per row: so many columns of words, aligned left, then numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < 2 else cell.rjust(width)  # words align left, numbers right
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+    lines = (
+        "  ".join(f"{cell:{'<' if i < words else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths)))
         for row in rows
     )
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def named(rows: list[tuple[str, str]]) -> list[str]:
-    """Return a line per (name, text), with all texts in one column."""
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {text}" for name, text in rows]
-
-
-def titled(title: str, rows: list[tuple[str, str]]) -> str:
-    """Return a title and below it, indented, the rows of (name, text)."""
-    return "\n  ".join([title, *named(rows)])
+def titled(title: str, rows: list[tuple[str, ...]], words: int = 2) -> str:
+    """Return a title, and below it, indented, the table of ``aligned``."""
+    return f"{title}\n{indent(aligned(rows, words), '  ')}"
 
 
 def summary(folder: str | os.PathLike) -> str:
@@ -84,7 +77,7 @@ def summary(folder: str | os.PathLike) -> str:
         lines.append(("wandb", f"offline; upload with: {wandb.get('sync')}"))
     elif wandb.get("mode") == "online":
         lines.append(("wandb", wandb.get("url") or str(wandb.get("dir"))))
-    return "\n".join(named(lines))
+    return aligned(lines)
 
 
 def closing_summary(folder: str | os.PathLike) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 from stat import S_ISREG
 
 from mxtrain.data import DataConfig, Prepared
-from mxtrain.data.documents import megabytes, one_line
+from mxtrain.data.documents import megabytes
 from mxtrain.data.store import DamagedText, load_text
 from mxtrain.errors import ConfigError
-from mxtrain.files import BUILDING
+from mxtrain.files import BUILDING, os_errors_as
 
 DAY = 24 * 3600.0
 
@@ -103,25 +103,22 @@ def _entry(path: Path, verify: bool) -> CachedText:
 
 
 def _table(found: list[CachedText]) -> str:
+    from mxtrain.analysis.tables import aligned  # takes time
+
     rows = [("name", "size", "last used", "dataset", "tokens", "state")]
     for entry in found:
         days = max(0.0, time.time() - entry.last_used) / DAY
         dataset = entry.text.report.dataset if entry.text else "-"
         tokens = f"{entry.text.train.count:,}" if entry.text and entry.text.train else "-"
         rows.append((entry.path.name, megabytes(entry.size), f"{days:.1f} days ago", dataset, tokens, entry.state))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
-    return "".join(f"{line}\n" for line in lines) if found else ""
+    return aligned(rows, words=len(rows[0])) + "\n" if found else ""
 
 
 def _remove(found: list[CachedText]) -> str:
     """Remove folders. Return a report, one line for each."""
     lines = []
     for entry in found:
-        try:
+        with os_errors_as(f"data.cache_dir: cannot remove {str(entry.path)!r}"):
             shutil.rmtree(entry.path)
-        except OSError as error:
-            why = error.strerror or one_line(error)
-            raise ConfigError(f"data.cache_dir: cannot remove {str(entry.path)!r} ({why})") from error
         lines.append(f"removed {entry.path.name}, {megabytes(entry.size)}")
     return "\n".join(lines)

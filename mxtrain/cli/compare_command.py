@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from mxtrain.cli.path_parser import PathParser
+from mxtrain.cli.path_parser import PathParser, positive
 from mxtrain.errors import ConfigError
 
 DESCRIPTION = """\
@@ -48,16 +48,15 @@ def add(commands) -> None:
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = PathParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--seeds", metavar="N", type=int, help="seeds 0 to N - 1 (default: 1)")
+    parser = PathParser("mxtrain compare", add_help=False, allow_abbrev=False)
+    parser.add_argument("--seeds", metavar="N", type=positive, help="seeds 0 to N - 1 (default: 1)")
     parser.add_argument("--lr", metavar="A,B,...", default="", help="learning rates (default: that of each config)")
-    parser.add_argument("--steps", metavar="N", type=int, help="the same as --training.steps N")
+    parser.add_argument("--steps", metavar="N", type=positive, help="the same as --training.steps N")
     parser.add_argument(
-        "--gpus", metavar="N", type=int, help="GPUs (on a CPU: processes) of each run (default: as so far, or 1)"
+        "--gpus", metavar="N", type=positive, help="GPUs (on a CPU: processes) of each run (default: as so far, or 1)"
     )
-    parser.add_argument(
-        "--side-by-side", metavar="N", type=int, help="runs at a time (default: as many as there are GPUs for; CPU: 1)"
-    )
+    fitting = "runs at a time (default: as many as there are GPUs for; CPU: 1)"
+    parser.add_argument("--side-by-side", metavar="N", type=positive, help=fitting)
     parser.add_argument("--baseline", metavar="NAME", help="variant to compare with (default: the first one)")
     parser.add_argument("-o", "--output", metavar="FOLDER", type=Path, help="default: outputs/compare-TIME")
     parser.add_argument("--resume", metavar="FOLDER", type=Path, help="go on with the comparison in this folder")
@@ -79,9 +78,6 @@ def _compare(options) -> int:
     from mxtrain.run_folder.comparison import read_comparison
 
     options, variants, flags = separated(options)
-    for name in ("seeds", "steps", "gpus", "side_by_side"):
-        if (value := getattr(options, name)) is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: allowed is 1 or more")
     setting = "--output" if options.resume is None else "--resume"
     folder = options.resume or options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     # A run whose folder was removed has not ended.

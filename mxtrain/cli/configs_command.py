@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mxtrain.config import configs_folder, presets, summary
 from mxtrain.errors import ConfigError
+from mxtrain.files import os_errors_as
 
 SLURM = "train.sbatch"
 
@@ -61,11 +62,8 @@ def _init(options) -> int:
     # A copy extends others by the names of presets instead of files beside it.
     extends = re.compile(r'^(extends = ")(\w+)\.toml"', flags=re.MULTILINE)
     text = extends.sub(r'\1\2"', found[options.name].read_text(encoding="utf-8"))
-    try:
-        with file.open("x", encoding="utf-8") as copy:
-            copy.write(text)
-    except OSError as error:
-        raise ConfigError(f"FILE = {str(file)!r} cannot be written: {error.strerror}") from error
+    with os_errors_as(f"FILE = {str(file)!r} cannot be written"), file.open("x", encoding="utf-8") as copy:
+        copy.write(text)
     start = f"sbatch {file} CONFIG" if options.name == SLURM else f"mxtrain train {file}"
     print(f"{file}: a copy of {options.name}; start it with '{start}'")
     return 0

@@ -136,12 +136,8 @@ def memory_table(model: nn.Module, job_config) -> str:
         has_fsdp = count > 1 or engine().FSDP_ON_ONE_PROCESS  # which copies a single shard, too
         columns = [weights, weights, OPTIMIZER_STATES * weights, gathered if has_fsdp else 0]
         rows.append((name, *(f"{value / 2**30:,.2f}" for value in (*columns, sum(columns)))))
-    width = max(16, *(len(row[0]) + 2 for row in rows))
-    lines = [f"{row[0]:<{width}}" + "".join(f"{text:>11}" for text in row[1:]) for row in rows]
-    title = (
-        f"memory per GPU in GiB: {training.dtype} weights, gradients and {job_config.optimizer.name} states, sharded"
-    )
-    return "\n  ".join([title, *lines, *notes])
+    states = f"{training.dtype} weights, gradients and {job_config.optimizer.name} states"
+    return "\n  ".join([titled(f"memory per GPU in GiB: {states}, sharded", rows, words=1), *notes])
 
 
 def shard_bytes(module: nn.Module, shards: int, dtype: torch.dtype, tensor: int = 1) -> int:

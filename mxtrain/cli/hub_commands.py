@@ -1,6 +1,5 @@
 """``mxtrain export``, ``import``, ``generate`` and ``eval``: runs as Hugging Face models, and back."""
 
-import argparse
 import math
 import sys
 from contextlib import contextmanager
@@ -8,13 +7,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mxtrain.cli import quiet
-from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
-from mxtrain.files import reason
+from mxtrain.cli.path_parser import positive
+from mxtrain.errors import ConfigError
+from mxtrain.files import os_errors_as, reason
 from mxtrain.run_folder.files import CONFIG_FILE
 
 MODEL_FILE = "config.json"
 LOSS_TOKENS = 16384
-DTYPES = ("float32", "bfloat16")
 
 EXPORT = """\
 Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
@@ -78,11 +77,12 @@ def add(commands) -> None:
     command("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
     command("--format", default="hf", help="hf (the default: high precision), mxfp8 or nvfp4")
     command("--fold-gain", action="store_true", help="fold the gains of norms into the next linears")
-    dtype = "float32 or bfloat16, of all tensors in high precision (default: float32; mxfp8, nvfp4: bfloat16)"
-    command("--dtype", help=dtype)
+    dtype = "of all tensors in high precision (default: float32; mxfp8, nvfp4: bfloat16)"
+    command("--dtype", choices=("float32", "bfloat16"), help=dtype)
     tokens = f"held-out tokens on which to compare the losses (default: {LOSS_TOKENS}; 0 computes none)"
     command("--loss-tokens", metavar="N", type=int, default=LOSS_TOKENS, help=tokens)
-    command("--device", default="", help="where to compute the losses: cpu or cuda (default: a GPU if any)")
+    where = "where to compute the losses (default: a GPU if any)"
+    command("--device", default="", choices=("cpu", "cuda"), help=where)
 
     command = _command(commands, "import", _import, "make a run's folder from a Hugging Face model", IMPORT)
     command("source", metavar="MODEL_DIR", type=Path, help="folder with config.json, safetensors, tokenizer")
@@ -92,7 +92,7 @@ def add(commands) -> None:
     command = _command(commands, "generate", _generate, "continue a text with a run's weights", GENERATE)
     command("source", metavar="RUN", type=Path, help="folder of a run, or of a Hugging Face model")
     command("prompt", metavar="TEXT", help="the text to continue")
-    command("--max-new-tokens", metavar="N", type=int, help="tokens to add (default: 100, or as fit)")
+    command("--max-new-tokens", metavar="N", type=positive, help="tokens to add (default: 100, or as fit)")
     command("--temperature", metavar="T", type=float, help="divides the logits (default: 0.8)")
     likeliest = "draw from the likeliest tokens of this joint probability (default: 0.95)"
     command("--top-p", metavar="P", type=float, help=likeliest)
@@ -104,24 +104,20 @@ def add(commands) -> None:
     command = _command(commands, "eval", _eval, summary, EVAL)
     command("source", metavar="RUN", type=Path, help="folder of a run, or of a Hugging Face model")
     command("files", metavar="FILE", type=Path, nargs="+", help="text file, UTF-8")
-    command("--seq-len", metavar="N", type=int, help="tokens in a window (default: the model's longest)")
-    command("--stride", metavar="N", type=int, help="tokens that a window predicts (default: --seq-len)")
-    command("--max-tokens", metavar="N", type=int, help="stop after so many tokens (default: read all)")
+    command("--seq-len", metavar="N", type=positive, help="tokens in a window (default: the model's longest)")
+    command("--stride", metavar="N", type=positive, help="tokens that a window predicts (default: --seq-len)")
+    command("--max-tokens", metavar="N", type=positive, help="stop after so many tokens (default: read all)")
     command("--step", metavar="N", type=int, help="step of the run's checkpoint (default: the newest)")
 
 
 def _command(commands, name: str, run, summary: str, description: str):
     """Add a command; return the function that adds an argument to it."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=summary, formatter_class=raw, description=description)
+    parser = commands.add_parser(name, help=summary, description=description)
     parser.set_defaults(run=run)
     return parser.add_argument
 
 
 def _export(options) -> int:
-    if options.dtype is not None:
-        require_one_of("--dtype", options.dtype, DTYPES)
-    require_one_of("--device", options.device, ("", "cpu", "cuda"))
     if options.loss_tokens < 0:
         raise ConfigError(f"--loss-tokens = {options.loss_tokens} is negative; 0 computes no loss")
     quiet.hide_library_warnings()
@@ -170,19 +166,18 @@ def _generate(options) -> int:
     # Python keeps bytes of an argument that are not UTF-8 as lone surrogates.
     if options.prompt != options.prompt.encode(errors="replace").decode():
         raise ConfigError(f"TEXT = {options.prompt!r} is not UTF-8 text; give it in UTF-8")
-    numbers = _positive(options, "max_new_tokens")
     # transformers' default top_k = 50 would be a second limit.
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     sampling = {"do_sample": False} if options.greedy else drawn
     with _pretrained(options) as pretrained:
         from mxtrain.hugging_face.text import generate
 
-        generate(pretrained, options.prompt, **numbers, seed=options.seed, **sampling)
+        generate(pretrained, options.prompt, max_new_tokens=options.max_new_tokens, seed=options.seed, **sampling)
     return 0
 
 
 def _eval(options) -> int:
-    numbers = _positive(options, "seq_len", "stride", "max_tokens")
+    numbers = {name: getattr(options, name) for name in ("seq_len", "stride", "max_tokens")}
     texts = [_read(file) for file in options.files]
     with _pretrained(options) as pretrained:
         from mxtrain.hugging_face.text import evaluate
@@ -191,20 +186,11 @@ def _eval(options) -> int:
     return 0
 
 
-def _positive(options, *names: str) -> dict[str, int | None]:
-    """Return these options. Raises ConfigError for one that is given and not positive."""
-    for name in names:
-        if getattr(options, name) is not None:
-            require_positive_integer(f"--{name.replace('_', '-')}", getattr(options, name))
-    return {name: getattr(options, name) for name in names}
-
-
 def _read(file: Path) -> str:
     """Read a text file. Raises ConfigError if it cannot be read, is empty or is not UTF-8."""
     try:
-        text = file.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"FILE = {str(file)!r} cannot be read: {reason(error)}") from error
+        with os_errors_as(f"FILE = {str(file)!r} cannot be read"):
+            text = file.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text: byte {error.start} is wrong") from error
     if not text:
@@ -224,8 +210,6 @@ def _pretrained(options):
 
     require_transformers()
     source, where = options.source, f"RUN = {str(options.source)!r}"
-    if not source.is_dir():
-        raise ConfigError(f"{where} is not a folder" if source.exists() else f"{where} does not exist")
     if (source / MODEL_FILE).is_file():
         if options.step is not None:
             raise ConfigError(f"--step = {options.step}: {where} is a Hugging Face model, which has no steps")

@@ -1,4 +1,4 @@
-"""A parser of command lines and subcommands that keeps the lines of descriptions, and refuses addresses of files."""
+"""A parser of command lines that keeps the lines of descriptions and refuses addresses of files; types of options."""
 
 import argparse
 from pathlib import Path
@@ -17,3 +17,10 @@ def _path(text: str) -> Path:
         return Path(local_path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+
+
+def positive(text: str) -> int:
+    """Return a positive integer; the type of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer of at least 1")
+    return int(text)

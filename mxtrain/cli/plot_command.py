@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from mxtrain.cli.path_parser import positive
 from mxtrain.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: 
     parser.add_argument(
         "--smooth",
         metavar="N",
-        type=int,
+        type=positive,
         help="draw the mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of a curve of 50 steps "
         "or more)",
     )
@@ -54,8 +55,6 @@ def _plot(options) -> int:
         if len(options.runs) > 1 or options.baseline or options.smooth or options.x != "step":
             raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o PNG")
         return _plot_numerics(options)
-    if options.smooth is not None and options.smooth < 1:
-        raise ConfigError(f"--smooth {options.smooth}: allowed is 1 (no smoothing) or more")
     return _plot_losses(options)
 
 

@@ -3,8 +3,6 @@
 import sys
 from pathlib import Path
 
-from mxtrain.errors import ConfigError
-
 
 def add(commands) -> None:
     """Add the command to argparse's subcommands."""
@@ -59,8 +57,6 @@ def write(sources: list[Path], baseline: str | None = None, output: Path | None 
     results, notes = read_sources(sources)
     for line in notes:
         print(f"mxtrain: not read: {line}", file=sys.stderr)
-    if not results:
-        raise ConfigError("none of the folders and files holds a run that can be compared")
     groups = compare(results, baseline)
     for line in [line for group in groups for line in group.notes]:
         print(f"mxtrain: note: {line}", file=sys.stderr)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason, replace_file
+from mxtrain.files import os_errors_as, replace_file
 from mxtrain.json_toml import read_json
 
 COMPARISON_FILE = "comparison.json"
@@ -59,8 +59,6 @@ def read_comparison(folder: Path) -> dict[str, PairedRun]:
 
 def write_comparison(folder: Path, runs: dict[str, PairedRun]) -> None:
     """Write the runs of a comparison. Raises ConfigError if that fails."""
-    try:
-        content = json.dumps([asdict(run) for run in runs.values()], indent=1) + "\n"
+    content = json.dumps([asdict(run) for run in runs.values()], indent=1) + "\n"
+    with os_errors_as(f"{folder / COMPARISON_FILE} cannot be written"):
         replace_file(folder / COMPARISON_FILE, content.encode())
-    except OSError as error:
-        raise ConfigError(f"{folder / COMPARISON_FILE} cannot be written: {reason(error)}") from error

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
+from mxtrain.files import os_errors_as, reason
 
 LOCK_FILE = ".lock"
 
@@ -29,12 +29,11 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
     Raises ConfigError if another run holds the lock, or the folder cannot be written.
     """
     path = folder / LOCK_FILE
-    try:
+    not_writable = f"{setting} = {str(folder)!r} cannot be written: {path}"
+    with os_errors_as(not_writable):
         folder.mkdir(parents=True, exist_ok=True)
         # A link could name any file of the user's, which would lose its content.
         file = open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
-    except OSError as error:
-        raise _not_writable(setting, folder, path, error) from error
     with file:
         warning = None
         try:
@@ -48,11 +47,9 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
             ) from error
         except OSError as error:
             warning = f"{path} cannot be locked ({reason(error)}): nothing keeps a second run out of this folder"
-        try:
+        with os_errors_as(not_writable):  # on a full disk, which would stop the run's own files too
             file.truncate(0)
             file.write(f"{os.getpid()} {socket.gethostname()}".encode())
-        except OSError as error:  # a full disk, which would stop the run's own files too
-            raise _not_writable(setting, folder, path, error) from error
         yield warning
 
 
@@ -70,7 +67,3 @@ def _owner(file) -> str:
         process, host = file.read(1000).decode().split()
         return f"process {process} on {host}"
     return "another run"
-
-
-def _not_writable(setting: str, folder: Path, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{setting} = {str(folder)!r} cannot be written: {path}: {reason(error)}")

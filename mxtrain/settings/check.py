@@ -10,6 +10,7 @@ from mxtrain.settings.model_settings import model_problems
 from mxtrain.settings.mxnorm_section import GUARD, check_recipes, quantizing_among
 
 DIAGNOSTICS = "mxnorm.diagnostics"
+IN_HF = "checkpoint.initial_load_in_hf"
 NORM_CONVERTERS = ("fused_norm", "fused_rmsnorm")
 ROUTER_CONVERTER = "decompose_k_router"
 TITAN_QUANTIZING = "quantize."
@@ -89,10 +90,7 @@ def _problems(settings: Settings) -> Problems:
         if name not in settings.known:
             yield "checkpoint.may_change", f"has a name that does not exist: {unknown(name, settings.known)}"
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
-        only = "has only weights with checkpoint.initial_load_in_hf = true: allowed is true"
-        yield "checkpoint.initial_load_model_only", only
-    if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
-        yield "checkpoint.initial_load_in_hf_quantized", "has no effect without checkpoint.initial_load_in_hf = true"
+        yield "checkpoint.initial_load_model_only", f"has only weights with {IN_HF} = true: allowed is true"
     if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
         needs = "needs checkpoint.last_save_model_only = true: only the weights can be saved in that way"
         yield "checkpoint.export_dtype", needs
@@ -111,24 +109,14 @@ def _without_effect(settings: Settings) -> Problems:
     has_guard = not quantizing_among(s.model.converters) or any(settings[name] is not None for name in changes)
     every = f"{DIAGNOSTICS}.every"
     is_measured = every in settings.given  # a run may switch diagnostics off, with 0
+    of_start = "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf"
     needs = (
-        (
-            s.checkpoint.enable,
-            "checkpoint.enable = true",
-            "checkpoint",
-            "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf "
-            "may_change",
-        ),
-        (
-            s.checkpoint.initial_load_in_hf,
-            "checkpoint.initial_load_in_hf = true",
-            "checkpoint",
-            "initial_load_in_hf_quantized",
-        ),
-        (is_measured, f"{every}: set it to 50, for example, to measure every 50th step", DIAGNOSTICS, "fqns tokens"),
-        (has_guard, f"a guard: set one of {', '.join(changes)}", GUARD, "window sigmas steps"),
+        ("checkpoint", f"{of_start} may_change", s.checkpoint.enable, "checkpoint.enable = true"),
+        ("checkpoint", "initial_load_in_hf_quantized", s.checkpoint.initial_load_in_hf, f"{IN_HF} = true"),
+        (DIAGNOSTICS, "fqns tokens", is_measured, f"{every}: set it to 50, for example, to measure every 50th step"),
+        (GUARD, "window sigmas steps", has_guard, f"a guard: set one of {', '.join(changes)}"),
     )
-    for is_set, needed, section, names in needs:
+    for section, names, is_set, needed in needs:
         for name in names.split():
             if not is_set and settings.changed(f"{section}.{name}"):
                 yield f"{section}.{name}", f"has no effect without {needed}"

@@ -8,7 +8,6 @@ from pydantic_core import to_jsonable_python
 from mxtrain.settings.fields import Field, Settings, fields_of
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.titan import titan_fields
-from mxtrain.settings.types import Label, Resume
 
 
 @cache
@@ -52,15 +51,3 @@ def resolved_settings(job_config) -> dict:
     if any(name.startswith("mxnorm.diagnostics.") for name in values):
         values.setdefault("mxnorm.diagnostics.every", 0)
     return Settings(settings.known, values).tables()
-
-
-def rules_of(name: str) -> tuple[Resume | None, Label | None]:
-    """What a resumed run and a plot do with a setting; None for one of the user's own."""
-    field = known_fields().get(name)
-    return (None, None) if field is None else (field.resume, field.label)
-
-
-def worded_settings() -> dict[str, str]:
-    """Word in the legend of a plot -> full name of the setting that it stands for."""
-    labels = {name: field.label for name, field in known_fields().items()}
-    return {label.word: name for name, label in labels.items() if label is not None and label.word}

@@ -14,6 +14,8 @@ from mxtrain.settings.mxnorm_section import quantizing_among
 COMPILES_SPLIT_LAYERS = tuple(map(int, version("torch").split(".")[:2])) >= (2, 14)
 """Whether PyTorch compiles all layers and losses of tensor parallelism on a CPU"""
 
+NEED_A_GPU = "profiling.enable_profiling profiling.enable_memory_snapshot training.enable_cpu_offload training.gc_debug"
+
 
 class Machine(NamedTuple):
     """What a job runs on."""
@@ -48,12 +50,7 @@ def _text_problems(settings: Settings) -> Problems:
 
 def _problems_of_a_cpu(settings: Settings) -> Problems:
     s = settings.values
-    for name in (
-        "profiling.enable_profiling",
-        "profiling.enable_memory_snapshot",
-        "training.enable_cpu_offload",
-        "training.gc_debug",
-    ):
+    for name in NEED_A_GPU.split():
         if settings[name]:
             yield name, "needs a GPU; this machine has none"
     if s.checkpoint.async_mode == "async_with_pinned_mem":

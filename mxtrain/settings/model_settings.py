@@ -4,50 +4,31 @@ from mxtrain.settings.fields import Problems, Settings
 
 SECTION = "model_args"
 
-_COMMON = {name: name for name in ("dim", "n_layers", "n_heads", "norm_eps", "rope_theta")}
+
+def _same(names: str) -> dict[str, str]:
+    return {name: name for name in names.split()}
+
+
+_COMMON = _same("dim n_layers n_heads norm_eps rope_theta") | {"max_seq_len": ""}  # a model has training.seq_len
 _LLAMA_ROPE = {
     "rope_factor": "rope_scaling_args.scaling_factor",
     "rope_low_freq_factor": "rope_scaling_args.low_freq_factor",
     "rope_high_freq_factor": "rope_scaling_args.high_freq_factor",
     "rope_original_seq_len": "rope_scaling_args.original_max_position_embeddings",
 }
-_EXPORTED = {"max_seq_len": ""}  # no field: a run's model has training.seq_len positions
+_DEEPSEEK_ROPE = {"rope_factor": "rope_factor", "rope_original_seq_len": "original_seq_len"}
 _EXPERTS = {name: f"moe_args.{name}" for name in ("num_experts", "top_k", "load_balance_coeff")}
 _SHARED_EXPERTS = {"num_shared_experts": "moe_args.num_shared_experts"}
-
-
-def _same(*names: str) -> dict[str, str]:
-    return {name: name for name in names}
-
+_LATENT = _same("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim")
 
 PLACES = {
-    "llama3": {**_COMMON, **_same("n_kv_heads", "hidden_dim", "enable_weight_tying"), **_LLAMA_ROPE, **_EXPORTED},
-    "llama4": {
-        **_COMMON,
-        **_same("n_kv_heads", "multiple_of", "ffn_dim_multiplier", "interleave_moe_layer_step"),
-        **_LLAMA_ROPE,
-        **_EXPERTS,
-        **_SHARED_EXPERTS,
-        **_EXPORTED,
-    },
-    "qwen3": {
-        **_COMMON,
-        **_same("n_kv_heads", "head_dim", "hidden_dim", "enable_weight_tying", "moe_inter_dim"),
-        **_EXPERTS,
-        **_EXPORTED,
-    },
-    "deepseek_v3": {
-        **_COMMON,
-        "hidden_dim": "inter_dim",
-        "rope_factor": "rope_factor",
-        "rope_original_seq_len": "original_seq_len",
-        **_same("n_dense_layers", "moe_inter_dim", "q_lora_rank", "kv_lora_rank"),
-        **_same("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        **_EXPERTS,
-        **_SHARED_EXPERTS,
-        **_EXPORTED,
-    },
-}
+    "llama3": _COMMON | _same("n_kv_heads hidden_dim enable_weight_tying") | _LLAMA_ROPE,
+    "llama4": _COMMON | _LLAMA_ROPE | _EXPERTS | _SHARED_EXPERTS
+    | _same("n_kv_heads multiple_of ffn_dim_multiplier interleave_moe_layer_step"),
+    "qwen3": _COMMON | _same("n_kv_heads head_dim hidden_dim enable_weight_tying moe_inter_dim") | _EXPERTS,
+    "deepseek_v3": _COMMON | _DEEPSEEK_ROPE | _LATENT | _EXPERTS | _SHARED_EXPERTS
+    | {"hidden_dim": "inter_dim"} | _same("n_dense_layers moe_inter_dim"),
+}  # fmt: skip
 """Name of a model -> its settings in ``[model_args]`` -> the field of TorchTitan's model arguments ("" for none)"""
 
 

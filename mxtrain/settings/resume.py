@@ -147,7 +147,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     lines = [f"{change.name}{SETTING_CHANGES}{change.old!r} to {change.new!r} {step}" for change in found]
     lines += [
         f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
-        for old, new in _moved(before, settings)
+        for old, new in moved_entries(start, settings)
     ]
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
@@ -159,18 +159,13 @@ def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry,
 
     Arguments as for ``check_resume``.
     """
-    if start.step == 0:
+    if start.step == 0 or not quantizing_among(settings["model.converters"]):
         return []
-    manifest = start.manifest
-    return _moved(settings_before(manifest.settings, settings.known, manifest.defaults), settings)
-
-
-def _moved(before: Settings, now: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
-    if not quantizing_among(now["model.converters"]) or before[SCHEDULE] != now[SCHEDULE]:
+    before = settings_before(start.manifest.settings, settings.known, start.manifest.defaults)
+    if before[SCHEDULE] != settings[SCHEDULE]:
         return []
-    section = now.values.mxnorm
-    pairs = zip(*(schedule_of(section, settings["training.steps"]) for settings in (before, now)), strict=True)
-    return [(old, new) for old, new in pairs if old != new]
+    old, new = (schedule_of(settings.values.mxnorm, s["training.steps"]) for s in (before, settings))
+    return [(was, now) for was, now in zip(old, new, strict=True) if was != now]
 
 
 def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path, beside: str) -> ConfigError:

@@ -35,6 +35,8 @@ SECTIONS = {
 }
 """What a resumed run may do with the settings of a section, except where the type says something else"""
 
+CHECKPOINT_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+
 TITAN = {
     "job.config_file": (str | None, None),
     "job.dump_folder": (LocalPath, "./outputs"),
@@ -114,10 +116,7 @@ TITAN = {
     "parallelism.context_parallel_rotate_method": (Literal["allgather", "alltoall"], "allgather"),
     "parallelism.expert_parallel_degree": (Positive, 1),
     "parallelism.expert_tensor_parallel_degree": (Positive, 1),
-    "parallelism.expert_parallel_comm_backend": (
-        Literal["standard"],
-        "standard",
-    ),  # experts of "deepep" are other modules
+    "parallelism.expert_parallel_comm_backend": (Literal["standard"], "standard"),  # not "deepep": other modules
     "checkpoint.enable": (bool, False),
     "checkpoint.enable_ft_dataloader_checkpoints": (bool, True),
     "checkpoint.folder": (LocalPath, "checkpoint"),
@@ -132,10 +131,7 @@ TITAN = {
     "checkpoint.async_mode": (Literal["disabled", "async", "async_with_pinned_mem"], "disabled"),
     "checkpoint.keep_latest_k": (NotNegative, 10),
     "checkpoint.load_step": (StepOrMinusOne, -1),
-    "checkpoint.exclude_from_loading": (
-        list[Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]],
-        [],
-    ),
+    "checkpoint.exclude_from_loading": (list[Literal[CHECKPOINT_PARTS]], []),
     "checkpoint.enable_first_step_checkpoint": (bool, False),
     "checkpoint.create_seed_checkpoint": (bool, False),
     "checkpoint.load_only": (bool, False),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mxtrain.analysis import Run, load_run
-from mxtrain.analysis.runs import labels, names, variants
+from mxtrain.analysis.runs import labels, names, variant_of, variants
 from mxtrain.errors import ConfigError
 
 
@@ -24,14 +24,9 @@ def training(losses, **extra):
 def test_a_run_has_facts_and_training_and_validation_rows(tmp_path):
     rows = training([9.0, 8.0]) + [{"step": 1, "validation_loss": 9.5}, {"step": 2, "validation_loss": 8.5}]
     run = load_run(make_run(tmp_path / "a", rows, {"converter": "mxnorm"}))
-    assert run.name == "a" and run.facts == {"converter": "mxnorm"}
+    assert run.name == "a" and run.facts == {"converter": "mxnorm"} and run.variant == "mxnorm p=None"
     assert run.training == rows[:2] and run.validation == rows[2:]
     assert (run.first_loss, run.last_loss, run.validation_loss) == (9.0, 8.0, 8.5)
-
-
-def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(make_run(tmp_path / "a", training([9.0])))
-    assert load_run(".").name == "a"
 
 
 def test_numbers_of_a_run(tmp_path):
@@ -70,8 +65,10 @@ def test_shares_of_few_rows_are_rounded(tmp_path):
     assert load_run(make_run(tmp_path / "b", few)).tokens_per_second == 1001.0
 
 
-def test_a_run_of_one_row_without_optional_numbers(tmp_path):
-    run = load_run(make_run(tmp_path / "a", training([9.0])))
+def test_a_run_of_one_row_without_optional_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_run(tmp_path / "a", training([9.0])))
+    run = load_run(".")
+    assert run.name == "a"
     assert run.first_loss == run.last_loss == run.tail_loss == 9.0
     assert run.tokens_per_second is None and run.peak_memory_gib is None and run.validation_loss is None
     assert run.facts == {}
@@ -87,55 +84,44 @@ def test_nonfinite_losses_are_kept(tmp_path):
     assert load_run(make_run(tmp_path / "b", training([9.0]))).first_nonfinite_step is None
 
 
+MXNORM = {"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "pre_round"}
+LINEAR = {"converter": "mx_linear", "recipe": "mxfp8", "p": None, "estimator": None}
+PLAIN = {"converter": "none", "recipe": None, "p": None, "estimator": None}
+
+
 @pytest.mark.parametrize(
     ("facts", "variant"),
     [
-        ({"converter": "none", "recipe": None, "p": None, "estimator": None}, "high precision"),
-        ({"converter": "none", "converters": ["fused_rmsnorm"]}, "high precision, fused_rmsnorm"),
-        ({"converter": "none", "precision": "float32 compute, float32 parameters"}, "fp32"),
-        ({"converter": "none", "precision": "bfloat16 compute, float32 parameters"}, "bf16"),
-        (
-            {"converter": "mxnorm", "converters": ["mxnorm", "decompose_k_router"], "recipe": "mxfp8", "p": 2}
-            | {"estimator": "pre_round"},
-            "mxnorm mxfp8 p=2, decompose_k_router",
-        ),
-        ({"converter": "mx_linear", "recipe": "mxfp8", "p": None, "estimator": None}, "mx_linear mxfp8"),
-        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 1, "estimator": "pre_round"}, "mxnorm mxfp8 p=1"),
-        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),
-        ({"converter": "mxnorm", "recipe": "mxfp8", "p": 2, "estimator": "exact"}, "mxnorm mxfp8 exact"),
-        (
-            {"converter": "mxnorm", "recipe": "nvfp4", "recipes": {"wo": "mxfp8", "w2": "bf16"}, "p": 2}
-            | {"estimator": "pre_round"},
-            "mxnorm nvfp4 + 2 by name p=2",
-        ),
-        (
-            {"converter": "mx_linear", "converters": ["fused_rmsnorm"], "recipe": "nvfp4", "guard": "bf16"}
-            | {"schedule": ["step 3: bf16 in w2"]},
-            "mx_linear nvfp4 + 1 scheduled + guard, fused_rmsnorm",
-        ),
-        (None, ""),
+        ({}, ""),
+        (PLAIN, "high precision"),
+        (PLAIN | {"converters": ["fused_rmsnorm"]}, "high precision, fused_rmsnorm"),
+        (PLAIN | {"precision": "float32 compute, float32 parameters"}, "fp32"),
+        (PLAIN | {"precision": "bfloat16 compute, float32 parameters"}, "bf16"),
+        (MXNORM | {"converters": ["mxnorm", "decompose_k_router"]}, "mxnorm mxfp8 p=2, decompose_k_router"),
+        (MXNORM | {"p": 1}, "mxnorm mxfp8 p=1"),
+        (MXNORM | {"estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),
+        (MXNORM | {"estimator": "exact"}, "mxnorm mxfp8 exact"),
+        (MXNORM | {"recipes": {"wo": "bf16", "w2": "bf16"}}, "mxnorm mxfp8 + 2 by name p=2"),
+        (LINEAR, "mx_linear mxfp8"),
+        (LINEAR | {"converters": ["fused_rmsnorm"], "guard": "bf16", "schedule": ["step 3: bf16 in w2"]},
+         "mx_linear mxfp8 + 1 scheduled + guard, fused_rmsnorm"),
     ],
-)
-def test_variant(tmp_path, facts, variant):
-    assert load_run(make_run(tmp_path / "a", training([9.0]), facts)).variant == variant
+)  # fmt: skip
+def test_variant(facts, variant):
+    assert variant_of(facts) == variant
 
 
 def test_a_folder_without_a_readable_run_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.*does not exist"):
-        load_run(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="metrics.jsonl does not exist"):
-        load_run(tmp_path)
-    with pytest.raises(ConfigError, match="no training step"):
-        load_run(make_run(tmp_path / "empty", []))
-    with pytest.raises(ConfigError, match="no training step"):
-        load_run(make_run(tmp_path / "torn", [{"loss": 1}]))
-    folder = make_run(tmp_path / "facts", training([9.0]))
-    (folder / "run.json").write_text("{")
-    with pytest.raises(ConfigError, match="run.json is not valid JSON"):
-        load_run(folder)
-    (folder / "run.json").write_text("[]")
+    make_run(tmp_path / "empty", []), make_run(tmp_path / "torn", [{"loss": 1}])
+    (make_run(tmp_path / "half", training([9.0])) / "run.json").write_text("{")
+    for name, problem in {
+        "nowhere": "nowhere.*does not exist", "": "metrics.jsonl does not exist", "empty": "no training step",
+        "torn": "no training step", "half": "run.json is not valid JSON",
+    }.items():  # fmt: skip
+        with pytest.raises(ConfigError, match=problem):
+            load_run(tmp_path / name)
     with pytest.raises(ConfigError, match="run.json holds list, not dict"):
-        load_run(folder)
+        load_run(make_run(tmp_path / "list", training([9.0]), []))
 
 
 def test_settings_are_read_where_they_can_be(tmp_path):
@@ -147,7 +133,7 @@ def test_settings_are_read_where_they_can_be(tmp_path):
     assert load_run(folder).settings == {}
 
 
-P = [{"converter": "mxnorm", "recipe": "mxfp8", "p": p, "estimator": "pre_round"} for p in (1, 2)]
+P = [MXNORM | {"p": p} for p in (1, 2)]
 
 
 def named_run(name, facts, settings=None, folder="runs"):
@@ -186,3 +172,5 @@ def test_a_variant_names_settings_in_tables_one_by_one_and_not_what_changes_no_t
     without = own.replace("bf16", "default").replace("layers.0 *.w2", "default")
     assert variants(runs) == [f"mxnorm mxfp8 p=2, {text}" for text in (own, own, without)]
     assert variants(runs[:2]) == ["mxnorm mxfp8 p=2"] * 2
+    users_own = [named_run("a", P[1], {"mine": {"depth": 1}}), runs[2]]
+    assert variants(users_own) == [f"mxnorm mxfp8 p=2, mine.depth {depth}" for depth in (1, "default")]

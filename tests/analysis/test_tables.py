@@ -1,22 +1,18 @@
-import json
 import math
 import os
 
 import matplotlib
 import pytest
 
-from mxtrain.analysis import MetricsWriter, load_run, summary, table, tables
+from mxtrain.analysis import load_run, summary, table, tables
 from mxtrain.analysis.plots import literal
+from tests.support import paired_runs
 
-FACTS = {
-    "converter": "mxnorm",
-    "recipe": "mxfp8",
-    "p": 2,
-    "estimator": "pre_round",
-    "mode": "reference",
-    "world_size": 1,
-    "wandb": {"mode": "disabled", "dir": None, "url": None, "sync": None},
-}
+
+def make_run(folder, losses, validation=None, **facts):
+    """A run that was validated after its last step."""
+    validated = None if validation is None else {len(losses): validation}
+    return paired_runs.make_run(folder, losses, validation=validated, mode="reference", **facts)
 
 
 def test_a_picture_that_cannot_be_written_does_not_hide_the_numbers(tmp_path):
@@ -25,17 +21,6 @@ def test_a_picture_that_cannot_be_written_does_not_hide_the_numbers(tmp_path):
     assert lines[1] == "loss        9.0000 -> 8.0000, fell over 2 steps (mean of the last 10 %: 8.0000)"
     where = tmp_path / "a" / "loss.png"
     assert lines[-1] == f"loss curve  not drawn: the picture {where} cannot be written: Is a directory"
-
-
-def make_run(folder, losses, validation=None, **facts):
-    writer = MetricsWriter(folder / "metrics.jsonl")
-    for step, loss in enumerate(losses, start=1):
-        writer.write({"step": step, "loss": loss, "tokens_per_second": 3012.4, "memory_gib": 1.25})
-    if validation is not None:
-        writer.write({"step": 2, "validation_loss": 9.75})
-        writer.write({"step": len(losses), "validation_loss": validation})
-    (folder / "run.json").write_text(json.dumps({**FACTS, **facts}))
-    return folder
 
 
 @pytest.fixture
@@ -54,8 +39,8 @@ def test_a_table_has_one_aligned_line_per_run(tmp_path):
     assert header[:3] == ["run", "variant", "steps"]
     assert [line.index(word) for line, word in zip(lines, ("variant", "mxnorm", "fp32"))] == [13] * 3
     assert len({len(line) for line in lines}) == 1  # numbers align right
-    assert first == ["a", "mxnorm", "mxfp8", "p=2", "3", "10.0000", "8.0000", "8.0000", "8.2500", "3,012", "1.25"]
-    assert second == ["longer-name", "fp32", "2", "10.0000", "nan", "nan", "-", "3,012", "1.25"]
+    assert first == ["a", "mxnorm", "mxfp8", "p=2", "3", "10.0000", "8.0000", "8.0000", "8.2500", "100", "1.50"]
+    assert second == ["longer-name", "fp32", "2", "10.0000", "nan", "nan", "-", "100", "1.50"]
 
 
 def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):
@@ -67,8 +52,8 @@ def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):
         "a (mxnorm mxfp8 p=2, reference)",
         "10.0000 -> 8.0000, fell over 3 steps (mean of the last 10 %: 8.0000)",
         "8.2500 at step 3",
-        "3,012",
-        "1.25 GiB",
+        "tokens/s    100\n",
+        "1.50 GiB",
         str(folder / "loss.png"),
     ):
         assert part in text
@@ -112,7 +97,7 @@ def test_a_summary_gives_the_address_of_a_wandb_run_or_the_upload_command(tmp_pa
 
 
 def test_a_summary_counts_the_devices(tmp_path, without_picture):
-    assert "3,012 per device, 24,099 on 8" in summary(make_run(tmp_path / "a", [9.0], world_size=8))
+    assert "100 per device, 800 on 8" in summary(make_run(tmp_path / "a", [9.0], world_size=8))
 
 
 def test_a_matplotlibrc_that_wants_latex_draws_the_picture(tmp_path, monkeypatch):

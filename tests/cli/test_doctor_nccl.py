@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +24,8 @@ def rank(name: str, words: list[str], timeout: float) -> int:
             tensor[5] += 1
 
         dist.all_reduce = wrong
+    if name == "hangs":
+        doctor_nccl.ranks = SimpleNamespace()  # only a collective is short of time
     if number == 1 and name == "hangs":
         dist.all_gather_into_tensor = lambda *arguments, group: time.sleep(60)
     return doctor_nccl.check(words, timeout)

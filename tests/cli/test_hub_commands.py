@@ -101,21 +101,17 @@ def test_eval_prints_its_figures_and_nothing_else(run, folder):
 @pytest.mark.parametrize(
     ("line", "says"),
     {
-        "generate @nothing x": "RUN = '@nothing' does not exist",
-        "generate @text.py x": "RUN = '@text.py' is not a folder",
+        "generate @nothing x": "RUN = '@nothing' is neither a run (config.toml is missing) nor a",
         "generate @ x": "RUN = '@' is neither a run (config.toml is missing) nor a Hugging Face model (config.json",
         "generate @run x": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
         "generate @model x --step 1": "--step = 1: RUN = '@model' is a Hugging Face model, which has no steps",
         "generate @model x --greedy --top-p 0.5": "--greedy draws nothing: it does not go with --top-p",
         "generate @model x\udcff": "TEXT = 'x\\udcff' is not UTF-8 text",
-        "generate @model x --max-new-tokens 0": "--max-new-tokens = 0 is not an integer of at least 1",
         "generate @model x --temperature 0": "--temperature = 0.0 is not a positive number; --greedy stands for 0",
         "generate @model x --temperature nan": "--temperature = nan is not a positive",
         "generate @model x --top-p 1.1": "--top-p = 1.1 is not above 0",
         "generate @model x --seed -1": "--seed = -1 is not an integer from 0",
         f"generate @model x --seed {2**64}": f"--seed = {2**64} is not an integer from 0",
-        "eval @model @text.py --seq-len 0": "--seq-len = 0 is not an integer of at least 1",
-        "eval @model @text.py --stride -1": "--stride = -1 is not",
         "generate @model x --max-new-tokens 99": "--max-new-tokens = 99 after a prompt of 2 tokens exceeds",
         "eval @model @nothing": "FILE = '@nothing' cannot be read: No such file or directory",
         "eval @model @run": "FILE = '@run' cannot be read: Is a directory",
@@ -127,12 +123,8 @@ def test_eval_prints_its_figures_and_nothing_else(run, folder):
 def test_bad_input_is_one_line(line, says, run, folder):
     status, text, errors = run(line)
     assert (status, text) == (2, "") and errors.count("\n") == 1
-    assert (
-        errors.removeprefix("mxtrain: error: ")
-        .replace(f"{folder}/", "@")
-        .replace(f"'{folder}'", "'@'")
-        .startswith(says)
-    )
+    shown = errors.replace(f"{folder}/", "@").replace(f"'{folder}'", "'@'")
+    assert shown.startswith(f"mxtrain: error: {says}")
 
 
 def test_a_run_is_exported_to_a_temporary_folder(tmp_path, monkeypatch, capfd):
@@ -196,8 +188,6 @@ def test_the_options_reach_the_export(exports, capsys):
 @pytest.mark.parametrize(
     ("words", "facts"),
     [
-        (["--dtype", "float8"], ("--dtype = 'float8'", "'float32', 'bfloat16'")),
-        (["--device", "tpu"], ("--device = 'tpu'", "'cpu', 'cuda'")),
         (["--device", "cuda"], ("--device = 'cuda'", "no GPU")),
         (["--loss-tokens", "-1"], ("--loss-tokens = -1", "0 computes no loss")),
     ],

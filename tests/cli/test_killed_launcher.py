@@ -43,27 +43,21 @@ def wait(seconds: float, find):
     return None
 
 
-def launch_training() -> int:
-    return launch.train(CONFIG, RUN)
+def launch_training(launcher: str) -> int:
+    if launcher == "mxtrain":
+        return launch.train(CONFIG, RUN)
+    from torch.distributed import run
+
+    return run.main(["--standalone", "-m", "mxtrain.train", "--job.config_file", CONFIG, *RUN])
 
 
 @pytest.mark.parametrize("launcher", ["mxtrain", "torchrun"])
 def test_workers_end_when_their_launcher_is_killed(launcher, tmp_path):
-    if launcher == "mxtrain":
-        process = Forked(launch_training, cwd=tmp_path, NGPU="1").process
-        seen = tmp_path / "run" / ".lock"  # there before the worker: this kills at once
-    else:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
-        environment["MXTRAIN_CACHE"] = str(tmp_path / "cache")
-        torchrun = ["torch.distributed.run", "--standalone", "-m", "mxtrain.train", "--job.config_file", CONFIG]
-        process = subprocess.Popen(
-            [sys.executable, "-m", *torchrun, *RUN],
-            cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        seen = tmp_path / "run" / "train.log"
+    """With "mxtrain" the lock is there before the worker, which is killed at once; with "torchrun" it makes it."""
+    process = Forked(launch_training, launcher, cwd=tmp_path, NGPU="1").process
     worker = wait(100, lambda: next(filter(is_worker, children(process.pid)), None))
     try:
-        assert wait(100, seen.exists)
+        assert wait(100, (tmp_path / "run" / ".lock").exists)
     finally:
         process.kill()
     try:
@@ -71,7 +65,7 @@ def test_workers_end_when_their_launcher_is_killed(launcher, tmp_path):
     finally:
         if is_worker(worker):
             os.kill(worker, signal.SIGKILL)
-        process.join() if launcher == "mxtrain" else process.wait()
+        process.join()
 
 
 END = "from mxtrain.launched import end_with_launcher; end_with_launcher(); print('alive')"

@@ -1,6 +1,5 @@
-"""Signals to ``mxtrain train``: with its own worker, and with stand-ins that have a worker's ways."""
+"""Signals to ``mxtrain train`` with stand-ins for its worker; tests/settings/test_own_modules.py has one of its own."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,9 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import tomli_w
 
-from mxtrain import cli
 from mxtrain.cli import launch, workers
 from mxtrain.cli.workers import Workers, closing_summary, stop_signals_to
 from tests.support.forked import Forked
@@ -75,36 +72,6 @@ def test_a_second_signal_kills_workers_that_are_saving(tmp_path):
     assert forked.process.exitcode == 128 + signal.SIGTERM
     assert err.splitlines()[-1] == "mxtrain: stopped by SIGTERM"
     assert out.splitlines()[-1] == closing_summary(tmp_path / "run").replace(str(tmp_path) + "/", "")
-
-
-def test_a_terminals_interrupt_saves_and_stops_the_run(tmp_path):
-    (tmp_path / "text.py").write_text((REPOSITORY / "mxtrain" / "titan" / "data.py").read_text() * 4)
-    config = {
-        "job": {"custom_config_module": "mxtrain.titan.job_config"},
-        "experimental": {"custom_import": "mxtrain.titan"},
-        "model": {"name": "llama3", "flavor": "debugmodel"},
-        "data": {"vocab_size": 300, "validation_share": 0.0},
-        "training": {
-            "dataset": "files", "dataset_path": "text.py", "local_batch_size": 1, "seq_len": 32, "steps": 1_000_000,
-            "mixed_precision_param": "float32",
-        },
-        "activation_checkpoint": {"mode": "none"},
-        "checkpoint": {"enable": True, "interval": 1_000_000},
-        "metrics": {"log_freq": 1},
-    }  # fmt: skip
-    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(config))
-    forked = Forked(cli.main, ["train", "tiny.toml", "--job.dump_folder", "my run"], cwd=tmp_path, NGPU="1")
-    metrics = tmp_path / "my run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
-    os.killpg(forked.process.pid, signal.SIGINT)  # the workers are in groups of their own
-    out, err = forked.communicate()
-    assert forked.process.exitcode == 128 + signal.SIGINT
-    assert err == "mxtrain: SIGINT: stopping; a second SIGINT kills the workers\n"
-    step = json.loads(metrics.read_text().splitlines()[-1])["step"]
-    line = f"stopped by SIGINT after step {step}, which is saved; resume with: mxtrain train --resume 'my run'"
-    assert out.splitlines().count(line) == out.count("stopped by") == 1
-    assert out.count("loss curve") == 1  # one summary
-    assert [path.name for path in (tmp_path / "my run" / "checkpoint").iterdir()] == [f"step-{step}"]
 
 
 def test_an_interrupt_while_a_worker_imports_ends_it_without_a_traceback(tmp_path):

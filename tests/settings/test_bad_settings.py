@@ -10,27 +10,15 @@ from mxtrain import cli
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import places
 
-# The bound that the message names -> flags out of range.
+# The bound that the message names -> flags out of range, for each type of a setting and each way to declare one.
 OUT_OF_RANGE = {
-    "1": """training.steps=-5 training.steps=0 training.seq_len=0 training.seq_len=-8 training.local_batch_size=0
-        training.gc_freq=0 training.dataloader.prefetch_factor=0 checkpoint.interval=0 metrics.log_freq=0
-        optimizer.beta1=1 lr_scheduler.total_steps=0 lr_scheduler.decay_ratio=1.5 lr_scheduler.min_lr_factor=2
-        validation.freq=0 validation.seq_len=0 validation.local_batch_size=0 validation.dataloader.prefetch_factor=0
-        profiling.profile_freq=0 profiling.profiler_active=0 comm.init_timeout_seconds=0 comm.train_timeout_seconds=-1
-        activation_checkpoint.memory_budget=2 parallelism.tensor_parallel_degree=0
-        parallelism.context_parallel_degree=-1 parallelism.pipeline_parallel_degree=0
-        parallelism.expert_parallel_degree=0 parallelism.expert_tensor_parallel_degree=0
-        parallelism.data_parallel_replicate_degree=0 parallelism.pipeline_parallel_microbatch_size=0
-        data.package_share=1.1 data.validation_share=1 mxnorm.high_precision_share=1 model_args.dim=0
-        mxnorm.guard.steps=0""",
+    "1": """training.steps=-5 training.steps=0 training.dataloader.prefetch_factor=0 lr_scheduler.total_steps=0
+        optimizer.beta1=1 lr_scheduler.decay_ratio=1.5 lr_scheduler.min_lr_factor=2 data.package_share=1.1
+        data.validation_share=1 mxnorm.high_precision_share=1 model_args.dim=0 mxnorm.guard.steps=0""",
     "0": """mxnorm.diagnostics.every=-1 training.max_norm=0 training.max_norm=nan training.dataloader.num_workers=-1
-        validation.dataloader.num_workers=-1 checkpoint.keep_latest_k=-1 optimizer.lr=-1 optimizer.beta2=-0.1
-        optimizer.eps=-1e-8 optimizer.weight_decay=-0.1 lr_scheduler.warmup_steps=-1 profiling.profiler_warmup=-1
-        debug.seed=-1 data.vocab_size=-1 data.max_bytes=-1 data.package_share=0 data.seed=-1 mxnorm.eps=-1
-        comm.trace_buf_size=-1 parallelism.pipeline_parallel_first_stage_less_layers=-2
-        parallelism.pipeline_parallel_last_stage_less_layers=-1 model_args.rope_factor=0 model_args.norm_eps=-1""",
-    "-1": """training.global_batch_size=0 training.global_batch_size=-2 checkpoint.load_step=-2 validation.steps=0
-        parallelism.data_parallel_shard_degree=0""",
+        optimizer.lr=-1 optimizer.beta2=-0.1 optimizer.eps=-1e-8 debug.seed=-1 data.vocab_size=-1 data.package_share=0
+        mxnorm.eps=-1 model_args.rope_factor=0 model_args.norm_eps=-1""",
+    "-1": "training.global_batch_size=0 training.global_batch_size=-2 checkpoint.load_step=-2 validation.steps=0",
     "2": "mxnorm.guard.window=1",
     "32": "mxnorm.diagnostics.tokens=0 mxnorm.diagnostics.tokens=100",
     "finite": "optimizer.lr=inf optimizer.lr=nan mxnorm.eps=inf model_args.rope_theta=inf",
@@ -196,9 +184,7 @@ TABLES = [
     ({"mxnorm": {"p": True}}, ["mxnorm.p = True", "integer"], 2),
     ({"mxnorm": {"p": 2.0}}, ["mxnorm.p = 2.0", "integer"], 2),
     ({"mxnorm": {"p": "2"}}, ["mxnorm.p = '2'", "1 or 2"], 2),
-    ({"mxnorm": {"p": 7}}, ["mxnorm.p = 7", "1 or 2"], 2),
     ({"mxnorm": {"q": 2}}, ["mxnorm.q is not a setting", "mxnorm.p"], 2),
-    ({"mxnrom": {"p": 2}}, ["mxnrom is not a setting", "mxnorm"], 1),
     ({"mxnorm": {"eps": "1e-5"}}, ["mxnorm.eps = '1e-5'", "number"], 2),
     ({"mxnorm": {"recipe": 8}}, ["mxnorm.recipe = 8", "string"], 2),
     ({"mxnorm": {"recipes": "bf16"}}, ["mxnorm.recipes = 'bf16'", "dictionary"], 2),
@@ -209,18 +195,14 @@ TABLES = [
     ({"mxnorm": {"filter_fqns": [3]}}, ["mxnorm.filter_fqns[0] = 3", "string"], 2),
     ({"mxnorm": {"hadamard": 1}}, ["mxnorm.hadamard = 1", "boolean"], 2),
     ({"model": {"converters": "mxnorm"}}, ["model.converters = 'mxnorm'", "list"], 2),
-    ({"model": {"converters": ["mxnorm", 1]}}, ["model.converters[1] = 1", "string"], 2),
     ({"model_args": {"dim": 64, "top_k": 2}}, ["model_args.top_k = 2", "'llama3'"], 3),
     ({"training": {"steps": 3.0}}, ["training.steps = 3.0", "integer"], 2),
     ({"training": {"steps": "3"}}, ["training.steps = '3'", "integer"], 2),
     ({"training": {"steps": [3]}}, ["training.steps = [3]", "integer"], None),
     ({"training": {"steps": {"n": 3}}}, ["training.steps = {'n': 3}", "integer"], None),
     ({"training": {"dataset_path": 3}}, ["training.dataset_path = 3", "string"], 2),
-    ({"optimizer": {"lr": "1e-3"}}, ["optimizer.lr = '1e-3'", "number"], 2),
     ({"optimizer": {"lr": True}}, ["optimizer.lr = True", "number"], 2),
-    ({"optimizer": {"learning_rate": 1e-3}}, ["optimizer.learning_rate is not a setting"], 2),
     ({"checkpoint": {"enable": "yes"}}, ["checkpoint.enable = 'yes'", "boolean"], 2),
-    ({"job": {"custom_config_module": "no.such"}}, ["job.custom_config_module = 'no.such'"], 2),
     ({"job": {"dump_folder": "a\0b"}}, [r"job.dump_folder = 'a\x00b'"], None),
     ({"steps": 3}, ["steps is not a setting", "training.steps"], 1),
     ({"extends": 3}, ["extends = 3"], None),

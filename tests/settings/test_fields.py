@@ -26,6 +26,9 @@ def test_choices_are_those_of_the_code():
     assert known["fused_norm.when_compiled"].choices == WHEN_COMPILED
 
 
+PARTS = "parallelism.module_fqns_per_model_part"
+
+
 @pytest.mark.parametrize(
     "flags, name, value",
     [
@@ -49,12 +52,8 @@ def test_choices_are_those_of_the_code():
         ("--mxnorm.recipes layers.0 bf16 wo nvfp4", "mxnorm.recipes", {"layers.0": "bf16", "wo": "nvfp4"}),
         ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
         ("--quantize.grouped_mm.mx.fqns=a,b", "quantize.grouped_mm.mx.fqns", ["a", "b"]),
-        (
-            "--parallelism.module_fqns_per_model_part a,b c",
-            "parallelism.module_fqns_per_model_part",
-            [["a", "b"], ["c"]],
-        ),
-        ("--parallelism.module_fqns_per_model_part None", "parallelism.module_fqns_per_model_part", None),
+        (f"--{PARTS} a,b c", PARTS, [["a", "b"], ["c"]]),
+        (f"--{PARTS} None", PARTS, None),
     ],
 )
 def test_flags(flags, name, value):
@@ -71,11 +70,7 @@ def test_names_may_have_spaces_around_them():
 def test_flags_override_the_file_and_the_rest_are_defaults(tmp_path):
     (tmp_path / "a.toml").write_text(tomli_w.dumps({"training": {"steps": 5, "dataloader": {"num_workers": 3}}}))
     settings = read_settings(["--job.config_file", str(tmp_path / "a.toml"), "--training.steps=6"])
-    assert [settings[name] for name in ("training.steps", "training.dataloader.num_workers", "training.seq_len")] == [
-        6,
-        3,
-        2048,
-    ]
+    assert [settings[f"training.{name}"] for name in ("steps", "dataloader.num_workers", "seq_len")] == [6, 3, 2048]
     values = settings.values
     assert (values.training.steps, values.training.dataloader.num_workers, values.mxnorm.guard.window) == (6, 3, 100)
     path = {"config_file": str(tmp_path / "a.toml")}
@@ -125,8 +120,6 @@ def test_sections_of_the_users_own(tmp_path, monkeypatch, name, in_toml, flag, v
 @pytest.mark.parametrize(
     "code, problem",
     [
-        ("x = = 1", " cannot be imported: SyntaxError: invalid syntax"),
-        ("1 / 0", " cannot be imported: ZeroDivisionError: division by zero"),
         ("", " has no class JobConfig"),
         ("class JobConfig: pass", ": JobConfig is not a dataclass: write @dataclass above it"),
         ("from __future__ import annotations\n" + OWN.strip(), ": the type of JobConfig.mine is a string: remove"),

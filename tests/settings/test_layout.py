@@ -28,16 +28,16 @@ GOOD = [
     (f"{TP}=2 {MXNORM} --training.seq_len=96", 2),
     (f"{MXNORM} --mxnorm.gather=quantized --training.seq_len=34", 1),
     ("--training.local_batch_size=3 --parallelism.pipeline_parallel_microbatch_size=2", 1),
-    *(
-        (f"{PP}=4 --parallelism.pipeline_parallel_schedule={schedule}", 4)
-        for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
-    ),
+    (f"{PP}=4 --parallelism.pipeline_parallel_schedule=LoopedBFS", 4),
     (f"{PP}=4 {VALIDATED}=16", 4),
     ("--parallelism.data_parallel_replicate_degree=8", 64),
     ("--training.local_batch_size=2 --training.global_batch_size=256", 64),
 ]
 # Flags that fit, the number of processes, the flag that does not, and facts of the message
 SHARDS = "parallelism.data_parallel_shard_degree = "
+AUTO = ["'mxnorm'", "'mx_linear'", "'auto'"]
+GATHER, GATHERED = f"{TP}=2 {MXNORM} --mxnorm.gather=quantized", "mxnorm.gather = 'quantized'"
+VALIDATE = "--training.seq_len=128 --validation.enable --validation.seq_len"
 BAD = [
     ("", 2, "--parallelism.data_parallel_shard_degree=3", [f"{SHARDS}3", "2 process"]),
     ("", 6, f"{CP}=4", [f"{SHARDS}-1", "6 process", "context 4"]),
@@ -47,51 +47,22 @@ BAD = [
     (f"{CP}=2 {MXNORM}", 2, "--training.seq_len=192", ["training.seq_len = 192", "128", "context_parallel_degree = 2"]),
     (f"{CP}=2 {TP}=2 {MXNORM}", 4, "--training.seq_len=64", ["training.seq_len = 64", "128", "blocks of 32"]),
     (f"{CP}=2 {TP}=3 {MXNORM} --training.seq_len=384", 6, "--training.seq_len=128", ["training.seq_len = 128", "384"]),
-    (
-        "--training.local_batch_size=4",
-        2,
-        "--training.global_batch_size=12",
-        ["training.global_batch_size = 12", "training.local_batch_size = 4", "set training.local_batch_size to 3"],
-    ),
+    ("--training.local_batch_size=4", 2, "--training.global_batch_size=12",
+     ["training.global_batch_size = 12", "training.local_batch_size = 4", "set training.local_batch_size to 3"]),
     (MXNORM, 1, "--training.seq_len=33", ["training.seq_len = 33", "even"]),
     (f"{CP}=2 {FUSED}", 2, "--training.seq_len=6", ["training.seq_len = 6", "multiple of 4"]),
     (f"{CP}=2 {TP}=2 {FUSED}", 4, "--training.seq_len=12", ["training.seq_len = 12", "multiple of 8"]),
     (f"{TP}=4 {MXNORM}", 4, "--training.seq_len=12", ["training.seq_len = 12", "multiple of 8"]),
-    (
-        f"{CP}=2 {MXNORM} --training.seq_len=128 --validation.enable --validation.seq_len=128",
-        2,
-        "--validation.seq_len=126",
-        ["validation.seq_len = 126", "multiple of 4"],
-    ),
-    (
-        f"{TP}=2 {MXNORM} --mxnorm.gather=quantized",
-        2,
-        "--training.seq_len=96",
-        ["mxnorm.gather = 'quantized'", "training.seq_len = 96", "64", "'auto'"],
-    ),
-    (
-        f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=128 --validation.enable --validation.seq_len=64",
-        2,
-        "--validation.seq_len=32",
-        ["mxnorm.gather = 'quantized'", "validation.seq_len = 32", "64"],
-    ),
-    (
-        f"{TP}=2 --model.converters=mx_linear",
-        2,
-        "--mxnorm.gather=quantized",
-        ["mxnorm.gather = 'quantized'", "'mxnorm'", "'mx_linear'", "'auto'"],
-    ),
-    (
-        f"{EP}=2 --model.converters=mx_linear",
-        2,
-        "--mxnorm.dispatch=quantized",
-        ["mxnorm.dispatch = 'quantized'", "'mxnorm'", "'mx_linear'", "'auto'"],
-    ),
+    (f"{CP}=2 {MXNORM} {VALIDATE}=128", 2, "--validation.seq_len=126", ["validation.seq_len = 126", "multiple of 4"]),
+    (GATHER, 2, "--training.seq_len=96", [GATHERED, "training.seq_len = 96", "64", "'auto'"]),
+    (f"{GATHER} {VALIDATE}=64", 2, "--validation.seq_len=32", [GATHERED, "validation.seq_len = 32", "64"]),
+    (f"{TP}=2 --model.converters=mx_linear", 2, "--mxnorm.gather=quantized", [GATHERED, *AUTO]),
+    (f"{EP}=2 --model.converters=mx_linear", 2, "--mxnorm.dispatch=quantized", ["mxnorm.dispatch = 'quant", *AUTO]),
     ("", 4, f"{EP}=3", ["parallelism.expert_parallel_degree = 3", "expert_tensor_parallel_degree = 1", "4"]),
     (MXNORM, 1, "--parallelism.enable_async_tensor_parallel", ["parallelism.enable_async_", "'mxnorm'", "false"]),
     (f"{PP}=4", 4, f"{VALIDATED}=4", ["validation.local_batch_size = 4", "training.local_batch_size = 8", "makes 8"]),
     (f"{PP}=4 {CHUNK}=2", 4, f"{VALIDATED}=6", ["validation.local_batch_size = 6", f"{CHUNK[2:]} = 2", "makes 4"]),
-]
+]  # fmt: skip
 
 
 def check_on(flags: str, processes: int) -> None:

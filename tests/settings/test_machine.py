@@ -36,16 +36,10 @@ def test_what_a_cpu_can(flags, processes):
 @pytest.mark.parametrize(
     ("flags", "processes", "facts"),
     [
-        (
-            f"{COMPILED_TP} --activation_checkpoint.mode=full",
-            2,
-            ["compile.enable = True", "tensor_parallel_degree = 2", "activation_checkpoint.mode = 'none'"],
-        ),
-        (
-            f"{COMPILED_TP} --activation_checkpoint.mode=none",
-            2,
-            ["compile.components = ['model', 'loss']", "tensor_parallel_degree = 2", "['model']", "disable_loss_para"],
-        ),
+        (f"{COMPILED_TP} --activation_checkpoint.mode=full", 2,
+         ["compile.enable = True", "tensor_parallel_degree = 2", "activation_checkpoint.mode = 'none'"]),
+        (f"{COMPILED_TP} --activation_checkpoint.mode=none", 2,
+         ["compile.components = ['model', 'loss']", "tensor_parallel_degree = 2", "['model']", "disable_loss_para"]),
         (COMPILED, 1, ["compile.backend = 'inductor'", "compile.enable = false", "'aot_eager'"]),
         (f"{COMPILED} --mxnorm.recipe=unquantized --mxnorm.recipes layers.0 mxfp8", 1, ["compile.backend = 'induc"]),
         (f"{PINNED}_with_pinned_mem", 1, ["checkpoint.async_mode = 'async_with_pinned_mem'", "GPU", "'async'"]),
@@ -53,7 +47,7 @@ def test_what_a_cpu_can(flags, processes):
         ("--training.enable_cpu_offload", 1, ["training.enable_cpu_offload = True", "GPU"]),
         ("--training.gc_debug", 1, ["training.gc_debug = True", "GPU"]),
     ],
-)
+)  # fmt: skip
 def test_what_needs_a_gpu(monkeypatch, flags, processes, facts):
     monkeypatch.setattr(machine, "COMPILES_SPLIT_LAYERS", False)
     check(flags, processes, has_gpus=True)

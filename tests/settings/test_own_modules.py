@@ -1,7 +1,9 @@
 """A user's own project: the files of train_configs/CUSTOM.md, trained as a user trains them."""
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -15,9 +17,13 @@ from mxtrain.errors import ConfigError
 from mxtrain.settings.read import import_own, search_beside
 from tests.support.forked import Forked
 from tests.support.releases import only_022
+from tests.support.training_runs import wait_for_lines
 
 ROOT = Path(__file__).parents[2]
-TINY = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--metrics.no-enable_wandb"]
+TINY = [
+    "--job.dump_folder=my run", "--checkpoint.enable", "--metrics.log_freq=1", "--metrics.no-enable_wandb",
+    "--training.steps=1000000", "--training.seq_len=32", "--training.local_batch_size=2",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -37,16 +43,22 @@ def project(tmp_path):
 
 
 @only_022
-def test_a_project_beside_its_config_trains_with_its_own_model_converter_and_text(project):
-    training = Forked(cli.main, ["train", "project/my.toml", *TINY, "--job.dump_folder=run"], cwd=project)
-    _, err = training.communicate(200)
-    assert training.process.exitcode == 0, err
-    assert len(load_run(project / "run").training) == 2
-    facts = json.loads((project / "run" / "run.json").read_text())
+def test_a_project_beside_its_config_trains_until_an_interrupt_of_the_terminal_saves_and_stops_it(project):
+    training, run = Forked(cli.main, ["train", "project/my.toml", *TINY], cwd=project, NGPU="1"), project / "my run"
+    wait_for_lines(run / "metrics.jsonl", 3)
+    os.killpg(training.process.pid, signal.SIGINT)  # the workers are in groups of their own
+    out, err = training.communicate()
+    assert training.process.exitcode == 128 + signal.SIGINT
+    assert err == "mxtrain: SIGINT: stopping; a second SIGINT kills the workers\n"
+    step = load_run(run).training[-1]["step"]
+    line = f"stopped by SIGINT after step {step}, which is saved; resume with: mxtrain train --resume 'my run'"
+    assert out.splitlines().count(line) == out.count("stopped by") == out.count("loss curve") == 1, "one summary"
+    assert [path.name for path in (run / "checkpoint").iterdir()] == [f"step-{step}"]
+    facts = json.loads((run / "run.json").read_text())
     assert (facts["model"], facts["flavor"]) == ("my_llama", "narrow")
     assert facts["converters"] == ["mxnorm", "frozen_embedding"]
-    assert "mxnorm" in (project / "run" / "conversion.txt").read_text()
-    config = tomli.loads((project / "run" / "config.toml").read_text())
+    assert "mxnorm" in (run / "conversion.txt").read_text()
+    config = tomli.loads((run / "config.toml").read_text())
     assert config["experimental"] == {"custom_import": "my_project"} and config["training"]["dataset"] == "stories"
 
 

@@ -161,11 +161,8 @@ def test_streamed_text_has_no_hash_and_must_stay(lines, before, now, names):
 
 
 def test_settings_before_leave_out_what_this_version_does_not_know():
-    tables = {
-        "mxnorm": {"p": 1, "gone": 3, "recipe": 8},
-        "old": {"a": 1},
-        "training": {"dataloader": {"num_workers": 2}},
-    }
+    tables = {"mxnorm": {"p": 1, "gone": 3, "recipe": 8}, "old": {"a": 1}}
+    tables |= {"training": {"dataloader": {"num_workers": 2}}}
     before = settings_before(tables, KNOWN)
     assert before.given == {"mxnorm.p": 1, "mxnorm.recipe": 8, "training.dataloader.num_workers": 2}
     assert before["training.steps"] == KNOWN["training.steps"].default  # as the manifest holds no defaults
@@ -252,11 +249,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run" / "checkpoint" / "step-5").mkdir(parents=True)
     once = {"load_step": 3, "exclude_from_loading": ["dataloader"], "may_change": ["mxnorm.p"]}
-    tables = {
-        "checkpoint": {"enable": True, "create_seed_checkpoint": True, **once},
-        "optimizer": {"lr": 0.5},
-        "training": {"steps": 7},
-    }
+    once |= {"enable": True, "create_seed_checkpoint": True}
+    tables = {"checkpoint": once, "optimizer": {"lr": 0.5}, "training": {"steps": 7}}
     (tmp_path / "run" / "config.toml").write_text(tomli_w.dumps(tables))
     return tmp_path / "run"
 
@@ -264,20 +258,11 @@ def run(tmp_path, monkeypatch):
 def test_a_run_resumes_with_its_settings_but_not_as_it_last_began(run):
     for words in (["--resume", "run"], ["--resume=run"]):
         arguments = resolved([*words, "--training.steps", "9"])
-        settings = read_settings(arguments)
-        assert settings.tables() == {
-            "job": {"config_file": "run/config.toml", "dump_folder": "run"},
-            "optimizer": {"lr": 0.5},
-            "training": {"steps": 9},
-            "checkpoint": {
-                "enable": True,
-                "create_seed_checkpoint": False,
-                "load_only": False,
-                "load_step": -1,
-                "exclude_from_loading": [],
-                "may_change": [],
-            },
-        }
+        tables = read_settings(arguments).tables()
+        begins = {"create_seed_checkpoint": False, "load_only": False, "load_step": -1}
+        assert tables.pop("checkpoint") == {"enable": True, "exclude_from_loading": [], "may_change": [], **begins}
+        job = {"config_file": "run/config.toml", "dump_folder": "run"}
+        assert tables == {"job": job, "optimizer": {"lr": 0.5}, "training": {"steps": 9}}
     again = read_settings(resolved(["--checkpoint.load_step=5", "--resume", "run"]))
     assert again["checkpoint.load_step"] == 5
 
@@ -289,11 +274,8 @@ def test_a_folder_in_the_users_home(run, monkeypatch):
 
 
 def test_other_arguments_stay():
-    assert resolved(["--job.config_file=a.toml", "--training.steps", "5"]) == [
-        "--job.config_file=a.toml",
-        "--training.steps",
-        "5",
-    ]
+    arguments = ["--job.config_file=a.toml", "--training.steps", "5"]
+    assert resolved(arguments) == arguments
 
 
 def test_help_needs_no_checkpoints(run):
