@@ -101,9 +101,12 @@ class _Lane:
         """The state from which no document has been read yet: ``datasets`` would name the beginning"""
 
     def __iter__(self):
+        read = None
         while True:
-            self._resumed = None
-            for row in self.rows.skip(self._row) if isinstance(self.rows, Dataset) else self.rows:
+            self._resumed, rows = None, self.rows
+            if isinstance(rows, Dataset):  # which cannot skip all rows
+                rows = rows.skip(self._row) if self._row < len(rows) else ()
+            for row in rows:
                 self._tokens.extend(self._stream.ids(row))
                 self._row += 1
                 while len(self._tokens) >= self._size:
@@ -114,6 +117,8 @@ class _Lane:
             if not self._stream.infinite:
                 logger.warning(f"Dataset {self._stream.name} has run out of data")
                 return
+            if read == (read := (self.samples, len(self._tokens))):
+                raise ConfigError(f"dataset {self._stream.name!r} has no text for a rank: take more, or fewer ranks")
             logger.warning(f"Dataset {self._stream.name} is being re-looped")
             self._row = 0
             if not isinstance(self.rows, Dataset):

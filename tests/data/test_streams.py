@@ -1,4 +1,6 @@
 import json
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,6 +160,33 @@ def on_ranks(config, tokenizer, ranks: int, state: dict | None, count: int, monk
         monkeypatch.setattr(data_loader, "gather", lambda value: states.append(value) or states)
         state_then = loader.state_dict()
     return [batches[i % ranks][i // ranks] for i in range(count)], state_then
+
+
+def letters(rows) -> Stream:
+    """A stream of samples of two tokens, one for each letter."""
+    encode = SimpleNamespace(encode=lambda text, **tokens: list(map(ord, text)))
+    return Stream(rows, itemgetter("text"), encode, 2, (0, 1), infinite=True)
+
+
+def test_rows_in_memory_resume_after_every_sample():
+    """datasets cannot skip all rows, and the last one has several samples."""
+    rows = hf_datasets.Dataset.from_dict({"text": ["abc", "defghijkl"]})
+    whole = [labels.tolist() for _, labels in islice(letters(rows), 12)]
+    read, state = [], None
+    for _ in whole:
+        stream = letters(rows)
+        if state:
+            stream.load_state_dict(state)
+        read.append(next(iter(stream))[1].tolist())
+        state = stream.state_dict()
+    assert read == whole
+
+
+def test_a_stream_without_text_is_an_error():
+    """It would be read again without end."""
+    rows = hf_datasets.Dataset.from_dict({"text": ["", ""]}).to_iterable_dataset()
+    with pytest.raises(ConfigError, match="'hf' has no text for a rank: take more, or fewer ranks"):
+        next(iter(letters(rows)))
 
 
 @pytest.mark.parametrize("begun_by, flags", [(2, []), (3, ["--validation.enable", "--validation.steps=1"])])
