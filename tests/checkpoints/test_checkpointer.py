@@ -294,6 +294,14 @@ def test_a_checkpoint_of_another_model_is_refused(build, model, message):
         build(model=model).load()
 
 
+def test_weights_that_a_smaller_model_lacks_are_named(build, caplog):
+    build(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))).save(2)
+    build(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))).load()
+    assert "that this model does not" not in caplog.text
+    build(model=torch.nn.Sequential(torch.nn.Linear(4, 4))).load()
+    assert "step-2 has 2 tensor(s) that this model does not, such as 1.bias" in caplog.text
+
+
 def test_initial_weights_come_from_another_run(build, tmp_path):
     first = build(value=7)
     first.save(2)
