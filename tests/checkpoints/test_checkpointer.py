@@ -121,6 +121,14 @@ def test_old_checkpoints_are_removed_at_the_last_step_too(build, tmp_path):
     assert not any((tmp_path / "checkpoint" / ".removing").iterdir())
 
 
+def test_a_run_that_keeps_all_checkpoints_does_not_look_at_them(build, tmp_path, monkeypatch):
+    one = build("--checkpoint.keep_latest_k=0")
+    monkeypatch.setattr("mxtrain.checkpoints.checkpointer.Checkpoints", None)
+    for step in (2, 4, 6, 8):
+        one.save(step)
+    assert list(saved(tmp_path).whole) == [2, 4, 6, 8]
+
+
 def test_a_step_after_which_training_stops_is_due(build, tmp_path):
     one = build("--checkpoint.last_save_model_only")
     one.is_stopping = lambda: True
