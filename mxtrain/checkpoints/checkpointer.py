@@ -289,7 +289,7 @@ class Checkpointer:
             shutil.rmtree(self.folder / SAVING, ignore_errors=True)  # the disk may be full
 
     def _remove_stale(self) -> None:
-        """Remove stale checkpoints, in a thread. Where all are kept, none is looked at, which takes milliseconds each."""
+        """Remove stale checkpoints, in a thread. A look at a checkpoint takes milliseconds: none where all are kept."""
         if dist.get_rank() == 0 and self._settings.keep_latest_k:
             try:
                 for path in Checkpoints(self.folder).stale(self._settings.keep_latest_k):
