@@ -31,6 +31,7 @@ from mxtrain.checkpoints.start import Start
 from mxtrain.checkpoints.writer import CheckpointWriter
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
+from mxtrain.ranks import gather
 
 TRAIN_STATE = "train_state"
 """Name of the trainer's own state: its step and the tokens that it has seen"""
@@ -187,6 +188,9 @@ class Checkpointer:
                     f"model.flavor: {checkpoint} is of another model: its {name} has shape {saved[name]['shape']}, "
                     f"and this model's has {list(tensor.shape)}"
                 )
+        unused = saved.keys() - set().union(*gather(list(weights)))  # ranks of a pipeline have other weights
+        if unused and dist.get_rank() == 0:
+            logger.warning(f"{checkpoint} has {len(unused)} tensor(s) that this model does not, such as {min(unused)}")
 
     def save(self, curr_step: int, last_step: bool = False, weights_only: bool | None = None) -> None:
         """Save a checkpoint if one is due. If the disk is full or cannot be written, training goes on without it.
@@ -209,10 +213,9 @@ class Checkpointer:
 
     def _is_due(self, step: int, last_step: bool) -> bool:
         settings = self._settings
-        if not settings.enable or settings.load_only:
-            return False
         is_first = step == 1 and settings.enable_first_step_checkpoint
-        return is_first or last_step or self.is_stopping() or step % settings.interval == 0
+        is_due = is_first or last_step or self.is_stopping() or step % settings.interval == 0
+        return is_due and settings.enable and not settings.load_only
 
     @torch.no_grad()
     def _save(self, step: int, weights_only: bool, mode: str) -> None:
@@ -286,8 +289,8 @@ class Checkpointer:
             shutil.rmtree(self.folder / SAVING, ignore_errors=True)  # the disk may be full
 
     def _remove_stale(self) -> None:
-        """Remove stale checkpoints, in a thread."""
-        if dist.get_rank() == 0:
+        """Remove stale checkpoints, in a thread. A look at a checkpoint takes milliseconds: none where all are kept."""
+        if dist.get_rank() == 0 and self._settings.keep_latest_k:
             try:
                 for path in Checkpoints(self.folder).stale(self._settings.keep_latest_k):
                     self._removing.submit(shutil.rmtree, withdraw(path), ignore_errors=True)

@@ -63,7 +63,7 @@ class Checkpoints:
         Damaged checkpoints do not count: they would push out those that are whole. Step 0 is never among them, and
         does not count either: it holds the weights that the run starts from.
         """
-        return [self.path(step) for step in [step for step in self.whole if step][:-keep]] if keep else []
+        return [self.path(step) for step in [step for step in self.whole if step][:-keep]]
 
     def after(self, step: int) -> list[Path]:
         """Return the checkpoints of later steps, whole or not."""

@@ -163,15 +163,11 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
         return builder.as_streaming_dataset(split=split), builder.hash
 
 
-def hold_out(stream, text_key: str, share: float, held_out: bool):
-    """Return the documents of a ``datasets.IterableDataset`` that are held out for validation, or all others.
+def is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
+    """Return whether a row of a stream is held out for validation; for ``held_out = False``, whether it is not.
 
     A stream has no paths, so a document's text decides. Rows without text are not held out.
     """
-    return stream.filter(partial(_is_on_side, text_key=text_key, share=share, held_out=held_out)) if share else stream
-
-
-def _is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
     text = row.get(text_key)
     return held_out == (isinstance(text, str) and is_held_out(text, share))
 
@@ -179,7 +175,7 @@ def _is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
 def hub_texts(config: DataConfig) -> Iterator[str]:
     """Yield the texts of a Hugging Face dataset on which a tokenizer is trained."""
     stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
-    stream = hold_out(stream, config.text_key, config.stream_share, held_out=False)
+    stream = filter(partial(is_on_side, text_key=config.text_key, share=config.stream_share, held_out=False), stream)
     text_of = StreamedText(config.text_key, config.path)
     yield from stream_texts(stream, text_of, f"{config.section}.dataset_path = {config.path!r}")
     text_of.require_text()

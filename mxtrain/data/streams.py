@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import islice
 from math import gcd
 
@@ -12,7 +13,7 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
 
 from mxtrain.data.config import held_out_share, shares_stream
-from mxtrain.data.documents import StreamedText, hold_out, open_stream
+from mxtrain.data.documents import StreamedText, is_on_side, open_stream
 from mxtrain.data.run_data import EXCLUDE
 from mxtrain.errors import ConfigError
 
@@ -36,11 +37,15 @@ class Stream(IterableDataset):
         rank: this data-parallel rank, and the number of ranks that read different data.
         infinite: begin again at the end of the stream.
         name: names the stream in warnings.
+        keeps: whether a row is read; None: all are. Not ``rows.filter``: ``datasets`` 4 resumes it behind the Arrow
+            table in which it was, and the rest of the table is lost.
     """
 
-    def __init__(self, rows, text_of, tokenizer, seq_len: int, rank: tuple[int, int], infinite: bool, name: str = "hf"):
+    def __init__(
+        self, rows, text_of, tokenizer, seq_len: int, rank: tuple[int, int], infinite: bool, name="hf", keeps=None
+    ):
         self.seq_len, self.name, self.infinite = seq_len, name, infinite
-        self._rows, self._text_of, self._tokenizer = rows, text_of, tokenizer
+        self._rows, self._text_of, self._tokenizer, self._keeps = rows, text_of, tokenizer, keeps
         self._rank, self._ranks = rank
         self._samples = 0
         """Number of samples that all ranks have read, when each has as many as this one"""
@@ -54,7 +59,8 @@ class Stream(IterableDataset):
         return self._lanes[number]
 
     def ids(self, row) -> list[int]:
-        return self._tokenizer.encode(self._text_of(row), add_bos=True, add_eos=True)
+        is_kept = self._keeps is None or self._keeps(row)
+        return self._tokenizer.encode(self._text_of(row), add_bos=True, add_eos=True) if is_kept else []
 
     def __iter__(self):
         windows = {}
@@ -71,18 +77,18 @@ class Stream(IterableDataset):
 
     def state_dict(self) -> dict:
         lanes = {number: lane.state_dict() for number, lane in self._lanes.items()}
-        return {"samples": self._samples, "count": self._count, "lanes": lanes}
+        return {"samples": self._samples, "count": self._count, "read": lanes}
 
     def load_state_dict(self, *states: dict) -> None:
         """Go on after a run whose ranks had these states. Raises ConfigError for those of an earlier mxtrain."""
-        if "lanes" not in states[0]:
+        if "read" not in states[0]:
             raise ConfigError(
                 "the checkpoint's position in the stream is of an earlier mxtrain; go on with that, or set "
                 f"{EXCLUDE} to start at the beginning of the text"
             )
         self._samples, self._count, self._lanes = states[0]["samples"], states[0]["count"], {}
         first, step = self._samples + self._rank, gcd(self._count, self._ranks)
-        for number, lane in (item for state in states for item in state["lanes"].items()):
+        for number, lane in (item for state in states for item in state["read"].items()):
             if (number - first) % step == 0:  # else only other ranks read it
                 self.lane(number).load_state_dict(lane)
 
@@ -101,9 +107,12 @@ class _Lane:
         """The state from which no document has been read yet: ``datasets`` would name the beginning"""
 
     def __iter__(self):
+        read = None
         while True:
-            self._resumed = None
-            for row in self.rows.skip(self._row) if isinstance(self.rows, Dataset) else self.rows:
+            self._resumed, rows = None, self.rows
+            if isinstance(rows, Dataset):  # which cannot skip all rows
+                rows = rows.skip(self._row) if self._row < len(rows) else ()
+            for row in rows:
                 self._tokens.extend(self._stream.ids(row))
                 self._row += 1
                 while len(self._tokens) >= self._size:
@@ -114,6 +123,8 @@ class _Lane:
             if not self._stream.infinite:
                 logger.warning(f"Dataset {self._stream.name} has run out of data")
                 return
+            if read == (read := (self.samples, len(self._tokens))):
+                raise ConfigError(f"dataset {self._stream.name!r} has no text for a rank: take more, or fewer ranks")
             logger.warning(f"Dataset {self._stream.name} is being re-looped")
             self._row = 0
             if not isinstance(self.rows, Dataset):
@@ -216,8 +227,9 @@ def _open(
     """
     data, settings, is_validation = job_config.data, getattr(job_config, section), section == "validation"
     rows, version = open_stream(path, data.hf_config or "", split, section)
-    rows = hold_out(rows, data.text_key, share, held_out=is_validation)
-    stream = Stream(rows, StreamedText(data.text_key, path), tokenizer, settings.seq_len, rank, infinite)
+    keeps = partial(is_on_side, text_key=data.text_key, share=share, held_out=is_validation) if share else None
+    text_of = StreamedText(data.text_key, path)
+    stream = Stream(rows, text_of, tokenizer, settings.seq_len, rank, infinite, keeps=keeps)
     # Every worker reads files of its own. An endless loop over a stream without any would never end.
     workers, files = settings.dataloader.num_workers, stream.lane(rank[0]).rows.num_shards
     if workers > files and not (is_validation and share):

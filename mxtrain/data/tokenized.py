@@ -56,7 +56,7 @@ def link_tokens(
                         progress.tick(lambda: f"read {megabytes(counts['bytes'])} of {megabytes(source.text_bytes)}")
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{source.setting}: cannot read {path} as token ids: {one_line(error)}") from error
-            counts["documents"] += len(places)
+            counts["documents"] += int(np.searchsorted(places, room))
     if len(dtypes := {part.dtype for part in found["train"]}) > 1:
         raise ConfigError(f"{source.setting} mixes ids of types {', '.join(sorted(dtypes))}; select files of one type")
     return {split: TokenFile.of(parts) for split, parts in found.items()}, dict(counts)
@@ -81,9 +81,10 @@ def _layout(path: Path, vocabulary: int) -> tuple[str, np.ndarray]:
     size, index = path.stat().st_size, path.with_suffix(".idx")
     if not index.exists():
         dtype = token_dtype(vocabulary)
-        halves = np.fromfile(path, "<u2", LOOKED_AT)
-        if size > 2 and not halves[1::2].any():  # nobody's text has every second id 0
-            dtype = "<u4"
+        for wider in ("<u4", "<i8"):
+            ids = np.fromfile(path, dtype, LOOKED_AT)
+            if len(ids) > 1 and not ids[1::2].any():  # nobody's text has every second id 0
+                dtype = wider
         if not size or size % np.dtype(dtype).itemsize:
             raise ValueError(f"{size:,} bytes are not a number of ids of type {dtype}")
         return dtype, np.empty(0, "<i8")
@@ -91,14 +92,14 @@ def _layout(path: Path, vocabulary: int) -> tuple[str, np.ndarray]:
         header = opened.read(HEADER.size)
     if len(header) < HEADER.size or (found := HEADER.unpack(header))[:2] != START or found[2] not in DTYPES:
         raise ValueError(f"{index.name} is not an index of Megatron's with integer ids (version 1)")
-    _, _, code, sequences, ends = found
-    if index.stat().st_size < HEADER.size + 12 * sequences + 8 * ends:
-        raise ValueError(f"{index.name} is cut off")
+    _, _, code, sequences, _ = found
     lengths = np.memmap(index, "<i4", "r", HEADER.size, sequences)
     places = np.memmap(index, "<i8", "r", HEADER.size + 4 * sequences, sequences)
-    expected = int(places[-1]) + int(lengths[-1]) * np.dtype(DTYPES[code]).itemsize if sequences else 0
-    if size != expected or not sequences:
-        raise ValueError(f"it has {size:,} bytes, and {index.name} describes {expected:,}")
+    ends = places + lengths.astype("<i8") * np.dtype(DTYPES[code]).itemsize
+    if not sequences or size != ends[-1]:
+        raise ValueError(f"it has {size:,} bytes, and {index.name} describes {int(ends[-1]) if sequences else 0:,}")
+    if places[0] or (places[1:] != ends[:-1]).any():
+        raise ValueError(f"{index.name} leaves out a part of it, or has sequences in another order")
     return DTYPES[code], places
 
 

@@ -121,6 +121,14 @@ def test_old_checkpoints_are_removed_at_the_last_step_too(build, tmp_path):
     assert not any((tmp_path / "checkpoint" / ".removing").iterdir())
 
 
+def test_a_run_that_keeps_all_checkpoints_does_not_look_at_them(build, tmp_path, monkeypatch):
+    one = build("--checkpoint.keep_latest_k=0")
+    monkeypatch.setattr("mxtrain.checkpoints.checkpointer.Checkpoints", None)
+    for step in (2, 4, 6, 8):
+        one.save(step)
+    assert list(saved(tmp_path).whole) == [2, 4, 6, 8]
+
+
 def test_a_step_after_which_training_stops_is_due(build, tmp_path):
     one = build("--checkpoint.last_save_model_only")
     one.is_stopping = lambda: True
@@ -292,6 +300,14 @@ def test_a_checkpoint_of_another_model_is_refused(build, model, message):
     build().save(2)
     with pytest.raises(ConfigError, match=f"model.flavor: .*step-2 is of another model: {message}"):
         build(model=model).load()
+
+
+def test_weights_that_a_smaller_model_lacks_are_named(build, caplog):
+    build(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))).save(2)
+    build(model=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))).load()
+    assert "that this model does not" not in caplog.text
+    build(model=torch.nn.Sequential(torch.nn.Linear(4, 4))).load()
+    assert "step-2 has 2 tensor(s) that this model does not, such as 1.bias" in caplog.text
 
 
 def test_initial_weights_come_from_another_run(build, tmp_path):

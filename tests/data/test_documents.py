@@ -12,9 +12,9 @@ from mxtrain.data.documents import (
     Progress,
     StreamedText,
     fraction,
-    hold_out,
     hub_texts,
     is_held_out,
+    is_on_side,
     open_stream,
     stream_texts,
 )
@@ -142,8 +142,7 @@ def test_a_stream_that_breaks_off_is_a_config_error():
 def test_rows_without_text_are_on_the_side_of_training():
     """They count as empty there, with a warning: a wrong data.text_key must not end a stream in silence."""
     rows = [{"text": f"text {i}"} for i in range(50)] + [{"text": None}, {"body": "b"}]
-    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
-    sides = [list(hold_out(stream, "text", 0.3, held_out)) for held_out in (False, True)]
+    sides = [[row for row in rows if is_on_side(row, "text", 0.3, held_out)] for held_out in (False, True)]
     assert sides[1] == [row for row in rows[:50] if is_held_out(row["text"], 0.3)] and len(sides[1]) > 5
     assert sides[0] == [row for row in rows if row not in sides[1]]
 

@@ -1,4 +1,5 @@
 import json
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,6 +159,34 @@ def on_ranks(config, tokenizer, ranks: int, state: dict | None, count: int, monk
         monkeypatch.setattr(data_loader, "gather", lambda value: states.append(value) or states)
         state_then = loader.state_dict()
     return [batches[i % ranks][i // ranks] for i in range(count)], state_then
+
+
+def letters(rows, **options) -> Stream:
+    """A stream of samples of two tokens, one for each letter."""
+    encode = SimpleNamespace(encode=lambda text, **tokens: list(map(ord, text)))
+    return Stream(rows, itemgetter("text"), encode, 2, (0, 1), infinite=True, **options)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_rows_resume_after_every_sample(is_streamed):
+    """datasets cannot skip all rows, and the last one has several samples. Streamed rows are those of Arrow tables."""
+    texts = [chr(97 + i % 26) * (1 + i % 7) for i in range(30)] + ["long" * 5]
+    rows = hf_datasets.Dataset.from_dict({"text": texts})
+    rows, options = (rows.to_iterable_dataset() if is_streamed else rows), {"keeps": lambda row: "h" not in row["text"]}
+    whole = [labels.tolist() for _, labels in take(letters(rows, **options), 60)]
+    for stop in range(len(whole) - 5):
+        stream, resumed = letters(rows, **options), letters(rows, **options)
+        take(stream, stop)
+        resumed.load_state_dict(stream.state_dict())
+        assert [labels.tolist() for _, labels in take(resumed, 5)] == whole[stop : stop + 5]
+    assert ord("h") not in sum(whole, [])
+
+
+def test_a_stream_without_text_is_an_error():
+    """It would be read again without end."""
+    rows = hf_datasets.Dataset.from_dict({"text": ["", ""]}).to_iterable_dataset()
+    with pytest.raises(ConfigError, match="'hf' has no text for a rank: take more, or fewer ranks"):
+        next(iter(letters(rows)))
 
 
 @pytest.mark.parametrize("begun_by, flags", [(2, []), (3, ["--validation.enable", "--validation.steps=1"])])

@@ -160,10 +160,21 @@ def test_max_bytes_and_many_files(texts, tokenizer):
     assert whole.validation.open()[:].tolist() == 3 * IDS[-int(SHARE * len(IDS)) :]
     part = prepared_from(texts, tokenizer, max_bytes=2 * len(IDS) + 200, validation_share=0.0)
     assert part.train.open()[:].tolist() == IDS + IDS[:100]
+    part = prepared_from(megatron(texts, "<u2", [[1, 2, 3]] * 40), tokenizer, max_bytes=60)
+    assert (part.train.count + part.validation.count, part.report.documents) == (30, 10)
+
+
+@pytest.mark.parametrize("dtype", ["<u4", "<i4", "<i8"])
+def test_ids_of_more_bytes_than_they_need(texts, tokenizer, dtype):
+    """NumPy writes 8 bytes unless it is told otherwise."""
+    prepared = prepared_from(flat(texts, dtype), tokenizer)
+    assert [*prepared.train.open()[:], *prepared.validation.open()[:]] == IDS
 
 
 def test_ids_above_16_bits(texts):
-    """With so many tokens a flat file has 32 bits."""
+    """With so many tokens a flat file has 32 bits, or 64."""
+    np.array([70_000, 5], "<i8").tofile(texts / "wide.bin")
+    assert tokenized._layout(texts / "wide.bin", 70_001)[0] == "<i8"
     np.array([70_000, 5], "<u4").tofile(texts / "wide.bin")
     assert tokenized._layout(texts / "wide.bin", 70_001)[0] == "<u4"
     assert tokenized._layout(texts / "wide.bin", 65_536)[0] == "<u2"
@@ -179,6 +190,22 @@ def index(change):
         return path
 
     return write
+
+
+def places(change):
+    """Write Megatron's files, and change where the sequences begin."""
+    begin = 34 + 4 * len(DOCUMENTS)
+
+    def changed(content):
+        numbers = np.frombuffer(content[begin : begin + 8 * len(DOCUMENTS)], "<i8").copy()
+        change(numbers)
+        return content[:begin] + numbers.tobytes() + content[begin + 8 * len(DOCUMENTS) :]
+
+    return index(changed)
+
+
+def swap(numbers):
+    numbers[[0, 1]] = numbers[[1, 0]]
 
 
 def cut(write, size: int):
@@ -233,7 +260,10 @@ BAD = [
     (index(lambda content: content[:9] + b"\x02" + content[10:]), "text.idx is not an index of Megatron's"),
     (index(lambda content: content[:20]), "text.idx is not an index of Megatron's"),
     (lambda folder: megatron(folder, "<u2", code=6), "text.idx is not an index of Megatron's with integer ids"),
-    (index(lambda content: content[:-1]), "text.idx is cut off"),
+    (index(lambda content: content[:500]), "text.bin as token ids: mmap length is greater than file size"),
+    (places(swap), "text.bin as token ids: text.idx leaves out a part of it, or has sequences in another order"),
+    (places(lambda numbers: numbers.__iadd__(numbers == 0)), "text.idx leaves out a part of it"),
+    (places(lambda numbers: numbers.__setitem__(7, 0)), "text.idx leaves out a part of it"),
     (cut(megatron, 100), f"text.bin as token ids: it has 100 bytes, and text.idx describes {2 * len(IDS):,}"),
     (lambda folder: megatron(folder, "<u2", []), "text.bin as token ids: it has 0 bytes, and text.idx describes 0"),
     (cut(flat, 101), "text.bin as token ids: 101 bytes are not a number of ids of type <u2"),

@@ -35,6 +35,28 @@ def test_bash_parses_the_script_and_what_runs_on_a_node():
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+def test_flags_count_until_the_job_has_saved(tmp_path):
+    """A job that was killed after its first step and before its first checkpoint begins as it was told to begin."""
+    for name, content in (("srun", 'echo "$@" > "$STARTED"'), ("scontrol", "echo localhost")):
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{content}\n")
+        (tmp_path / name).chmod(0o755)
+    run, started = tmp_path / "a run", tmp_path / "started"
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MXTRAIN_RUN": str(run), "STARTED": str(started)}
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "localhost"}
+
+    def resumes() -> bool:
+        subprocess.run(["bash", SCRIPT, "a.toml", "--checkpoint.load_step=3"], env=os.environ | own | slurm, check=True)
+        return started.read_text().endswith(f"node --resume {run}\n")
+
+    (run / "checkpoint" / "step-3").mkdir(parents=True)
+    assert not resumes()
+    (run / "config.toml").touch()
+    (run / "checkpoint" / ".saving" / "step-6").mkdir(parents=True)
+    assert not resumes()
+    (run / "checkpoint" / "step-6").mkdir()
+    assert resumes()
+
+
 def slurm_job(folder: Path, *flags: str, restart: int) -> subprocess.Popen:
     """Start the batch script as Slurm does: a copy of it, in the folder where it was submitted."""
     environment = {
