@@ -108,6 +108,7 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
             contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
+        _redistribute_in_hooks(model, parallel_dims)
         if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
             choose_exchange(model, job_config.mxnorm.dispatch, job_config.mxnorm.combine_backward)
             use_codes(model)
@@ -125,6 +126,22 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
         return model
 
     return parallelize
+
+
+def _redistribute_in_hooks(model: nn.Module, parallel_dims) -> None:
+    """Give norms and linears their class's forward again, and tensor parallelism its redistributions as hooks.
+
+    Around the forward that TorchTitan sets, diagnostics would see inputs before and results after a redistribution. And
+    a linear with a forward of its own is no part of a group (``mxtrain.nn.group``).
+    """
+    for module in model.modules():
+        if isinstance(module, MXNorm | QuantizedLinear) and vars(module).pop("forward", None) and parallel_dims.tp_enabled:
+            module.register_forward_pre_hook(
+                lambda layer, args, kwargs: layer._redistribute_inputs(parallel_dims, args, kwargs), with_kwargs=True
+            )
+            module.register_forward_hook(
+                lambda layer, _, y: layer._redistribute_outputs(parallel_dims, y), prepend=True
+            )
 
 
 def _drawn_as(is_tied: bool, name: str) -> str:
