@@ -135,7 +135,11 @@ def _redistribute_in_hooks(model: nn.Module, parallel_dims) -> None:
     a linear with a forward of its own is no part of a group (``mxtrain.nn.group``).
     """
     for module in model.modules():
-        if isinstance(module, MXNorm | QuantizedLinear) and vars(module).pop("forward", None) and parallel_dims.tp_enabled:
+        if (
+            isinstance(module, MXNorm | QuantizedLinear)
+            and vars(module).pop("forward", None)
+            and parallel_dims.tp_enabled
+        ):
             module.register_forward_pre_hook(
                 lambda layer, args, kwargs: layer._redistribute_inputs(parallel_dims, args, kwargs), with_kwargs=True
             )
