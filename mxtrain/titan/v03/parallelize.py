@@ -134,15 +134,14 @@ def _redistribute_in_hooks(model: nn.Module, parallel_dims) -> None:
     Around the forward that TorchTitan sets, diagnostics would see inputs before and results after a redistribution. And
     a linear with a forward of its own is no part of a group (``mxtrain.nn.group``).
     """
+
+    def redistribute(layer: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        return layer._redistribute_inputs(parallel_dims, args, kwargs)
+
     for module in model.modules():
-        if (
-            isinstance(module, MXNorm | QuantizedLinear)
-            and vars(module).pop("forward", None)
-            and parallel_dims.tp_enabled
-        ):
-            module.register_forward_pre_hook(
-                lambda layer, args, kwargs: layer._redistribute_inputs(parallel_dims, args, kwargs), with_kwargs=True
-            )
+        is_ours = isinstance(module, MXNorm | QuantizedLinear) and vars(module).pop("forward", None) is not None
+        if is_ours and parallel_dims.tp_enabled:
+            module.register_forward_pre_hook(redistribute, with_kwargs=True)
             module.register_forward_hook(
                 lambda layer, _, y: layer._redistribute_outputs(parallel_dims, y), prepend=True
             )
