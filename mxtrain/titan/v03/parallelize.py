@@ -78,7 +78,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
             if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != spmd.S(1):
                 raise no_split(fqn, module, "features", processes)
             if not (has_expert_parallelism and module.feeds_mixture):
-                module.split = sequences
+                module.split, module.gathers_plain = sequences, False
         elif isinstance(module, QuantizedLinear):
             weight = module._sharding_config and module._sharding_config.state_shardings["weight"].axis_types[TP]
             if weight == spmd.R and is_whole:  # of latent attention, before a norm that every process has whole
