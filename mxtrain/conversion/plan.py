@@ -144,6 +144,11 @@ class Plan:
         return {fqn: list(swap.feeds) for fqn, swap in self._swaps_to(ToMXNorm).items()}
 
     @property
+    def feeds(self) -> dict[str, list[str]]:
+        """As ``norms``, with the experts of ``mixtures``."""
+        return self.norms | {fqn: [*self.norms[fqn], mixture.experts] for fqn, mixture in self.mixtures.items()}
+
+    @property
     def mixtures(self) -> dict[str, MixtureFacts]:
         """The norms among ``norms`` that feed a mixture of experts -> the mixture."""
         found = {fqn: swap.mixture for fqn, swap in self._swaps_to(ToMXNorm).items()}

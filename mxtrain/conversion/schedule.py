@@ -43,12 +43,12 @@ def attach_schedule(
 ) -> None:
     """Give every swapped layer its timeline: the states that entries and the guard's change lead to.
 
-    A pattern selects linears and experts by their names, and norms by their own names or those of the linears that they
-    feed. So a norm and its linears, which share the recipe of fprop, are selected together.
+    A pattern selects linears and experts by their names, and norms by their own names or those of the layers that they
+    feed. So a norm and its layers, which share the recipe of fprop, are selected together.
 
     Args:
         model: a model whose modules are swapped, before it is split or wrapped.
-        feeds: FQN of every MXNorm -> FQNs of the linears that it feeds (``Plan.norms``).
+        feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
         entries: of the schedule.
         fallback: the change of the guard, in all swapped layers; None without a guard.
         guard: name of the guard's table in error messages.
@@ -198,7 +198,9 @@ class _Layers:
         self._names, self._feeds = names_of(model), feeds
         self._layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, QuantizedLayer)}
         self._estimates = {norm: model.get_submodule(norm).estimate for norm in feeds}
-        self._norm_of = {linear: norm for norm, linears in feeds.items() for linear in linears}
+        # Experts behind a plain norm stay quantized.
+        are_experts = {fqn: isinstance(layer, QuantizedExperts) for fqn, layer in self._layers.items()}
+        self._norm_of = {fqn: norm for norm, fed in feeds.items() for fqn in fed if not are_experts[fqn]}
         self.own: Values = {
             **{(gemm, fqn): getattr(layer.recipe, gemm) for fqn, layer in self._layers.items() for gemm in GEMMS},
             **{(key, norm): getattr(e, key, None) for norm, e in self._estimates.items() for key in NORM_KEYS},
@@ -214,7 +216,7 @@ class _Layers:
                 if norm in hits or hits.intersection(fed):
                     if change.norm is not None:  # which leaves nothing else to change
                         of_hits |= {(key, norm): RMSNORM for key in NORM_KEYS}
-                        of_hits |= {(gemm, linear): _PLAIN for linear in fed for gemm in GEMMS}
+                        of_hits |= {(gemm, fqn): _PLAIN for fqn in fed if fqn in self._norm_of for gemm in GEMMS}
                     of_hits |= {(key, norm): value for key, value in keys.items()}
             if not of_hits:
                 raise _nothing_to_change(where, "linear" if change.gemms else "norm", change)
@@ -259,12 +261,12 @@ class _Layers:
             if changed.get(("norm", norm)):
                 states[norm] = LayerState(_PLAIN, own, is_plain=True)
                 continue
-            if len({recipes[linear].fprop for linear in fed}) > 1:
-                fprops = ", ".join(f"{linear}: {recipes[linear].fprop.name}" for linear in fed)
+            if len({recipes[fqn].fprop for fqn in fed}) > 1:
+                fprops = ", ".join(f"{fqn}: {recipes[fqn].fprop.name}" for fqn in fed)
                 raise ConfigError(
-                    f"{names} gives the linears behind {norm} different recipes of fprop ({fprops}): name all of them"
+                    f"{names} gives the layers behind {norm} different recipes of fprop ({fprops}): name all of them"
                 )
-            recipe = recipe_of_norm([recipes[linear] for linear in fed])
+            recipe = recipe_of_norm([recipes[fqn] for fqn in fed])
             p, estimator = (changed.get((key, norm), getattr(own, key)) for key in ("p", "estimator"))
             with errors_begin_with(f"{names}: {norm}: "):
                 states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, p, estimator, own.eps))

@@ -109,7 +109,7 @@ class Numerics:
         self._found: dict[tuple[str, str], Totals] = {}
         self._seen: set[str] = set()
         # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
-        self._estimates, self._inputs = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._inputs = WeakTensorKeyDictionary()
         self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
         self._casts: dict[tuple[str, str], MeasuredCast] = {}  # those not yet measured
 
@@ -127,7 +127,7 @@ class Numerics:
         """Measure one forward and backward inside of the context, and undo what they change."""
         self._found, self._seen = {}, set()
         with ExitStack() as stack:
-            for kept in (self._estimates, self._inputs, self._pending, self._casts):
+            for kept in (self._inputs, self._pending, self._casts):
                 stack.callback(kept.clear)
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             stack.enter_context(torch.random.fork_rng(devices))
@@ -179,7 +179,6 @@ class Numerics:
     ) -> None:
         if norm.is_plain:
             return
-        self._estimates[result.rho] = norm.estimate
         if fqn in self._watched_norms and self._is_new(fqn):
             (x,) = *args, *kwargs.values()
             rows = x.reshape(-1, x.shape[-1])
@@ -209,7 +208,7 @@ class Numerics:
         if made_from not in samples:
             if isinstance(x, NormedInput):
                 gain = None if x.gain is None else x.gain.clone()  # FSDP2 frees the memory of the gathered one
-                new = Input(rows[index], x.rho[index], gain, self._estimates[x.rho], linear.split.x)
+                new = Input(rows[index], x.rho[index], gain, x.made_by.estimate, linear.split.x)
             else:
                 new = Input(rows[index].to(compute_dtype(x)), group=linear.split.x)
             samples[made_from] = new

@@ -173,6 +173,8 @@ class MXNorm(RecipeModule, nn.RMSNorm):
     """
 
     split: SplitSequences | None = None
+    gathers_plain = True
+    """Whether this norm gathers sequences while it is plain, too; else the modules behind it gather tensors"""
     feeds_mixture = False
     """Whether a mixture of experts takes the result"""
     scores_first = False
@@ -244,7 +246,7 @@ class MXNorm(RecipeModule, nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> NormedInput | torch.Tensor:
         """x [..., D], bf16 or fp32 -> NormedInput; with ``split``, x [B, S / processes, D] -> NormedInput of [B, S, D].
 
-        A plain norm returns a tensor in the place of the NormedInput.
+        A plain norm returns a tensor in the place of the NormedInput, of its shard unless it ``gathers_plain``.
 
         Raises:
             ValueError: for another dtype, shape or device.
@@ -252,7 +254,7 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         check_tensor("x", x)
         if self.is_plain:
             y = F.rms_norm(x, self.normalized_shape, self.gain(), self.plain_eps)
-            return y if self.split is None else GatherSequences.apply(y, self.split.key)
+            return GatherSequences.apply(y, self.split.key) if self.split and self.gathers_plain else y
         mode = mode_in_forward(self.mode, x.device.type)
         gain = self.gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)

@@ -140,7 +140,7 @@ class QuantizingConverter(TitanConverter):
         plan = super().apply_to(model)
         note_norms(model, plan.norms)
         if self._entries or self._fallback:
-            attach_schedule(model, plan.norms, self._entries, self._fallback, GUARD)
+            attach_schedule(model, plan.feeds, self._entries, self._fallback, GUARD)
         return plan
 
     def convert(self, model: nn.Module) -> None:

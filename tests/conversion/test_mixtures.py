@@ -156,18 +156,27 @@ def test_behind_a_norm_experts_have_nvfp4_in_dgrad_and_wgrad_only():
     assert max(errors(results(ours, tokens()), results(model, tokens()))) < 0.4
     entries = parse_entries([{"from_step": 2, "recipe": "nvfp4"}], 10, {}, "mxnorm.schedule")
     with pytest.raises(ConfigError, match="layers.0.moe.experts.*NVFP4"):
-        attach_schedule(ours, plan.norms, entries)
+        attach_schedule(ours, plan.feeds, entries)
 
 
-def test_a_schedule_switches_norm_gate_and_experts():
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_schedule_switches_norm_gate_and_experts(shared):
     """In high precision the experts fold no gain, because the norm has multiplied by it."""
-    model = model_of(torch.float64, **AFTER)
+    model = model_of(torch.float64, **AFTER, num_shared_experts=shared)
     ours, plan = converted(model, recipe="unquantized", estimator="exact")
-    attach_schedule(ours, plan.norms, parse_entries([{"from_step": 2, "recipe": "bf16"}], 10, {}, "mxnorm.schedule"))
+    attach_schedule(ours, plan.feeds, parse_entries([{"from_step": 2, "recipe": "bf16"}], 10, {}, "mxnorm.schedule"))
     x = tokens(torch.float64)
     for step in (1, 2):
         set_step(ours, step)
         assert max(errors(results(ours, x), results(model, x))) < 1e-12
+
+
+def test_a_schedule_cannot_part_experts_from_the_fprop_of_their_norm():
+    """The norm would go on to round their rows."""
+    ours, plan = converted(model_of(**AFTER))
+    table = {"from_step": 2, "modules": ["layers.0.moe.experts"], "recipe": "fprop=bf16"}
+    with pytest.raises(ConfigError, match="layers behind layers.0.norm different recipes of fprop .*moe.experts: bf16"):
+        attach_schedule(ours, plan.feeds, parse_entries([table], 10, {}, "mxnorm.schedule"))
 
 
 def test_weights_cast_ahead_change_no_bit():

@@ -137,7 +137,7 @@ def at_2(**keys):
         ),
         ([at_2(p=1), at_2(modules=["wq"], p=1)], "mxnorm.schedule[1] and mxnorm.schedule[0] both change p of layers.0"),
         ([at_2(norm="rmsnorm"), at_2(modules=["w1"], recipe="bf16")], "mxnorm.schedule[1] and mxnorm.schedule[0] both"),
-        ([at_2(modules=["wq"], recipe="fprop=bf16")], "mxnorm.schedule[0] gives the linears behind layers.0.attention"),
+        ([at_2(modules=["wq"], recipe="fprop=bf16")], "mxnorm.schedule[0] gives the layers behind layers.0.attention"),
         ([at_2(recipe="nvfp4", estimator="post_round")], "mxnorm.schedule[0]: layers.0.attention_norm: estimator = "),
     ],
 )  # fmt: skip

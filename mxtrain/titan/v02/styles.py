@@ -45,6 +45,7 @@ class GatheringNorm(SequenceParallel):
             raise ValueError(f"{self.sequence_sharding}: expected {_SEQUENCES}, the dimension that an MXNorm gathers")
         self._replicate_module_fn("", module, device_mesh)
         module.split = SplitSequences(_group(device_mesh), device_mesh.size(), device_mesh.get_local_rank())
+        module.gathers_plain = not module.feeds_mixture  # whose boundary gathers tensors
         return module
 
 

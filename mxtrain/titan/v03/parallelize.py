@@ -78,7 +78,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
             if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != spmd.S(1):
                 raise no_split(fqn, module, "features", processes)
             if not (has_expert_parallelism and module.feeds_mixture):
-                module.split = sequences
+                module.split, module.gathers_plain = sequences, False
         elif isinstance(module, QuantizedLinear):
             weight = module._sharding_config and module._sharding_config.state_shardings["weight"].axis_types[TP]
             if weight == spmd.R and is_whole:  # of latent attention, before a norm that every process has whole
@@ -108,6 +108,7 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
             contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
+        _redistribute_in_hooks(model, parallel_dims)
         if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
             choose_exchange(model, job_config.mxnorm.dispatch, job_config.mxnorm.combine_backward)
             use_codes(model)
@@ -125,6 +126,25 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
         return model
 
     return parallelize
+
+
+def _redistribute_in_hooks(model: nn.Module, parallel_dims) -> None:
+    """Give norms and linears their class's forward again, and tensor parallelism its redistributions as hooks.
+
+    Around the forward that TorchTitan sets, diagnostics would see inputs before and results after a redistribution. And
+    a linear with a forward of its own is no part of a group (``mxtrain.nn.group``).
+    """
+
+    def redistribute(layer: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        return layer._redistribute_inputs(parallel_dims, args, kwargs)
+
+    for module in model.modules():
+        is_ours = isinstance(module, MXNorm | QuantizedLinear) and vars(module).pop("forward", None) is not None
+        if is_ours and parallel_dims.tp_enabled:
+            module.register_forward_pre_hook(redistribute, with_kwargs=True)
+            module.register_forward_hook(
+                lambda layer, _, y: layer._redistribute_outputs(parallel_dims, y), prepend=True
+            )
 
 
 def _drawn_as(is_tied: bool, name: str) -> str:

@@ -98,8 +98,11 @@ class HeldOutValidator(Validator):
         loader = build_validation_loader(job_config, tokenizer, (dp_rank, dp_world_size))
         self.config, self.tokenizer = job_config.validation, tokenizer
         self.dp_world_size, self.dp_rank = dp_world_size, dp_rank
-        self.dl_config = SimpleNamespace(build=lambda local_batch_size, **_: _Rows(loader, local_batch_size))
         vars(self).update(parts)
+        # TorchTitan would take the batch size of training. A pipeline has as many chunks of a batch as there.
+        chunk, stages = self.parallelism.pipeline_parallel_microbatch_size, self.parallel_dims.pp_enabled
+        rows = self.config.local_batch_size // (self.local_batch_size // chunk if stages else 1)
+        self.dl_config = SimpleNamespace(build=lambda **_: _Rows(loader, rows))
 
 
 class _Rows:

@@ -1,12 +1,15 @@
 """Settings of TorchTitan 0.2.2 under 0.3: passed on, used by mxtrain itself, or refused by name."""
 
 from dataclasses import is_dataclass
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mxtrain import ConfigError
 from mxtrain.settings.titan import TITAN
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.v03 import trainer
 from mxtrain.titan.v03.config import GONE, GONE_SECTIONS, trainer_config
 from mxtrain.titan.v03.models import model_spec
 
@@ -79,3 +82,14 @@ def test_validation_on_a_dataset_of_torchtitan_is_refused():
     ):
         parse_job_config(flags)
     parse_job_config([*flags, "--validation.dataset=python"])
+
+
+@pytest.mark.parametrize("stages, parts", [(False, [8, 8]), (True, [4, 4, 4, 4])])
+def test_validation_has_its_own_batch_size(stages, parts, monkeypatch):
+    batches = [({"input": torch.zeros(8, 2)}, torch.zeros(8, 2))] * 2
+    monkeypatch.setattr(trainer, "build_validation_loader", lambda *_: batches)
+    job = parse_job_config(["--model.converters=", "--validation.local_batch_size=8"])
+    given = dict(seq_len=2, local_batch_size=2)  # of training
+    layout = dict(parallelism=job.parallelism, parallel_dims=SimpleNamespace(pp_enabled=stages))
+    validator = trainer.HeldOutValidator(job, dp_world_size=1, dp_rank=0, tokenizer=None, **given, **layout)
+    assert [len(labels) for _, labels in validator.dl_config.build(**given)] == parts

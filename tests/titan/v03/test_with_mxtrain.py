@@ -19,6 +19,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from mxtrain import ConfigError, MXNorm
+from mxtrain.nn.group import LinearGroup
 from mxtrain.titan import with_mxtrain
 from mxtrain.titan.v03.config import built
 from tests.support.layer_checks import in_two_processes
@@ -55,11 +56,13 @@ def test_titans_trainer_trains_a_converted_model(tmp_path):
     assert config.model_spec.model is not plain.model
     config.training.local_batch_size, config.training.steps = 1, 8
     try:
-        trainer = Trainer(config)
-        losses = losses_of(trainer)
+        trainer, joined, is_one_gemm = Trainer(config), [], LinearGroup.is_one_gemm
+        with patch.object(LinearGroup, "is_one_gemm", lambda *args: joined.append(is_one_gemm(*args)) or joined[-1]):
+            losses = losses_of(trainer)
         norm = trainer.model_parts[0].layers["0"].attention_norm
         assert isinstance(norm, MXNorm) and "p=1" in repr(norm) and "nvfp4" in repr(norm)
         assert losses[-1] < losses[0] - 1
+        assert joined and all(joined), "the linears of a norm are one GEMM"
     finally:
         torch.distributed.destroy_process_group()
 

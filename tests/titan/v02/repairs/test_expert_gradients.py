@@ -21,7 +21,12 @@ MODELS = {
         "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router",
         "--mxnorm.recipe=unquantized",
     ],
-    "experts, mxfp8": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router"],
+    "experts, mxfp8": [
+        "--model.name=qwen3",
+        "--model.converters=mxnorm,decompose_k_router",
+        "--mxnorm.schedule",
+        '{from_step = 5, norm = "rmsnorm"}',
+    ],
     # The shared experts of one layer are quantized, those of another are not.
     "shared experts, mx_linear": [
         "--model.name=deepseek_v3",
