@@ -23,7 +23,7 @@ from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.ops.gemm import Operand
 from mxtrain.ops.grouped import block_of_rows, make_groups
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.casts import at_least_fp32, joined
+from mxtrain.reference.casts import at_least_fp32, joined, rows_in_order
 
 _NAMES = {
     ("input", 1): "fprop_input",
@@ -77,7 +77,7 @@ class _MeasuredGEMMs(ThreeGEMMs):
         if (source := settings.get("source")) is not None:
             if self.is_cast and role == "input":
                 return operands
-            values = torch.where((source >= 0)[:, None], values[source], 0)
+            values = rows_in_order(values, source)
         if (gain := settings.get("column_factor")) is not None:
             values = values * gain
         for dim, operand in operands.items():

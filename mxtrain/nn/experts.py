@@ -131,7 +131,7 @@ def _feed_forward(
     (*of_input, of_hidden), (draws1, draws2, draws3) = ready, draws
     groups = make_groups(counts, x.shape[0], block_of_rows(gemms.mode))
     from_tokens = x, gain, groups, True, gemms
-    if has_nvfp4(gemms.recipe):
+    if len(of_input) > 1:
         (gate,) = _GroupedLinear.apply(*from_tokens, of_input[0], signs, (draws1,), w1)
         (up,) = _GroupedLinear.apply(*from_tokens, of_input[1], signs, (draws3,), w3)
     else:

@@ -74,6 +74,21 @@ def test_figures_are_those_of_the_experts_own_results_and_casts():
     assert len(figures) == 18 and figures.keys() < {figure.name for figure in (*FIGURES, *CAST_FIGURES)}
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8"])
+def test_nvfp4_in_any_gemm_is_measured(recipe):
+    experts, plain = (quantized_experts(DIM, HIDDEN, len(UNEVEN), r) for r in (recipe, "unquantized"))
+    x, dy, counts = draw(TOKENS, DIM, seed=1), draw(TOKENS, DIM, seed=2), torch.tensor(UNEVEN)
+    figures = expert_figures(measured(experts, x, counts, dy))
+    assert figures["fprop_error"] == pytest.approx(relative(experts(x, counts), plain(x, counts)), rel=1e-3)
+    assert 0.05 < figures["dgrad_error"] < 0.5
+
+
+def test_a_process_without_rows_changes_no_figure():
+    experts, x, dy = quantized_experts(DIM, HIDDEN, 2), draw(8, DIM, seed=1), draw(8, DIM, seed=2)
+    some, none = (measured(experts, x[:n], torch.tensor([n, 0]), dy[:n]) for n in (8, 0))
+    assert expert_figures(combined(some, none)) == pytest.approx(expert_figures(some))
+
+
 def test_parts_of_the_rows_combine_to_all_of_them():
     """Every expert has whole blocks in each part."""
     experts = quantized_experts(DIM, HIDDEN, 2)
