@@ -32,7 +32,8 @@ def wrong_sizes(model: str, sizes: Mapping[str, object]) -> Misfits:
     """Settings with sizes that do not divide one another, or numbers in the wrong order, and what is wrong.
 
     Args:
-        sizes: those of the model, by their names in ``[model_args]``, and "groups" of experts, if there are any.
+        sizes: those of the model, by their names in ``[model_args]``; if there are any, the number of "groups" of
+            experts, and how many a token uses ("limited_groups").
     """
     dim, heads = sizes["dim"], sizes["n_heads"]
     if model in ("llama3", "llama4"):
@@ -58,7 +59,9 @@ def wrong_sizes(model: str, sizes: Mapping[str, object]) -> Misfits:
     elif heads % (kv_heads := sizes["n_kv_heads"] or heads):
         yield ("n_kv_heads", "n_heads"), f"does not fit: n_heads = {heads} is no multiple of n_kv_heads = {kv_heads}"
     if experts := sizes.get("num_experts"):
-        if (top_k := sizes["top_k"]) > experts:
-            yield ("top_k", "num_experts"), f"does not fit: top_k = {top_k} is more than num_experts = {experts}"
-        if (groups := sizes.get("groups")) and experts % groups:
+        groups, open_groups = sizes.get("groups") or 1, sizes.get("limited_groups") or 1
+        if (top_k := sizes["top_k"]) > experts // groups * open_groups:
+            among = f" in {open_groups} of the flavor's {groups} groups" if groups > 1 else ""
+            yield ("top_k", "num_experts"), f"does not fit: top_k = {top_k} is more than num_experts = {experts}{among}"
+        if experts % groups:
             yield ("num_experts",), f"is no multiple of the flavor's {groups} groups of experts"

@@ -28,6 +28,14 @@ def test_sizes_that_do_not_fit_are_one_line(model, words, message):
     assert str(error.value).startswith(f"model_args.{message}") and "\n" not in str(error.value)
 
 
+def test_a_token_has_enough_experts_in_its_groups():
+    """A router would take others, whose scores are -inf, at random."""
+    words = ["--model.name=deepseek_v3", "--model.flavor=671B", "--model.converters=", "--model_args.num_experts=16"]
+    parse_job_config([*words, "--model_args.top_k=8"])
+    with pytest.raises(ConfigError, match="top_k = 9 is more than num_experts = 16 in 4 of the flavor's 8 groups"):
+        parse_job_config([*words, "--model_args.top_k=9"])
+
+
 def test_experts_of_a_flavor_keep_their_own_size():
     config = ["--model.name=qwen3", "--model.flavor=debugmodel_moe_16", "--model_args.hidden_dim=512"]
     with pytest.raises(ConfigError, match="^model_args.hidden_dim = 512 has no effect: all layers of model.flavor = "):
