@@ -160,7 +160,7 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
             closest = replace(closest, own={**closest.own, dense: shape.own[dense]})
         return model, closest
 
-    found = []
+    found, asked = [], {**vars(shape), **shape.own}
     wanted = {setting: value for setting, value in _settings_of(shape).items() if setting in PLACES[name]}
     for flavor in sized_model.flavors(name):
         if with_settings(flavor, {})[1].model_type != shape.model_type:
@@ -170,17 +170,17 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
             fewer = {other: value for other, value in settings.items() if other != setting}
             if setting != "load_balance_coeff" and with_settings(flavor, fewer)[1] == closest:
                 settings = fewer
-        found.append((flavor, settings, model, closest))
+        has = {**vars(closest), **closest.own, "own": shape.own}
+        misfits = [(field, value, has[field]) for field, value in asked.items() if has[field] != value]
+        found.append((flavor, settings, model, misfits))
     if not found:
         raise ConfigError(f"{where}: the installed TorchTitan has no model of model_type = {shape.model_type!r}")
-    flavor, settings, model, closest = min(found, key=lambda candidate: (candidate[3] != shape, len(candidate[1])))
-    has = {**vars(closest), **closest.own}
-    for field, value in {**vars(shape), **shape.own}.items():
-        if field != "own" and (other := has[field]) != value:
-            raise ConfigError(
-                f"{where}: {field} = {value!r} in {CONFIG_FILE} does not fit TorchTitan's {model.name}, which would "
-                f"have {other!r}"
-            )
+    flavor, settings, model, misfits = min(found, key=lambda candidate: (len(candidate[3]), len(candidate[1])))
+    for field, value, other in misfits:
+        raise ConfigError(
+            f"{where}: {field} = {value!r} in {CONFIG_FILE} does not fit TorchTitan's {model.name}, which would have "
+            f"{other!r}"
+        )
     for _, problem in wrong_sizes(model.name, model.sizes):
         raise ConfigError(f"{where}: {CONFIG_FILE} {problem}")
     return flavor, settings, model

@@ -244,6 +244,8 @@ def test_there_and_back(name, models, tmp_path):
 REFUSED = {
     "norm_topk_prob = False": lambda: transformers.Qwen3MoeConfig(),
     "n_group = 4": lambda: deepseek_v3(n_group=4),
+    # As the flavor whose rotation has another mscale
+    "n_group = 1": lambda: deepseek_v3(n_group=1, topk_group=1),
     "norm_eps = 1e-05": lambda: deepseek_v3(rms_norm_eps=1e-5),
     "mscale=0.7": lambda: deepseek_v3(rope_parameters=YARN | {"mscale": 0.7}),
     "attention_factor = 1.2": lambda: deepseek_v3(rope_parameters=YARN | {"attention_factor": 1.2}),
