@@ -54,8 +54,7 @@ launches: list[Launch] = []  # of the last call
 def cases(everything: bool) -> dict:
     """Name -> call of a public function, with each value of every setting that changes the generated code.
 
-    ``everything`` adds what is the same arithmetic on every architecture: other widths, single orientations beside the
-    case for both, other estimators and factors.
+    ``everything`` adds what is the same arithmetic on every architecture: other widths, estimators and factors.
     """
     rceil, floor = get_recipe("mxfp8"), get_recipe("mxfp8", scale_rounding="floor")
     found = {}
@@ -75,8 +74,7 @@ def cases(everything: bool) -> dict:
 
     for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         add_norm(f"{name} {form}", matrix(DTYPES[name]), form=form)
-        for dims in ((1,), (0,), (1, 0)) if everything else ((1, 0),):
-            add_cast(f"{name} {form} {dims}", matrix(DTYPES[name]), dims=dims, form=form)
+        add_cast(f"{name} {form}", matrix(DTYPES[name]), dims=(1, 0), form=form)
     bf16 = torch.bfloat16
     for columns in (96, 768, 16384, LOOPED) if everything else (LOOPED,):
         add_norm(f"bf16 {columns} columns", matrix(bf16, columns), form="image")
@@ -178,8 +176,6 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     gradient = dict(signs=number, draws=[draws])
     x = matrix(bf16)
     for form in ("codes", "image") if everything else ("codes",):
-        for dim in (0, 1) if everything else ():
-            add(f"bf16 {form} ({dim},)", nvfp4_cast, [x], {dim: [scale]}, form, signs=number if dim == 0 else None)
         add(f"bf16 {form} gradient", nvfp4_cast, [x], {1: [scale], 0: [scale]}, form, **gradient)
     for columns in (112, 768, 16384, LOOPED) if everything else (LOOPED,):
         add(f"bf16 {columns} columns", nvfp4_norm, matrix(bf16, columns), estimate(), 2.0**-8, "image")
@@ -291,6 +287,8 @@ def main(capability: int) -> None:
     results = {}
     with FakeTensorMode():
         for name, call in cases(everything=capability == 90).items():
+            if "blocked" in name and capability < 100:  # scales in the layout of tensor cores that this GPU lacks
+                continue
             launches.clear()
             call()
             assert launches, name
