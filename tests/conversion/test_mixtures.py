@@ -179,6 +179,15 @@ def test_a_schedule_cannot_part_experts_from_the_fprop_of_their_norm():
         attach_schedule(ours, plan.feeds, parse_entries([table], 10, {}, "mxnorm.schedule"))
 
 
+def test_experts_behind_a_norm_that_turns_plain_stay_quantized():
+    ours, plan = converted(model_of(**AFTER))
+    attach_schedule(ours, plan.feeds, parse_entries([{"from_step": 2, "norm": "rmsnorm"}], 10, {}, "mxnorm.schedule"))
+    layer = ours.layers[0]
+    before = layer.moe.experts.recipe
+    set_step(ours, 2)
+    assert layer.norm.is_plain and layer.moe.experts.recipe == before
+
+
 def test_weights_cast_ahead_change_no_bit():
     ours, _ = converted(model_of(**AFTER))
     want = results(ours, tokens())
