@@ -7,6 +7,7 @@ from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
+from mxtrain.inductor import analyses
 from mxtrain.inductor.casts_for_backward import compute_casts_in_backward
 from mxtrain.inductor.complex_products import split_complex_products
 from mxtrain.inductor.launches import launch_from_graphs
@@ -67,6 +68,7 @@ def install() -> None:
         if not isinstance(before, _Passes):
             others = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
             setattr(config, field, _Passes(ours, tuple(others)))
+    analyses.install()
     setattr(config, LAUNCHER, True)
     # For Inductor's compile workers, which begin later: they prepare the launch.
     os.environ.setdefault(f"TORCHINDUCTOR_{LAUNCHER.upper()}", "1")
@@ -80,4 +82,5 @@ def remove() -> None:
             # A single pass is not put into a tuple: PyTorch 2.11 accepts no sequence.
             others = installed.others
             setattr(config, field, others[0] if len(others) == 1 else others or None)
+    analyses.remove()
     setattr(config, LAUNCHER, False)

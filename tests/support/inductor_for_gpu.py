@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=0 python -m tests.support.inductor_for_gpu
 
-prints as JSON the kernels that Triton compiled from the graph's code, and calls of ops and fills of results in it.
+prints as JSON the kernels that Triton compiled from the graph's code, calls of ops and fills of results in it, and how
+often PyTorch analysed a kernel.
 """
 
 import json
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch._dynamo import device_interface
+from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor import async_compile
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -103,9 +105,12 @@ def compile_kernels(code: str) -> list[str]:
 def main() -> None:
     pretend_gpu()
     passes.install()
-    code = code_of(kernels, *inputs())
+    wrap = triton_kernel_wrap
+    with patch.object(wrap, "generate_ttir", wraps=wrap.generate_ttir) as analysed:
+        code = code_of(kernels, *inputs())
     unwanted = re.findall(r"torch\.ops\.mxtrain\.\w+|triton_poi_fused_empty_\d+", code)
-    json.dump({"compiled": compile_kernels(code), "unwanted": unwanted}, sys.stdout)
+    found = {"compiled": compile_kernels(code), "unwanted": unwanted, "analyses": analysed.call_count}
+    json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
