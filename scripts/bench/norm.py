@@ -10,10 +10,10 @@ training  the same with gradients enabled, so that rstd is kept for the backward
           F.rms_norm keeps it only here
 backward  dy, x, weight -> dx, dweight, bf16, and dbias for LayerNorm
 
-Peers are PyTorch's own kernels, torch.compile in its default mode and with max-autotune, and Liger and Quack if they
-are installed; Quack has no backward of LayerNorm. "x peer" compares with the fastest peer at that shape. RMSNorm has
-two compiled backwards: the formula, and autograd through a compiled F.rms_norm. Bytes count the tensors named above;
-rstd and the mean do not count.
+Peers are PyTorch's own kernels, torch.compile in its default mode and with max-autotune, and, where installed, Liger
+(its CuTeDSL kernels need nvidia-cutlass-dsl), Quack (no backward of LayerNorm) and cuDNN's frontend. "x peer" compares
+with the fastest peer at that shape. RMSNorm has two compiled backwards: the formula, and autograd through a compiled
+F.rms_norm. Bytes count the tensors named above; rstd and the mean do not count.
 
 Every result is compared with the plain PyTorch reference in fp64 before it is timed: "ok" is equal up to rounding. A
 peer whose result is not is marked "differs". "of copy", "of same-size copy" and times are defined as in cast.py.
@@ -39,7 +39,7 @@ from kernel_benchmark import (
     is_rounding_apart,
     ours,
 )
-from norm_kinds import KINDS, RMS, Kind
+from norm_kinds import KINDS, RMS, Kind, Peer
 
 from mxtrain.kernels.device import sm_count
 from mxtrain.kernels.row_norms import Plan, backward_plan, forward_plan
@@ -57,6 +57,11 @@ def against_all(entries: list[Entry]) -> list[Entry]:
     """Make every entry that is not ours a peer of every entry that is."""
     peers = tuple(entry.name for entry in entries if not entry.ours)
     return [entry._replace(peers=peers) if entry.ours else entry for entry in entries]
+
+
+def installed(kind: Kind) -> dict[str, Peer]:
+    """Return the peers whose packages are installed, by name."""
+    return {name: peer for name, peer in kind.peers.items() if all(map(importlib.util.find_spec, peer.packages))}
 
 
 def our_entry(run: Callable, reads: tuple, check: Callable, p: Plan) -> Entry:
@@ -83,10 +88,7 @@ def forward_entries(kind: Kind, training: bool, shape: Shape, device: str, max_a
         Entry(kind.title, lambda: partial(kind.function, *inputs), reads, check),
         *compiled(kind.title, kind.function, inputs, max_autotune, check),
     ]
-    if importlib.util.find_spec("liger_kernel"):
-        entries.append(Entry("Liger", lambda: kind.liger(*reads), reads, check))
-    if importlib.util.find_spec("quack"):
-        entries.append(Entry("Quack", lambda: kind.quack(*reads), reads, check))
+    entries += [Entry(name, partial(peer.forward, *reads), reads, check) for name, peer in installed(kind).items()]
     plan = forward_plan(*shape, kind.centered, sm_count(reads[0].device))
     entries.append(our_entry(lambda: kind.kernel(*reads), reads, check, plan))
     return against_all(entries)
@@ -122,10 +124,11 @@ def backward_entries(kind: Kind, shape: Shape, device: str, max_autotune: bool) 
             for word, mode in compile_modes(max_autotune).items()
         ),
     ]
-    if importlib.util.find_spec("liger_kernel"):
-        entries.append(Entry("Liger", lambda: kind.liger_backward(dy, x, *vectors), reads, check))
-    if importlib.util.find_spec("quack") and kind.quack_backward:
-        entries.append(Entry("Quack", lambda: kind.quack_backward(dy, x, *numbers, *vectors), reads, check))
+    entries += [
+        Entry(name, partial(peer.backward, dy, x, numbers, *vectors), reads, check)
+        for name, peer in installed(kind).items()
+        if peer.backward
+    ]
     plan = backward_plan(*shape, kind.centered, sm_count(x.device))
     entries.append(our_entry(lambda: kind.backward_kernel(*args), reads, check, plan))
     return against_all(entries)

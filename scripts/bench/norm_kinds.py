@@ -15,8 +15,22 @@ from mxtrain.reference import row_norms
 EPS = 1e-5
 
 
+class Peer(NamedTuple):
+    """A norm of another package. Both functions prepare a call, and return it as a function without arguments.
+
+    Attributes:
+        packages: modules that must be installed.
+        forward: (x, *vectors) -> y.
+        backward: (dy, x, numbers, *vectors) -> gradients of x and of the vectors; None if there is none.
+    """
+
+    packages: tuple[str, ...]
+    forward: Callable
+    backward: Callable | None
+
+
 class Kind(NamedTuple):
-    """A kind of norm. Every ``..._backward`` of a peer returns a function that takes no arguments.
+    """A kind of norm.
 
     Attributes:
         title: PyTorch's name of the function, for the names of peers.
@@ -30,10 +44,7 @@ class Kind(NamedTuple):
         formula: whether the compiled reference backward is a separate peer. It is not for LayerNorm, where Inductor
             makes the same formula of F.layer_norm's backward.
         eager_backward: (dy, x, *vectors), PyTorch's own kernels.
-        liger: (x, *vectors).
-        liger_backward: (dy, x, *vectors).
-        quack: (x, *vectors).
-        quack_backward: (dy, x, *numbers, *vectors); None if Quack has none.
+        peers: kernels of other packages by their name in a table.
     """
 
     title: str
@@ -46,10 +57,7 @@ class Kind(NamedTuple):
     backward_kernel: Callable
     formula: bool
     eager_backward: Callable
-    liger: Callable
-    liger_backward: Callable
-    quack: Callable
-    quack_backward: Callable | None
+    peers: dict[str, Peer]
 
 
 # RMSNorm
@@ -91,7 +99,7 @@ def liger_rms_norm(x, weight):
     return lambda: rms_norm_forward(x, weight, EPS, 0.0, "llama", False)[0]
 
 
-def liger_rms_norm_backward(dy, x, weight):
+def liger_rms_norm_backward(dy, x, numbers, weight):
     from liger_kernel.ops.rms_norm import rms_norm_backward, rms_norm_forward
 
     _, _, rstd, block_size, warps, casting = rms_norm_forward(x, weight, EPS, 0.0, "llama", False)
@@ -104,10 +112,48 @@ def quack_rms_norm(x, weight):
     return lambda: rmsnorm_fwd(x, weight, eps=EPS, store_rstd=True)[0]
 
 
-def quack_rms_norm_backward(dy, x, rstd, weight):
+def quack_rms_norm_backward(dy, x, numbers, weight):
     from quack.rmsnorm import rmsnorm_bwd
 
-    return lambda: rmsnorm_bwd(x, weight, dy, rstd)[:2]
+    return lambda: rmsnorm_bwd(x, weight, dy, *numbers)[:2]
+
+
+_LLAMA = 0  # Liger rounds x * rstd to the dtype of x before the weight
+
+
+def cutedsl_rms_norm(x, weight):
+    from liger_kernel.ops.backends._cutedsl.rms_norm import _rms_norm_cutedsl_forward
+
+    return lambda: _rms_norm_cutedsl_forward(x, weight, EPS, 0.0, _LLAMA)[0]
+
+
+def cutedsl_rms_norm_backward(dy, x, numbers, weight):
+    from liger_kernel.ops.backends._cutedsl.rms_norm import _rms_norm_cutedsl_backward
+
+    def run():
+        dx, dweight = _rms_norm_cutedsl_backward(dy, x, weight, *numbers, False, _LLAMA)
+        return dx, dweight.to(weight.dtype)
+
+    return run
+
+
+def cudnn_rms_norm(x, weight):
+    import cudnn.ops.norm.rmsnorm  # noqa: F401 - registers the ops
+
+    args = x[..., None, None], weight[None, :, None, None], EPS
+    return lambda: torch.ops.cudnn.rmsnorm(*args)[0].view_as(x)
+
+
+def cudnn_rms_norm_backward(dy, x, numbers, weight):
+    import cudnn.ops.norm.rmsnorm  # noqa: F401 - registers the ops
+
+    args = dy[..., None, None], x[..., None, None], weight[None, :, None, None], numbers[0].view(-1, 1, 1, 1)
+
+    def run():
+        dx, dweight, _ = torch.ops.cudnn.rmsnorm_bwd(*args)
+        return dx.view_as(x), dweight.view_as(weight)
+
+    return run
 
 
 RMS = Kind(
@@ -121,10 +167,12 @@ RMS = Kind(
     backward_kernel=rms_norm_backward_kernel,
     formula=True,
     eager_backward=eager_rms_norm_backward,
-    liger=liger_rms_norm,
-    liger_backward=liger_rms_norm_backward,
-    quack=quack_rms_norm,
-    quack_backward=quack_rms_norm_backward,
+    peers={
+        "Liger": Peer(("liger_kernel",), liger_rms_norm, liger_rms_norm_backward),
+        "Liger CuTeDSL": Peer(("liger_kernel", "cutlass"), cutedsl_rms_norm, cutedsl_rms_norm_backward),
+        "Quack": Peer(("quack",), quack_rms_norm, quack_rms_norm_backward),
+        "cuDNN": Peer(("cudnn",), cudnn_rms_norm, cudnn_rms_norm_backward),
+    },
 )
 
 
@@ -164,7 +212,7 @@ def liger_layer_norm(x, weight, bias):
     return lambda: layer_norm_forward(x, weight, bias, EPS)[0]
 
 
-def liger_layer_norm_backward(dy, x, weight, bias):
+def liger_layer_norm_backward(dy, x, numbers, weight, bias):
     from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
 
     _, _, mean, rstd, *_ = layer_norm_forward(x, weight, bias, EPS)
@@ -189,10 +237,10 @@ LAYER = Kind(
     backward_kernel=layer_norm_backward_kernel,
     formula=False,
     eager_backward=eager_layer_norm_backward,
-    liger=liger_layer_norm,
-    liger_backward=liger_layer_norm_backward,
-    quack=quack_layer_norm,
-    quack_backward=None,
+    peers={
+        "Liger": Peer(("liger_kernel",), liger_layer_norm, liger_layer_norm_backward),
+        "Quack": Peer(("quack",), quack_layer_norm, None),
+    },
 )
 
 KINDS = {"rms": RMS, "layer": LAYER}

@@ -9,6 +9,7 @@ import benchmarking
 import cast as bench_cast
 import kernel_benchmark
 import norm as bench_norm
+import norm_kinds
 import pytest
 import torch
 import torch.nn as nn
@@ -214,7 +215,7 @@ class TestNorm:
         """PyTorch's peers; compiled functions run uncompiled."""
         monkeypatch.setattr(torch, "compile", lambda function, **kwargs: function)
         entries = bench_norm.sections()[section].entries((8, 96), device, True)
-        by_name = {entry.name: entry for entry in entries if entry.name not in ("Liger", "Quack")}
+        by_name = {entry.name: entry for entry in entries if entry.name not in norm_kinds.RMS.peers}
         compiled = ["F.rms_norm, compiled", "F.rms_norm, max-autotune"]
         if section == "backward":
             compiled = ["formula, compiled", "formula, max-autotune", *compiled]
@@ -231,6 +232,21 @@ class TestNorm:
                 assert result.requires_grad == (section == "training")
             moved.add(kernel_benchmark.moved_bytes(by_name[name].reads, result))
         assert len(moved) == 1, "all peers count the same bytes"
+
+    @pytest.mark.parametrize("section", ["forward", "backward"])
+    def test_installed_packages_are_peers(self, section):
+        def forward(x, weight):
+            return lambda: norm_kinds.rms_norm_reference(x, weight)[0]
+
+        def backward(dy, x, numbers, weight):
+            return lambda: norm_kinds.rms_norm_backward_reference(dy, x, *numbers, weight)
+
+        packages = {"here": ("json",), "gone": ("json", "no_such_package")}
+        peers = {name: norm_kinds.Peer(needed, forward, backward) for name, needed in packages.items()}
+        kind = norm_kinds.RMS._replace(peers=peers)
+        *others, entry, kernel = bench_norm.sections(kind)[section].entries((8, 96), "cpu", False)
+        assert entry.name == "here" and "gone" not in [other.name for other in others]
+        assert entry.check(entry.make()()) and "here" in kernel.peers
 
     @pytest.mark.parametrize("section", ["training", "backward"])
     def test_a_wrong_result_fails_the_check(self, section):
