@@ -110,14 +110,45 @@ def round_to_nearest(y):
 
 
 @triton.jit
-def round_stochastically(y, random):
-    """One of the two E2M1 values around y (fp32), chosen by uniform ``random`` (int32, 0 to 2^16 - 1), saturated at 6.
+def _plus_half(number, word, UPPER: tl.constexpr):
+    """number plus the upper or the lower half of word, all int32."""
+    if _INTERPRETED:
+        return number + ((word >> 16) & 0xFFFF if UPPER else word & 0xFFFF)
+    # Products of the halves with two bytes, of which one is 1: the instruction needs no mask or shift.
+    return tl.inline_asm_elementwise(
+        "dp2a.lo.u32.u32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [word, 256 if UPPER else 1, number],
+        tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
-    A sum as in ``round_to_nearest`` rounds to 2^-16 of E2M1's step. Then ``random`` is added and the fraction dropped.
+
+@triton.jit
+def _truncated(steps, power):
+    """steps - 64 * power (fp32), rounded down to a multiple of power / 2.
+
+    Adding 2^22 * power leaves no place for the fraction, and takes the pipe for fp32, which is wider than a mask's.
+    """
+    if _INTERPRETED:
+        bits = steps.to(tl.int32, bitcast=True) & -65536
+        return tl.fma(power, -64.0, bits.to(tl.float32, bitcast=True))
+    coarse = tl.inline_asm_elementwise(
+        "fma.rz.f32 $0, $1, 0f4A800000, $2;", "=f,f,f", [power, steps], tl.float32, is_pure=True, pack=1
+    )
+    return tl.fma(power, -(2.0**22 + 64.0), coarse)
+
+
+@triton.jit
+def round_stochastically(y, words, UPPER: tl.constexpr):
+    """One of the two E2M1 values around y (fp32), chosen by the uniform halves of words (int32), saturated at 6.
+
+    A sum as in ``round_to_nearest`` rounds to 2^-16 of E2M1's step. Then the half is added and the fraction dropped.
     """
     size, power = _binade(y)
-    steps = (tl.fma(power, 64.0, size).to(tl.int32, bitcast=True) + random) & -65536
-    return _with_sign(tl.fma(power, -64.0, steps.to(tl.float32, bitcast=True)), y)
+    steps = _plus_half(tl.fma(power, 64.0, size).to(tl.int32, bitcast=True), words, UPPER)
+    return _with_sign(_truncated(steps.to(tl.float32, bitcast=True), power), y)
 
 
 @triton.jit
@@ -224,19 +255,36 @@ def image_of(value, scale, tensor_scale):
 
 
 @triton.jit
-def random_words(draws_ptr, row, first_four, columns, FOURS: tl.constexpr):
-    """Random words, int32 [4 * FOURS], of consecutive elements of one row, as in ``reference.philox``.
+def philox(key, c0, c1, c2, c3):
+    """Four random words (uint32) of a counter, as in ``reference.philox``. key: int64; c0 to c3: uint32.
 
-    ``row`` is int64; ``columns`` is a multiple of 4. ``draws_ptr`` points to key, step, microbatch and rank.
+    A product has 64 bits, by one instruction. ``tl.philox`` takes one for each half.
     """
-    key = tl.load(draws_ptr)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    for _ in tl.static_range(10):
+        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, (first >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = second.to(tl.uint32), first.to(tl.uint32)
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def load_draws(draws_ptr):
+    """Key, microbatch, step and rank from a pointer to key, step, microbatch and rank."""
     step = tl.load(draws_ptr + 1).to(tl.uint32)
     microbatch = tl.load(draws_ptr + 2).to(tl.uint32)
     rank = tl.load(draws_ptr + 3).to(tl.uint32)
-    c0 = (row * (columns // 4) + (first_four + tl.arange(0, FOURS))).to(tl.uint32)
-    word0, word1, word2, word3 = tl.philox(key, c0, microbatch, step, rank)
+    return tl.load(draws_ptr), microbatch, step, rank
+
+
+@triton.jit
+def random_words(draws, four):
+    """Random words (int32) of elements 4 * four to 4 * four + 3 for each of ``four`` (uint32), side by side."""
+    word0, word1, word2, word3 = philox(draws[0], four, draws[1], draws[2], draws[3])
     words = tl.join(tl.join(word0, word2), tl.join(word1, word3))
-    return tl.reshape(words.to(tl.int32, bitcast=True), (4 * FOURS,))
+    return tl.reshape(words.to(tl.int32, bitcast=True), (4 * four.shape[0],))
 
 
 @triton.jit

@@ -37,6 +37,7 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     amax_across,
     image_of,
     inverse_of,
+    load_draws,
     multiplier,
     pack,
     pack_nearest,
@@ -58,73 +59,27 @@ from mxtrain.kernels.nvfp4.strip import (
 
 
 @triton.jit
-def _along_rows(
-    strip, words, tensor_scale_ptr, first_row, column, rows, columns, stride, data_ptr, scales_ptr,
-    STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Cast each row of a strip in blocks of 16 columns and store it."""
-    tensor_scale = tl.load(tensor_scale_ptr)
-    inverse = inverse_of(tensor_scale)
-    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
-    across = column + tl.arange(0, COLUMNS)
-    for i in tl.static_range(16):
-        row = first_row + i
-        length = length_of(row, rows, columns)
-        x = tl.reshape(strip[i], (COLUMNS // 16, 16))
-        code, scale = scale_of_block(block_amax(x, 1), inverse)
-        y = x * multiplier(scale, inverse)[:, None]
-        if STOCHASTIC:
-            y = round_stochastically(y, tl.reshape(words[i] & 0xFFFF, (COLUMNS // 16, 16)))
-        if FORM == "image":
-            if not STOCHASTIC:
-                y = round_to_nearest(y)
-            image = tl.reshape(image_of(y, scale[:, None], tensor_scale), (COLUMNS,))
-            tl.store(data_ptr + row * stride + across, image, mask=across < length)
-        else:
-            first, second = tl.split(tl.reshape(y, (COLUMNS // 2, 2)))
-            if STOCHASTIC:
-                packed = pack(first, second)
-            else:
-                packed = pack_nearest(first, second, HARDWARE)
-            byte = column // 2 + tl.arange(0, COLUMNS // 2)
-            store_row(packed, code, byte, block, blocks, row, length, columns, data_ptr, scales_ptr, FORM)
+def _rounded(y, words, UPPER: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        y = round_stochastically(y, words, UPPER)
+    return y
 
 
 @triton.jit
-def _along_columns(
-    strip, words, tensor_scale_ptr, first_row, column, rows, columns, stride, data_ptr, scales_ptr,
-    STOCHASTIC: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Cast a strip in blocks of its 16 rows. Store an image at the offsets of x, and codes and scales transposed."""
-    tensor_scale = tl.load(tensor_scale_ptr)
-    inverse = inverse_of(tensor_scale)
-    across = column + tl.arange(0, COLUMNS)
-    inside = across < columns
-    code, scale = scale_of_block(amax_across(strip).to(tl.float32, bitcast=True), inverse)
-    factor = multiplier(scale, inverse)
-    if FORM != "image":
-        eight = tl.zeros((COLUMNS,), tl.int64)
-    for j in tl.static_range(8):
-        first, second = strip[2 * j] * factor, strip[2 * j + 1] * factor
-        row = first_row + 2 * j
-        if STOCHASTIC:
-            first = round_stochastically(first, (words[2 * j] >> 16) & 0xFFFF)
-            second = round_stochastically(second, (words[2 * j + 1] >> 16) & 0xFFFF)
-        if FORM == "image":
-            if not STOCHASTIC:
-                first, second = round_to_nearest(first), round_to_nearest(second)
-            # Store all 16 rows: the transform gives values to the padding of the last block.
-            at = data_ptr + row * stride + across
-            tl.store(at, image_of(first, scale, tensor_scale), mask=inside)
-            tl.store(at + stride, image_of(second, scale, tensor_scale), mask=inside)
-        else:
-            if STOCHASTIC:
-                packed = pack(first, second)
-            else:
-                packed = pack_nearest(first, second, HARDWARE)
-            eight |= packed.to(tl.int64) << (8 * j)
-    if FORM != "image":
-        store_columns(eight, code, across, inside, first_row, rows, data_ptr, scales_ptr, FORM)
+def _image(y, scale, tensor_scale, STOCHASTIC: tl.constexpr):
+    """Image of y from ``_rounded``."""
+    if not STOCHASTIC:
+        y = round_to_nearest(y)
+    return image_of(y, scale, tensor_scale)
+
+
+@triton.jit
+def _packed(first, second, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr):
+    """Codes of numbers from ``_rounded``, two a byte."""
+    if STOCHASTIC:
+        return pack(first, second)
+    else:
+        return pack_nearest(first, second, HARDWARE)
 
 
 # These two are views into larger tensors, with any alignment.
@@ -136,30 +91,81 @@ def _nvfp4_cast_kernel(
     COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr,
     HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Cast a strip in blocks of its 16 rows, in blocks of 16 columns of each row, or both.
+
+    The cast along columns stores an image at the offsets of x, and codes and scales transposed. One loop over the rows
+    makes both casts: random words need not stay in registers, and the two chains of instructions run side by side.
+    """
     first_row, column = tile_start(columns, 16, COLUMNS)
     group, start = 0, 0
     if GROUPS:
         group, start = group_of(first_row, ends_ptr, groups, GROUPS)
+    # Every load comes before the first store, across which the compiler moves no load.
+    if ALONG_ROWS:
+        row_scale = tl.load(row_scale_ptr + group)
+    if ALONG_COLUMNS:
+        column_scale = tl.load(column_scale_ptr + group)
+    if HADAMARD:
+        signs = tl.load(signs_ptr)
+    if STOCHASTIC:
+        draws = load_draws(draws_ptr + 4 * group)
+        four = (((first_row - start) * columns + column) // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
-    words = ()
-    if STOCHASTIC:
-        own_draws, row = draws_ptr + 4 * group, first_row - start
-        for i in tl.static_range(16):
-            words = words + (random_words(own_draws, row + i, column // 4, columns, COLUMNS // 4),)
+    if FORM == "image":
+        before += first_row * stride + column
+        if ALONG_ROWS:
+            row_data_ptr += before
+        if ALONG_COLUMNS:
+            column_data_ptr += before
+    across, byte = column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
+    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
     if ALONG_ROWS:
-        _along_rows(
-            strip, words, row_scale_ptr + group, first_row, column, rows, columns, stride,
-            row_data_ptr + before, row_scales_ptr, STOCHASTIC, FORM, HARDWARE, COLUMNS,
-        )  # fmt: skip
+        row_inverse = inverse_of(row_scale)
     if ALONG_COLUMNS:
+        column_inverse, inside = inverse_of(column_scale), across < columns
+        transformed = strip
         if HADAMARD:
-            strip = hadamard(strip, tl.load(signs_ptr))
-        _along_columns(
-            strip, words, column_scale_ptr + group, first_row, column, rows, columns, stride,
-            column_data_ptr + before, column_scales_ptr, STOCHASTIC, FORM, HARDWARE, COLUMNS,
-        )  # fmt: skip
+            exact: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not (ROW_FACTOR or COLUMN_FACTOR)
+            transformed = hadamard(strip, signs, exact)
+        code_of_column, scale_of_column = scale_of_block(
+            amax_across(transformed).to(tl.float32, bitcast=True), column_inverse
+        )
+        column_factor = multiplier(scale_of_column, column_inverse)
+        eight, even = tl.zeros((COLUMNS,), tl.int64), transformed[0]
+    for i in tl.static_range(16):
+        row, words = first_row + i, tl.zeros((COLUMNS,), tl.int32)
+        if STOCHASTIC:
+            words = random_words(draws, four)
+            four += (columns // 4).to(tl.uint32)
+        if ALONG_ROWS:
+            length = length_of(row, rows, columns)
+            x = tl.reshape(strip[i], (COLUMNS // 16, 16))
+            code, scale = scale_of_block(block_amax(x, 1), row_inverse)
+            y = x * multiplier(scale, row_inverse)[:, None]
+            y = _rounded(y, tl.reshape(words, (COLUMNS // 16, 16)), False, STOCHASTIC)
+            if FORM == "image":
+                image = tl.reshape(_image(y, scale[:, None], row_scale, STOCHASTIC), (COLUMNS,))
+                tl.store(row_data_ptr + tl.arange(0, COLUMNS), image, mask=across < length)
+                row_data_ptr += stride
+            else:
+                first, second = tl.split(tl.reshape(y, (COLUMNS // 2, 2)))
+                packed = _packed(first, second, STOCHASTIC, HARDWARE)
+                store_row(packed, code, byte, block, blocks, row, length, columns, row_data_ptr, row_scales_ptr, FORM)
+        if ALONG_COLUMNS:
+            y = _rounded(transformed[i] * column_factor, words, True, STOCHASTIC)
+            if FORM == "image":
+                # Store all 16 rows: the transform gives values to the padding of the last block.
+                image = _image(y, scale_of_column, column_scale, STOCHASTIC)
+                tl.store(column_data_ptr + tl.arange(0, COLUMNS), image, mask=inside)
+                column_data_ptr += stride
+            elif i % 2:
+                eight |= _packed(even, y, STOCHASTIC, HARDWARE).to(tl.int64) << (4 * (i - 1))
+            else:
+                even = y
+    if ALONG_COLUMNS and FORM != "image":
+        store_columns(eight, code_of_column, across, inside, first_row, rows, column_data_ptr, column_scales_ptr, FORM)
 
 
 def _launches(

@@ -51,10 +51,12 @@ def load_strip(
     if COLUMN_FACTOR:
         column_factor = tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)
     strip = ()
+    x_ptr += first_row * columns + column
     for i in tl.static_range(16):
         row = first_row + i
         mask = across < length_of(row, rows, columns)
-        x = tl.load(x_ptr + row * columns + across, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + tl.arange(0, COLUMNS), mask=mask, other=0.0).to(tl.float32)
+        x_ptr += columns
         if ROW_FACTOR:
             x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
         if COLUMN_FACTOR:
@@ -67,11 +69,15 @@ def load_strip(
 
 
 @triton.jit
-def hadamard(strip, signs):
-    """Random Hadamard transform across the 16 rows of a strip (fp32). Bit i of ``signs`` makes sign i -1."""
+def quarter_hadamard(strip, signs, EXACT: tl.constexpr):
+    """A quarter of ``hadamard``."""
     now = ()
     for i in tl.static_range(16):
-        now = now + (rounded_product(strip[i], tl.where((signs >> i) & 1 != 0, -0.0625, 0.0625)),)
+        factor = tl.where((signs >> i) & 1 != 0, -0.0625, 0.0625)
+        if EXACT:
+            now = now + (strip[i] * factor,)
+        else:
+            now = now + (rounded_product(strip[i], factor),)
     for level in tl.static_range(4):
         then = ()
         for i in tl.static_range(16):
@@ -80,9 +86,18 @@ def hadamard(strip, signs):
             else:
                 then = then + (now[i] + now[i + (1 << level)],)
         now = then
-    result = ()
+    return now
+
+
+@triton.jit
+def hadamard(strip, signs, EXACT: tl.constexpr):
+    """Random Hadamard transform across the 16 rows of a strip (fp32). Bit i of ``signs`` makes sign i -1.
+
+    EXACT: the strip holds bf16 numbers. A sixteenth of one is exact, so a product may be merged with its sum.
+    """
+    quarters, result = quarter_hadamard(strip, signs, EXACT), ()
     for i in tl.static_range(16):
-        result = result + (now[i] * 4.0,)
+        result = result + (quarters[i] * 4.0,)
     return result
 
 

@@ -12,7 +12,7 @@ from mxtrain.kernels.casts import flat, tile_start
 from mxtrain.kernels.device import cdiv, next_power_of_2
 from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK, amax_across
-from mxtrain.kernels.nvfp4.strip import WARPS, hadamard, load_strip, tile_columns
+from mxtrain.kernels.nvfp4.strip import WARPS, load_strip, quarter_hadamard, tile_columns
 from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN
 
 _RANGE, _MIN = tl.constexpr(NVFP4_RANGE), tl.constexpr(NVFP4_TENSOR_SCALE_MIN)
@@ -31,8 +31,9 @@ def _nvfp4_amax_kernel(
     )
     tl.store(amax_ptr + tl.program_id(0), tl.max(amax_across(strip), 0).to(tl.float32, bitcast=True))
     if HADAMARD:
-        transformed = tl.max(amax_across(hadamard(strip, tl.load(signs_ptr))), 0)
-        tl.store(transformed_ptr + tl.program_id(0), transformed.to(tl.float32, bitcast=True))
+        exact: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not (ROW_FACTOR or COLUMN_FACTOR)
+        quarter = tl.max(amax_across(quarter_hadamard(strip, tl.load(signs_ptr), exact)), 0)
+        tl.store(transformed_ptr + tl.program_id(0), quarter.to(tl.float32, bitcast=True) * 4.0)
 
 
 def _amax_launch(

@@ -89,10 +89,12 @@ def _nvfp4_weight_kernel(
     if FORM == "image":
         scale = repeat_16(scale, COLUMNS)
         across = column + tl.arange(0, COLUMNS)
+        data_ptr += first_row * columns + column
         for i in tl.static_range(16):
-            row = first_row + i
             image = image_of(round_to_nearest(strip[i] * factor), scale, tensor_scale)
-            tl.store(data_ptr + row * columns + across, image, mask=across < length_of(row, rows, columns))
+            mask = across < length_of(first_row + i, rows, columns)
+            tl.store(data_ptr + tl.arange(0, COLUMNS), image, mask=mask)
+            data_ptr += columns
     else:
         _store_codes(
             strip, factor, code, first_row, column, rows, columns, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr,

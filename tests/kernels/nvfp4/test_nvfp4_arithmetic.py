@@ -89,7 +89,11 @@ def _rounding_kernel(
     i = tl.arange(0, N)
     y = tl.load(y_ptr + i)
     if RANDOM:
-        value = round_stochastically(y, tl.load(random_ptr + i).to(tl.int32))
+        random = tl.load(random_ptr + i).to(tl.int32)
+        # The other half of a word changes nothing.
+        value = round_stochastically(y, random - 65536, False)
+        upper = round_stochastically(y, (random << 16) + 65535, True)
+        value = tl.where(value.to(tl.int32, bitcast=True) == upper.to(tl.int32, bitcast=True), value, float("nan"))
     else:
         value = round_to_nearest(y)
         first, second = tl.split(tl.reshape(y, (N // 2, 2)))

@@ -1,9 +1,10 @@
-"""Triton's Philox returns the bits of the reference."""
+"""Philox of Triton and of our kernels returns the bits of the reference."""
 
 import torch
 import triton
 import triton.language as tl
 
+from mxtrain.kernels.nvfp4.arithmetic import philox as kernel_philox
 from mxtrain.reference.philox import philox, rounding_words
 from mxtrain.rng.seeds import rounding_key
 from tests.support.kernel_checks import kernel_tests
@@ -40,7 +41,7 @@ def _rounding_words_kernel(
     # The index of an element overflows 32 bits.
     c0 = (row.to(tl.int64) * (columns // 4) + four).to(tl.uint32)
     step = tl.load(step_ptr)
-    words = tl.philox(key, c0, microbatch.to(tl.uint32), step.to(tl.uint32), rank.to(tl.uint32))
+    words = kernel_philox(key, c0, microbatch.to(tl.uint32), step.to(tl.uint32), rank.to(tl.uint32))
     out = out_ptr + row * columns + four * 4
     mask = (row < rows) & (four * 4 < columns)
     for j in tl.static_range(4):
