@@ -3,8 +3,10 @@
 import os
 from pathlib import Path
 
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import needs_realized_inputs
 from torch.fx import Graph
 
 from mxtrain.inductor import analyses
@@ -70,6 +72,8 @@ def install() -> None:
             setattr(config, field, _Passes(ours, tuple(others)))
     analyses.install()
     setattr(config, LAUNCHER, True)
+    # Else Inductor computes and stores a tensor once for every kernel that reads it.
+    needs_realized_inputs.add(triton_kernel_wrapper_mutation)
     # For Inductor's compile workers, which begin later: they prepare the launch.
     os.environ.setdefault(f"TORCHINDUCTOR_{LAUNCHER.upper()}", "1")
 
@@ -84,3 +88,4 @@ def remove() -> None:
             setattr(config, field, others[0] if len(others) == 1 else others or None)
     analyses.remove()
     setattr(config, LAUNCHER, False)
+    needs_realized_inputs.discard(triton_kernel_wrapper_mutation)

@@ -105,6 +105,8 @@ def test_inductor_compiles_the_kernels_for_a_gpu(device):
     found = json.loads(run.stdout)
     assert len(found["compiled"]) == 17 and not found["unwanted"], found
     assert 0 < found["analyses"] < 17, found  # some kernels are launched for several matrices
+    # A product, over which Inductor writes what both casts read, and two images.
+    assert found["allocated"] == [f"{T}, {D}"] * 3
 
 
 def test_compiled_code_calls_no_op(device):

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=0 python -m tests.support.inductor_for_gpu
 
-prints as JSON the kernels that Triton compiled from the graph's code, calls of ops and fills of results in it, and how
-often PyTorch analysed a kernel.
+prints as JSON the kernels that Triton compiled from the graph's code, calls of ops and fills of results in it, how often
+PyTorch analysed a kernel, and the shapes of the tensors that another graph allocates.
 """
 
 import json
@@ -30,12 +30,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from mxtrain.inductor import passes
+from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxnorm import nvfp4_norm
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.kernels.row_norms import row_norm, row_norm_backward
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
-from tests.inductor.test_launches import inputs, kernels_of_each_kind
+from tests.inductor.test_launches import RECIPE, D, T, inputs, kernels_of_each_kind
+from tests.support.graph_checks import draw
 
 H100 = SimpleNamespace(
     name="H100", major=9, minor=0, multi_processor_count=132, max_threads_per_multi_processor=2048, warp_size=32,
@@ -66,6 +68,13 @@ def kernels(x, w, gain):
     results = [y, mean, *row_norm_backward(y, total, mean, rstd, gain, None, torch.float32, torch.float32)]
     results += [*nvfp4_norm(x, ESTIMATE, 0.5, "blocked"), *nvfp4_weight([w], [scale], "blocked", gain)[1]]
     return [*kernels_of_each_kind(x, w, gain), *(result for result in results if result is not None)]
+
+
+def two_casts(x, weight):
+    """Two kernels that read a tensor that Inductor computes."""
+    shape = 2, T // 2, D
+    y = (x.view(shape).float().sigmoid() * (x @ weight).view(shape)).bfloat16().view(T, D)
+    return [each.data for dims in ((1,), (0,)) for each in cast(y, RECIPE, dims, "image").values()]
 
 
 def code_of(function, *arguments) -> str:
@@ -102,6 +111,10 @@ def compile_kernels(code: str) -> list[str]:
     return compiled
 
 
+def shapes_allocated(code: str) -> list[str]:
+    return sorted(re.findall(r"= empty_strided_cuda\(\((.*?)\)", code))
+
+
 def main() -> None:
     pretend_gpu()
     passes.install()
@@ -109,7 +122,10 @@ def main() -> None:
     with patch.object(wrap, "generate_ttir", wraps=wrap.generate_ttir) as analysed:
         code = code_of(kernels, *inputs())
     unwanted = re.findall(r"torch\.ops\.mxtrain\.\w+|triton_poi_fused_empty_\d+", code)
+    matrices = draw(T, D, seed=0).bfloat16(), draw(D, D, seed=1).bfloat16()
+    allocated = shapes_allocated(code_of(two_casts, *matrices))
     found = {"compiled": compile_kernels(code), "unwanted": unwanted, "analyses": analysed.call_count}
+    found["allocated"] = allocated
     json.dump(found, sys.stdout)
 
 
