@@ -3,8 +3,8 @@
 Casts of inputs for wgrad and of weights for dgrad do not depend on gradients. PyTorch would compute many of them in the
 forward, and hold the results of all layers at the same time. What they are made from is there in the backward anyway:
 
-    a weight                 the parameter. NVFP4 casts it once for both passes. Under FSDP2, the results of all layers
-                             would be a second copy of the model, not sharded
+    a weight                 the parameter. NVFP4 casts it once for both passes, and keeps its tensor scale. Under
+                             FSDP2, the results of all layers would be a second copy of the model, not sharded
     attention's output       its own backward reads it
     h = silu(gate) * up      the backward of SwiGLU reads gate and up, and computes h again beside their gradients
 
@@ -38,6 +38,9 @@ def compute_casts_in_backward(graph: Graph) -> None:
         if backward.isdisjoint(calls) and any(_is_read_by(call, backward) for call in calls):
             for node in {n for call in calls for n in (call, *_swiglu_before(call))}:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            for call in calls:
+                if call.target is ours.nvfp4_weight.default:
+                    call.args[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:

@@ -29,7 +29,7 @@ from mxtrain.rng.rounding import MAX_ELEMENTS
 if HAS_TRITON:
     from mxtrain.kernels.mxnorm import nvfp4_norm
     from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
     from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 
 # The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
@@ -105,34 +105,16 @@ def cast(
         # The operand of dimension 0 is transposed.
         return {dim: Operand(torch.cat([one[dim].data for one in results], axis if dim else 1 - axis)) for dim in dims}
     if tensor_scale is None:
-        of_parts = [_tensor_scales_by_kernels(x, dims, signs, group, ends, **factors) for x in parts]
-        scales = {dim: [of_part[dim] for of_part in of_parts] for dim in dims}
+        # Of a matrix that processes hold together, the largest scale of a part is that of the largest magnitude.
+        scales = largest(nvfp4_tensor_scales(parts, signs, ends=ends, **factors), group)
     else:
-        scales = {dim: [tensor_scale] for dim in dims}
+        scales = tensor_scale.view(1, 1)
     form = "codes" if as_codes else KERNEL_FORM[mode]
     if tiles:
-        casts = nvfp4_weight(parts, scales[dims[0]], form, column_factor, ends)
+        casts = nvfp4_weight(parts, scales, form, column_factor, ends)
     else:
-        casts = nvfp4_cast(parts, scales, form, signs=signs, draws=draws, axis=axis, ends=ends, **factors)
-    return {dim: _from_kernel(casts[dim], dim, scales[dim][0], mode, form) for dim in dims}
-
-
-def _tensor_scales_by_kernels(
-    x: torch.Tensor,
-    dims: tuple[int, ...],
-    signs: torch.Tensor | None,
-    group: str | None,
-    ends: torch.Tensor | None,
-    **factors,
-) -> dict[int, torch.Tensor]:
-    """Return the tensor scale for a cast along each dimension: with signs, the one along 0 is of the transformed x."""
-    amax, transformed = nvfp4_amax(x, signs, **factors)
-    if ends is not None:
-        strips = x.shape[0] // NVFP4.block_size
-        amax, transformed = (None if t is None else t.view(strips, -1) for t in (amax, transformed))
-    if signs is None:
-        return dict.fromkeys(dims, _scale_of_maxima(amax, group, ends))
-    return {dim: _scale_of_maxima(amax if dim == 1 else transformed, group, ends) for dim in dims}
+        casts = nvfp4_cast(parts, scales, form, dims, signs=signs, draws=draws, axis=axis, ends=ends, **factors)
+    return {dim: _from_kernel(casts[dim], dim, scales, mode, form) for dim in dims}
 
 
 def _matrices_and_bits(
@@ -194,7 +176,7 @@ def weight_codes(w: torch.Tensor, recipe: Recipe) -> Codes:
     return _codes(w, _tensor_scale(w, None), None, recipe.weight_tiles)
 
 
-def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor, mode: str) -> Operand:
+def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None, mode: str) -> Operand:
     """Wrap codes [R, K / 2] with blocked scales (native) or values [R, K] (emulated)."""
     if mode != "native":
         return Operand(data)
@@ -205,10 +187,11 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 
 
 def _from_kernel(
-    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor, mode: str, form: str
+    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scales: torch.Tensor, mode: str, form: str
 ) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
     data, scales = cast
+    tensor_scale = None if form == "image" else tensor_scales.view(-1)[0 if dim == 1 else -1]
     if form == "codes":
         return Codes(data, scales, tensor_scale)
     return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
@@ -250,12 +233,7 @@ def _from_codes(
 
 def _tensor_scale(x: torch.Tensor, group: str | None) -> torch.Tensor:
     """Return the tensor scale of a matrix, fp32 []; ``group`` holds its parts."""
-    return reference.power_of_two_tensor_scale(x if group is None else _largest(x.abs(), group))
-
-
-def _scale_of_maxima(maxima: torch.Tensor, group: str | None, ends: torch.Tensor | None) -> torch.Tensor:
-    """Return the tensor scale of a matrix whose maxima a kernel found, fp32 []; ``group`` holds its parts."""
-    return nvfp4_tensor_scale(maxima if group is None else _largest(maxima, group), ends)
+    return largest(reference.power_of_two_tensor_scale(x), group)
 
 
 def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
@@ -271,10 +249,6 @@ def _scales_of_groups(x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Te
     largest_of = maxima.new_zeros(ends.shape[0] + 1).scatter_reduce(0, groups, maxima, "amax")
     scales = reference.power_of_two_tensor_scales(largest_of.view(torch.float32))[groups]
     return scales.unsqueeze(1) if dim == 1 else scales[:: NVFP4.block_size].unsqueeze(0)
-
-
-def _largest(magnitudes: torch.Tensor, group: str) -> torch.Tensor:
-    return largest(magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(()), group)
 
 
 def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:

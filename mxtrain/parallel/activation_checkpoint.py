@@ -10,7 +10,7 @@ Llama 3 8B (K = 4096) on an H200:
     result                          bytes kept       saved per byte   kept
     product                         2 per element    37               as TorchTitan keeps those of aten.mm
     attention                       2 per element    more             yes; TorchTitan knows the kernels of GPUs
-    largest magnitudes for NVFP4    112 KiB for w1   1,000            yes: the same for fprop and dgrad
+    tensor scales of NVFP4          4 or 8           millions         yes: the same for fprop and dgrad
     codes and scales of MXFP8       1.03 per element 3                no
     images (emulated operands)      2 per element    2                no
     rho                             4 per token      none             no: comes with the operand, see below
@@ -45,7 +45,7 @@ PRODUCTS = (
 
 KEPT = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # so that a CPU keeps what a GPU keeps
-    torch.ops.mxtrain.nvfp4_amax.default,  # reads a whole matrix for the tensor scale
+    torch.ops.mxtrain.nvfp4_tensor_scales.default,  # reads whole matrices
 )
 """Operations whose results are always kept"""
 

@@ -13,7 +13,7 @@ input     x * rho for wgrad, transformed along the tokens, rounded to nearest.
 weight    W and W diag(gain) in tiles of 16 x 16, for fprop and dgrad.
 
 Outside the norm a tensor scale is a power of two chosen from the largest magnitude, which takes a pass of its own:
-"amax" is this pass, "cast" the next one, and "amax + cast" both together, with the tensor scale between them. "amax +
+"amax" is this pass with the scale, "cast" the next one, and "amax + cast" both together. "amax +
 cast" and its peers count the bytes of both passes, so the matrix counts twice. Operands of a few bytes (signs, keys of
 random bits) do not count. Peers that draw random bits in plain PyTorch also run in eager mode, because 64-bit integers
 are slow in one compiled kernel; the gradient is compared with its fastest peer.
@@ -172,7 +172,7 @@ class Casts(NamedTuple):
         name: name of the matrix.
         reads: the matrix and its factors, which both passes must read.
         numbers: tensors of a few bytes.
-        maxima: kernel: () -> for each tensor scale, the maxima of parts of its matrix.
+        scales: kernel: () -> the tensor scales, fp32 [1, 1 or 2].
         cast: kernel: (tensor scales, form) -> results.
         matrices: PyTorch: () -> the matrix behind each tensor scale.
         reference: PyTorch: (matrices, tensor scales, form) -> results.
@@ -181,7 +181,7 @@ class Casts(NamedTuple):
     name: str
     reads: tuple[torch.Tensor, ...]
     numbers: tuple[torch.Tensor, ...]
-    maxima: Callable
+    scales: Callable
     cast: Callable
     matrices: Callable
     reference: Callable
@@ -189,25 +189,19 @@ class Casts(NamedTuple):
 
 def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Entry]:
     """Return peers and kernels for the pass over maxima and, per form, for the cast and for both."""
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scale
-
     args, both_reads = (*of.reads, *of.numbers), 2 * of.reads
 
-    def has_maxima(maxima) -> bool:
-        matrices = of.matrices(*args)
-        return all(torch.equal(a.amax().float(), b.abs().amax().float()) for a, b in zip(maxima, matrices, strict=True))
+    def are_scales(scales) -> bool:
+        return torch.equal(scales[0, -len(of.matrices(*args)) :], scales_in_pytorch(*args)[0])
 
-    def maxima_in_pytorch(*args):
-        return [matrix.abs().amax() for matrix in of.matrices(*args)]
+    def scales_in_pytorch(*args):
+        return torch.stack([nvfp4.power_of_two_tensor_scale(matrix) for matrix in of.matrices(*args)])[None]
 
     peer = f"amax {of.name} in PyTorch"
     entries = [
-        *counting(of.reads, compiled(peer, maxima_in_pytorch, args, max_autotune, has_maxima)),
-        ours(f"amax {of.name}", lambda: of.maxima(*args), of.reads, has_maxima, (f"{peer}, compiled",)),
+        *counting(of.reads, compiled(peer, scales_in_pytorch, args, max_autotune, are_scales)),
+        ours(f"amax {of.name}", lambda: of.scales(*args), of.reads, are_scales, (f"{peer}, compiled",)),
     ]
-
-    def tensor_scales() -> list[torch.Tensor]:
-        return [nvfp4_tensor_scale(maxima) for maxima in of.maxima(*args)]
 
     for form in OPERAND_FORMS:
 
@@ -216,13 +210,13 @@ def cast_entries(of: Casts, max_autotune: bool, eager: bool = False) -> list[Ent
             return of.reference(matrices, [nvfp4.power_of_two_tensor_scale(m) for m in matrices], form, *args)
 
         def by_kernels(form=form):
-            return of.cast(tensor_scales(), form, *args)
+            return of.cast(of.scales(*args), form, *args)
 
         def is_cast(results, in_pytorch=in_pytorch) -> bool:
             return same_results(results, in_pytorch(*args))
 
         def cast_alone(form=form):
-            return partial(of.cast, tensor_scales(), form, *args)
+            return partial(of.cast, of.scales(*args), form, *args)
 
         name = f"{of.name} {form}"
         peer = f"amax + cast {name} in PyTorch"
@@ -254,17 +248,17 @@ def counting(reads: tuple[torch.Tensor, ...], entries: list[Entry]) -> list[Entr
 
 def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
 
-    def maxima(dy, signs, draws):
-        return nvfp4_amax(dy, signs)
+    def scales(dy, signs, draws):
+        return nvfp4_tensor_scales([dy], signs)
 
     def cast(scales, form, dy, signs, draws):
-        results = nvfp4_cast([dy], {1: scales[:1], 0: scales[1:]}, form, signs=signs, draws=[draws])
+        results = nvfp4_cast([dy], scales, form, signs=signs, draws=[draws])
         return results[1], results[0]
 
     dy, numbers = draw(shape, device), (sign_number(device), random_draws(device))
-    casts_of_dy = Casts("dY", (dy,), numbers, maxima, cast, gradient_matrices, gradient_in_pytorch)
+    casts_of_dy = Casts("dY", (dy,), numbers, scales, cast, gradient_matrices, gradient_in_pytorch)
     # torchao's casts make operands of native products: the blocked form.
     torchaos = {f"{passes} dY blocked": f"torchao {passes} dY" for passes in ("cast", "amax + cast")}
     return [
@@ -318,16 +312,16 @@ def torchao_gradient(dy: torch.Tensor, with_maxima: bool) -> Callable[[], object
 
 def input_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
 
-    def maxima(x, rho, signs):
-        return nvfp4_amax(x, signs, row_factor=rho)[1:]
+    def scales(x, rho, signs):
+        return nvfp4_tensor_scales([x], signs, rho)
 
     def cast(scales, form, x, rho, signs):
-        return nvfp4_cast([x], {0: scales[:1]}, form, signs=signs, row_factor=rho)[0]
+        return nvfp4_cast([x], scales, form, (0,), signs=signs, row_factor=rho)[0]
 
     reads, numbers = (draw(shape, device), random_rho(shape[0], device)), (sign_number(device),)
-    casts_of_x = Casts("x rho", reads, numbers, maxima, cast, input_matrices, input_in_pytorch)
+    casts_of_x = Casts("x rho", reads, numbers, scales, cast, input_matrices, input_in_pytorch)
     return cast_entries(casts_of_x, max_autotune)
 
 
@@ -343,18 +337,18 @@ def input_in_pytorch(matrices, scales, form, x, rho, signs):
 
 
 def weight_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
+    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
     from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 
-    def maxima(weight, gain=None):
-        return nvfp4_amax(weight, column_factor=gain)[:1]
+    def scales(weight, gain=None):
+        return nvfp4_tensor_scales([weight], column_factor=gain)
 
     def cast(scales, form, weight, gain=None):
-        results = nvfp4_weight([weight], scales[:1], form, gain)
+        results = nvfp4_weight([weight], scales, form, gain)
         return results[1] if form == "image" else (results[1], results[0])
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
-    functions = maxima, cast, weight_matrices, weight_in_pytorch
+    functions = scales, cast, weight_matrices, weight_in_pytorch
     return [
         *cast_entries(Casts("W", (weight,), (), *functions), max_autotune),
         *cast_entries(Casts("W gain", (weight, gain), (), *functions), max_autotune),

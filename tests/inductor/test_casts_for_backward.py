@@ -48,7 +48,7 @@ def test_the_forward_keeps_no_results_of_casts(recipe):
         assert calls(forward)[ours.nvfp4_weight.default] == calls(backward)[ours.nvfp4_weight.default] == WEIGHTS
         # The tensor scales of weights are kept.
         again = WEIGHTS - images_of_weights(module, before)
-        assert calls(backward)[ours.nvfp4_amax.default] == OF_GRADIENTS + OF_INPUTS + again
+        assert calls(backward)[ours.nvfp4_tensor_scales.default] == OF_GRADIENTS + OF_INPUTS + again
 
 
 @pytest.mark.sweep
@@ -64,7 +64,7 @@ def test_outputs_and_gradients_stay_the_same(recipe):
 
 
 def marked(graph) -> Counter:
-    return Counter(node.target for node in graph.nodes if "recompute" in node.meta)
+    return Counter((node.target, node.meta["recompute"]) for node in graph.nodes if "recompute" in node.meta)
 
 
 def test_casts_of_gradients_and_for_the_forward_alone_are_not_marked():
@@ -75,9 +75,12 @@ def test_casts_of_gradients_and_for_the_forward_alone_are_not_marked():
         marks.append(marked(graph))
 
     graphs_of(FeedForward(recipe="nvfp4"), rewrite)
+    again, kept = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+    assert marks[0][ours.nvfp4_cast.default, again] == OF_INPUTS
     # PyTorch merges the two casts of a weight afterwards.
-    assert (marks[0][ours.nvfp4_cast.default], marks[0][ours.nvfp4_weight.default]) == (OF_INPUTS, 2 * WEIGHTS)
-    assert marks[0][ours.nvfp4_amax.default] == 0
+    assert marks[0][ours.nvfp4_weight.default, again] == 2 * WEIGHTS
+    assert marks[0][ours.nvfp4_tensor_scales.default, kept] == 2 * WEIGHTS
+    assert marks[0][ours.nvfp4_tensor_scales.default, again] == 0
 
 
 def test_weights_of_a_group_are_cast_again():

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mxtrain.kernels.casts import FORMS
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
-from mxtrain.reference.nvfp4 import dynamic_tensor_scale
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
 from tests.support.kernel_checks import (
     DTYPES,
     RECIPES,
@@ -64,7 +63,7 @@ class Format(NamedTuple):
 
 
 def _nvfp4(x, dims, form="codes", **chosen):
-    return nvfp4_cast([x], {dim: [torch.tensor(1.0)] for dim in dims}, form, **chosen)
+    return nvfp4_cast([x], torch.ones(1, 1), form, dims, **chosen)
 
 
 MXFP8 = Format(
@@ -255,23 +254,13 @@ def test_any_matrix_to_nvfp4(shape, seed, log2_scale, dtype, form, dims, stochas
 
 
 def test_random_bits_depend_on_key_step_microbatch_and_rank():
-    x, scales = draw(16, 64), {1: [torch.tensor(1.0)]}
+    x, scales = draw(16, 64), torch.ones(1, 1)
 
     def cast(key=5, step=1, microbatch=2, rank=3):
         return nvfp4_cast([x], scales, draws=[torch.tensor([key, step, microbatch, rank])])[1][0]
 
     results = [cast(), cast(key=6), cast(key=5 + 2**40), cast(step=2), cast(microbatch=1), cast(rank=0)]
     assert all(not torch.equal(a, b) for i, a in enumerate(results) for b in results[:i])
-
-
-@pytest.mark.parametrize("transform", [False, True])
-def test_maxima_give_tensor_scales(transform):
-    x = draw(20, 144)
-    x[-1, -1] = float("inf")
-    for matrix in (x[:19], x[:5] * 0, x, torch.full((5, 32), float("nan")), torch.empty(0, 32)):
-        amax, transformed = nvfp4_amax(matrix, signs() if transform else None)
-        assert_same_results([dynamic_tensor_scale(amax)], [dynamic_tensor_scale(matrix)])
-        assert (transformed is not None) == transform
 
 
 @gpu_only
@@ -303,8 +292,7 @@ def test_nvfp4_compiles_once_for_all_layers_and_steps(compile_backend):
     """Keys, signs, step and the rest are tensors, so the graph holds none of their values."""
 
     def run(x, sign, numbers):
-        amax, transformed = nvfp4_amax(x, sign)
-        scales = {1: [nvfp4_tensor_scale(amax)], 0: [nvfp4_tensor_scale(transformed)]}
+        scales = nvfp4_tensor_scales([x], sign)
         casts = [nvfp4_cast([x], scales, form, signs=sign, draws=[numbers]) for form in ("codes", "image")]
         return [t for results in casts for result in results.values() for t in result if t is not None]
 
@@ -319,13 +307,13 @@ def test_nvfp4_compiles_once_for_all_layers_and_steps(compile_backend):
 @pytest.mark.parametrize("form", FORMS)
 def test_ops_match_their_schemas_and_fakes(form):
     """No input is changed or returned; shapes, dtypes and strides are as the fakes say."""
-    x, one, plain, ours = draw(33, 96), torch.tensor(1.0), form == "codes", torch.ops.mxtrain
+    x, one, plain, ours = draw(33, 96), torch.ones(1, 1), form == "codes", torch.ops.mxtrain
     row_factor, column_factor = (draw(33), draw(96)) if plain else (None, None)
-    sign, scales = (None, ([], [one])) if plain else (signs(), ([one], [one]))
+    sign, scales = (None, (one, [0])) if plain else (signs(), (one, [1, 0]))
     for op, arguments in {
         ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, form != "blocked", True, "rceil", form),
         ours.nvfp4_cast: ([x], 0, row_factor, column_factor, *scales, sign, [] if plain else [draws()], None, form),
-        ours.nvfp4_amax: (x, None, None, sign),
+        ours.nvfp4_tensor_scales: ([x, x], None, None, sign, None),
     }.items():
         torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -333,7 +321,7 @@ def test_ops_match_their_schemas_and_fakes(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(0, 96), (5, 0)], ids=str)
 def test_nothing_to_cast_to_nvfp4(shape, form):
-    results = nvfp4_cast([torch.empty(shape)], dict.fromkeys((1, 0), [torch.tensor(1.0)]), form, signs=signs())
+    results = nvfp4_cast([torch.empty(shape)], torch.ones(1, 1), form, signs=signs())
     rows, columns = shape
     if form == "image":
         assert [results[dim][0].shape for dim in (1, 0)] == [(rows, columns), (-(-rows // 16) * 16, columns)]

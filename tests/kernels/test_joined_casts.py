@@ -56,33 +56,32 @@ def test_views_no_tokens_and_one_part():
     check_mxfp8([draw(32, 32)], 0, (1, 0), "blocked")
 
 
-def scale(exponent: int) -> torch.Tensor:
-    return torch.tensor(2.0**exponent)
+def powers(*exponents: list[int]) -> torch.Tensor:
+    return torch.tensor(exponents).float().exp2()
 
 
 def test_gradients_side_by_side_with_their_own_scales_and_bits():
     """The random bits of an element depend on its position in its own matrix, and on the key of this matrix."""
     parts = [draw(5, columns, seed=columns) for columns in (48, 16)]
-    scales = {1: [scale(-6), scale(-3)], 0: [scale(-4), scale(-5)]}
+    scales = powers([-6, -4], [-3, -5])
     draws = [torch.tensor([key, 5, 2, 1]) for key in (7, 8)]
     signs = torch.tensor(0b1010011)
     with poisoned_memory():
         images = nvfp4_cast(parts, scales, "image", signs=signs, draws=draws, axis=1)
     alone = [
-        nvfp4_cast([part], {dim: [scales[dim][i]] for dim in scales}, "image", signs=signs, draws=[draws[i]])
-        for i, part in enumerate(parts)
+        nvfp4_cast([part], scales[i : i + 1], "image", signs=signs, draws=[draws[i]]) for i, part in enumerate(parts)
     ]
-    assert images.keys() == scales.keys()
+    assert images.keys() == {1, 0}
     for dim, image in images.items():
         assert_same_bits(image.data, torch.cat([results[dim].data for results in alone], 1))
 
 
 def test_weights_one_below_the_other():
-    parts, scales, gain = [ugly(rows, 48, seed=rows) for rows in (32, 16)], [scale(3), scale(-2)], draw(48)
+    parts, scales, gain = [ugly(rows, 48, seed=rows) for rows in (32, 16)], powers([3], [-2]), draw(48)
     with poisoned_memory():
         tiles = nvfp4_weight(parts, scales, "image", gain)[1].data
-        rows = nvfp4_cast(parts, {1: scales}, "image", column_factor=gain)[1].data
-    alone = [nvfp4_weight([w], [s], "image", gain)[1].data for w, s in zip(parts, scales)]
+        rows = nvfp4_cast(parts, scales, "image", (1,), column_factor=gain)[1].data
+    alone = [nvfp4_weight([w], s[None], "image", gain)[1].data for w, s in zip(parts, scales)]
     assert_same_bits(tiles, torch.cat(alone))
-    alone = [nvfp4_cast([w], {1: [s]}, "image", column_factor=gain)[1].data for w, s in zip(parts, scales)]
+    alone = [nvfp4_cast([w], s[None], "image", (1,), column_factor=gain)[1].data for w, s in zip(parts, scales)]
     assert_same_bits(rows, torch.cat(alone))

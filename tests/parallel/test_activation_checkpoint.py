@@ -14,7 +14,7 @@ from mxtrain.rng.rounding import set_rounding_step
 from tests.support.graph_checks import Calls
 
 AMAX, SCALED, MM = (
-    torch.ops.mxtrain.nvfp4_amax.default,
+    torch.ops.mxtrain.nvfp4_tensor_scales.default,
     torch.ops.aten._scaled_mm_v2.default,
     torch.ops.aten.mm.default,
 )

@@ -55,14 +55,14 @@ def test_bytes(rows):
         "nvfp4_norm exact codes": 2 * n + codes + rho,
         "nvfp4_norm p=2 blocked": 2 * n + n // 2 + tile + rho,
         "nvfp4_norm p=2 image": 2 * n + image + rho,
-        "amax dY": 2 * n + 2 * 2 * 4,  # two maxima of each strip of 16 rows
+        "amax dY": 2 * n + 2 * 4,
         "cast dY image": 2 * n + 2 * image,
         "cast dY blocked": 2 * n + 2 * (n // 2 + tile),
         "amax + cast dY image": 2 * 2 * n + 2 * image,
-        "amax x rho": 2 * n + rho + 2 * 4,
+        "amax x rho": 2 * n + rho + 2 * 4,  # and the scale without transform
         "cast x rho blocked": 2 * n + rho + n // 2 + tile,
         "amax + cast x rho image": 2 * (2 * n + rho) + image,
-        "amax W": 4 * n + 2 * 4,
+        "amax W": 4 * n + 4,
         "cast W image": 4 * n + image,
         "amax + cast W blocked": 2 * 4 * n + 2 * (n // 2 + tile),
         "cast W gain image": 4 * n + gain + image,

@@ -29,7 +29,7 @@ from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.kernels.mxnorm import mxnorm_cast, nvfp4_norm
 from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax, nvfp4_tensor_scale
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.kernels.row_norms import row_norm, row_norm_backward
 from mxtrain.recipes.parse import get_recipe
@@ -160,7 +160,7 @@ def add_row_norms(found: dict, case: str, x, rstd, weight, residual=None, dbias=
 def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     """Add the casts to NVFP4, with every form, rounding, transform and factor."""
     bf16 = torch.bfloat16
-    scale, number = vector(()), vector((), torch.int64)
+    scale, scales, number = vector((1, 1)), vector((1, 2)), vector((), torch.int64)
 
     def add(name, function, *args, **kwargs):
         found[f"{function.__name__} {name}"] = lambda: function(*args, **kwargs)
@@ -171,12 +171,12 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         x = matrix(DTYPES[name])
         add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
-        add(f"{name} {form}", nvfp4_weight, [x], [scale], form)
+        add(f"{name} {form}", nvfp4_weight, [x], scale, form)
     draws = vector(4, torch.int64)
     gradient = dict(signs=number, draws=[draws])
     x = matrix(bf16)
     for form in ("codes", "image") if everything else ("codes",):
-        add(f"bf16 {form} gradient", nvfp4_cast, [x], {1: [scale], 0: [scale]}, form, **gradient)
+        add(f"bf16 {form} gradient", nvfp4_cast, [x], scales, form, **gradient)
     for columns in (112, 768, 16384, LOOPED) if everything else (LOOPED,):
         add(f"bf16 {columns} columns", nvfp4_norm, matrix(bf16, columns), estimate(), 2.0**-8, "image")
     if everything:
@@ -184,28 +184,27 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add("bf16 exact", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8, "image")
         add("bf16 exact codes", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8)
         add("bf16 codes residual", nvfp4_norm, x, estimate(), 2.0**-8, "codes", x)
-        add("bf16 stochastic (1,)", nvfp4_cast, [x], {1: [scale]}, "image", draws=[draws])
-        add("bf16 column factor", nvfp4_weight, [x], [scale], "image", vector(4096, bf16))
+        add("bf16 stochastic (1,)", nvfp4_cast, [x], scale, "image", (1,), draws=[draws])
+        add("bf16 column factor", nvfp4_weight, [x], scale, "image", vector(4096, bf16))
     # These rows are held as three parts.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     rows, columns = vector(ROWS), vector(4096, bf16)
-    add("bf16 row factor", nvfp4_cast, [x], {0: [scale]}, "image", signs=number, row_factor=rows)
-    add("bf16 blocked column factor", nvfp4_cast, [x], {1: [scale], 0: [scale]}, "blocked", column_factor=columns)
-    strip, two = matrix(bf16, 32, rows=16), {1: [scale, scale], 0: [scale, scale]}
+    add("bf16 row factor", nvfp4_cast, [x], scales, "image", (0,), signs=number, row_factor=rows)
+    add("bf16 blocked column factor", nvfp4_cast, [x], scale, "blocked", column_factor=columns)
+    strip, two = matrix(bf16, 32, rows=16), vector((2, 2))
     add("one strip gradient", nvfp4_cast, [strip, strip], two, "image", axis=1, signs=number, draws=[draws, draws])
-    add("bf16", nvfp4_amax, x)
-    add("bf16 transformed", nvfp4_amax, x, number)
-    add("bf16 transformed row factor", nvfp4_amax, x, number, rows)
+    add("bf16", nvfp4_tensor_scales, [x])
+    add("bf16 transformed", nvfp4_tensor_scales, [x], number)
+    add("bf16 transformed row factor", nvfp4_tensor_scales, [x], number, rows)
     one = matrix(bf16, 16, rows=1)
     add("one block codes", nvfp4_norm, one, estimate(), 2.0**-8)
-    add("one block", nvfp4_amax, one, number)
-    add("maxima", nvfp4_tensor_scale, vector(65536))
-    scales, ends = vector(60), vector(60, torch.int32)
+    add("one block", nvfp4_tensor_scales, [one], number)
+    ends = vector(60, torch.int32)
     if everything:
         of_groups = dict(signs=number, draws=[vector((60, 4), torch.int64)], ends=ends)
-        add("bf16 groups gradient", nvfp4_cast, [x], {1: [scales], 0: [scales]}, "image", **of_groups)
-    add("bf16 groups", nvfp4_weight, [x], [scales], "image", ends=ends)
-    add("maxima of groups", nvfp4_tensor_scale, matrix(torch.float32, 32), ends)
+        add("bf16 groups gradient", nvfp4_cast, [x], vector((60, 2)), "image", **of_groups)
+    add("bf16 groups", nvfp4_weight, [x], vector((60, 1)), "image", ends=ends)
+    add("bf16 groups", nvfp4_tensor_scales, [x], number, ends=ends)
 
 
 def add_products(found: dict) -> None:

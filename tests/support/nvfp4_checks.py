@@ -5,7 +5,7 @@ import torch
 from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxnorm import nvfp4_norm
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_amax
+from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, mxnorm, nvfp4
@@ -85,7 +85,7 @@ def product(x, row_factor=None, column_factor=None) -> torch.Tensor:
 
 
 def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=True, tensor_scales=None, **factors) -> None:
-    """Require the reference's bits. Tensor scales, unless given, come from ``nvfp4_amax``, which must be exact too."""
+    """Require the reference's bits. Tensor scales, unless given, come from ``nvfp4_tensor_scales``."""
     rows, columns = x.shape
     sign_tensor = signs() if transform else None
     along = {1: product(x, **factors), 0: pad(product(x, **factors), 0)}
@@ -93,17 +93,14 @@ def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=True, te
         along[0] = hadamard(along[0], SIGNS, 0)
     if tensor_scales is None:
         with careful_call(x, *factors.values()):
-            maxima = nvfp4_amax(x, sign_tensor, **factors)
-        assert_same_bits(maxima[0].amax(), along[1].abs().amax())
-        if transform:
-            assert_same_bits(maxima[1].amax(), along[0].abs().amax())
-        maxima = {1: maxima[0], 0: maxima[1] if transform else maxima[0]}
-        tensor_scales = {dim: nvfp4.power_of_two_tensor_scale(maxima[dim]) for dim in dims}
-    tensor_scales = {dim: tensor_scales[dim] for dim in dims}
+            scales = nvfp4_tensor_scales([x], sign_tensor, **factors)
+        tensor_scales = {dim: nvfp4.power_of_two_tensor_scale(along[dim]) for dim in along}
+        assert_same_bits(scales, torch.stack([tensor_scales[dim] for dim in (1, 0)[: 1 + transform]])[None])
+    else:
+        scales = torch.stack([tensor_scales[dim] for dim in (1, 0)])[None]
     with careful_call(x, *factors.values()):
         bits = [draws()] if stochastic else ()
-        of_part = {dim: [scale] for dim, scale in tensor_scales.items()}
-        results = nvfp4_cast([x], of_part, form, signs=sign_tensor, draws=bits, **factors)
+        results = nvfp4_cast([x], scales, form, dims, signs=sign_tensor, draws=bits, **factors)
     assert results.keys() == set(dims)
     for dim in dims:
         bits = None
@@ -124,7 +121,7 @@ def check_weight(w, form="codes", gain=None, tensor_scale=None) -> None:
     if tensor_scale is None:
         tensor_scale = nvfp4.power_of_two_tensor_scale(wide)
     with careful_call(w, gain):
-        got = nvfp4_weight([w], [tensor_scale], form, gain)
+        got = nvfp4_weight([w], tensor_scale.view(1, 1), form, gain)
     assert_is_nvfp4(got[1], nvfp4.cast_tiles(wide, tensor_scale), tensor_scale, form)
     if form == "image":
         assert got[0].data is got[1].data

@@ -13,7 +13,7 @@ Groups of rows of one matrix can likewise be as matrices of their own. Only the 
 Bytes per element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) written for each of the two casts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -85,11 +85,11 @@ def _packed(first, second, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr):
 # These two are views into larger tensors, with any alignment.
 @triton.jit(do_not_specialize=["signs_ptr", "draws_ptr"])
 def _nvfp4_cast_kernel(
-    x_ptr, row_factor_ptr, column_factor_ptr, row_scale_ptr, column_scale_ptr,
+    x_ptr, row_factor_ptr, column_factor_ptr, tensor_scales_ptr, slot,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, stride, signs_ptr, draws_ptr,
     ends_ptr, groups, before, ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr,
-    HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    HARDWARE: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a strip in blocks of its 16 rows, in blocks of 16 columns of each row, or both.
 
@@ -100,11 +100,12 @@ def _nvfp4_cast_kernel(
     group, start = 0, 0
     if GROUPS:
         group, start = group_of(first_row, ends_ptr, groups, GROUPS)
+    tensor_scales_ptr += (slot // 16 + group) * SCALES
     # Every load comes before the first store, across which the compiler moves no load.
     if ALONG_ROWS:
-        row_scale = tl.load(row_scale_ptr + group)
+        row_scale = tl.load(tensor_scales_ptr)
     if ALONG_COLUMNS:
-        column_scale = tl.load(column_scale_ptr + group)
+        column_scale = tl.load(tensor_scales_ptr + SCALES - 1)
     if HADAMARD:
         signs = tl.load(signs_ptr)
     if STOCHASTIC:
@@ -173,8 +174,8 @@ def _launches(
     axis: int,
     row_factor: torch.Tensor | None,
     column_factor: torch.Tensor | None,
-    row_scales: list[torch.Tensor],
-    column_scales: list[torch.Tensor],
+    tensor_scales: torch.Tensor,
+    dims: list[int],
     signs: torch.Tensor | None,
     draws: list[torch.Tensor],
     ends: torch.Tensor | None,
@@ -185,28 +186,26 @@ def _launches(
     whole[axis] = sum(part.shape[axis] for part in parts)
     rows, columns = whole
     by_row = by_column = Cast(None, None)
-    if row_scales:
+    if 1 in dims:
         by_row = empty_cast(NVFP4_STORAGE, rows, columns, form, parts[0].device)
-    if column_scales:
+    if 0 in dims:
         by_column = empty_column_cast(NVFP4_STORAGE, round_up(rows, BLOCK), columns, form, parts[0].device)
-    nothing, groups = [None] * len(parts), 0 if ends is None else ends.shape[0]
+    groups = 0 if ends is None else ends.shape[0]
     launches, before = [], 0  # elements of the whole before a part: only images are cast in several parts
-    for x, row_scale, column_scale, bits in zip(
-        parts, row_scales or nothing, column_scales or nothing, draws or nothing
-    ):
+    for i, (x, bits) in enumerate(zip(parts, draws or [None] * len(parts))):
         tile = tile_columns(x.shape[1])
         launch = Launch(
             _nvfp4_cast_kernel,
             (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),
             (
-                x, row_factor, column_factor, row_scale, column_scale,
+                x, row_factor, column_factor, tensor_scales, 16 * i,  # as in ``tensor_scale.py``
                 *(as_bytes(t) for t in (*by_row, *by_column)), *x.shape, columns, signs, bits, ends, groups, before,
             ),
             dict(
-                ALONG_ROWS=bool(row_scales), ALONG_COLUMNS=bool(column_scales), ROW_FACTOR=row_factor is not None,
+                ALONG_ROWS=1 in dims, ALONG_COLUMNS=0 in dims, ROW_FACTOR=row_factor is not None,
                 COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None, STOCHASTIC=bits is not None,
-                FORM=form, HARDWARE=converts_fp4(x), GROUPS=groups and next_power_of_2(groups), COLUMNS=tile,
-                num_warps=WARPS,
+                FORM=form, HARDWARE=converts_fp4(x), SCALES=tensor_scales.shape[1],
+                GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
             ),
         )  # fmt: skip
         if x.numel():
@@ -216,16 +215,17 @@ def _launches(
 
 
 _nvfp4_cast = register_op(
-    "nvfp4_cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor[] row_scales,"
-    " Tensor[] column_scales, Tensor? signs, Tensor[] draws, Tensor? ends, str form) -> Tensor[]",
+    "nvfp4_cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor tensor_scales,"
+    " int[] dims, Tensor? signs, Tensor[] draws, Tensor? ends, str form) -> Tensor[]",
     _launches,
 )
 
 
 def nvfp4_cast(
     parts: Sequence[torch.Tensor],
-    tensor_scales: Mapping[int, Sequence[torch.Tensor]],
+    tensor_scales: torch.Tensor,
     form: str = "codes",
+    dims: tuple[int, ...] = (1, 0),
     *,
     signs: torch.Tensor | None = None,
     draws: Sequence[torch.Tensor] = (),
@@ -240,11 +240,12 @@ def nvfp4_cast(
         parts: X alone, bf16 or fp32 [R, C], C a multiple of 16. For the cast along dimension 0, rows are padded with
             zeros to a multiple of 16. Or, for form "image", several matrices of one dtype, all of them whole blocks
             along ``axis``, which joined are X.
-        tensor_scales: for each dimension to cast along, 1 or 0, one fp32 number for each part, a power of two.
+        tensor_scales: powers of two, one for each part, fp32 [n, 1], or [n, 2] for the casts along dimensions 1 and 0.
         form: with R' = R rounded up to a multiple of 16: "codes": uint8 codes, two a byte, with the reduced dimension
             last ([R, C / 2] along dimension 1, [C, R' / 2] along dimension 0) and row-major float8_e4m3fn scales
             [R, C / 16] and [C, R' / 16]; "blocked": the same codes, scales flat in the 128x4 layout; "image": bf16
             values, element * block scale * tensor scale, not transposed: [R, C] and [R', C].
+        dims: the dimensions to cast along.
         signs: int64, one number, from ``rng.seeds.sign_mask``. Transforms along dimension 0 before the cast along it.
             None skips the transform.
         draws: int64 [4] for each part, the key and position of the random bits with which every cast rounds
@@ -253,13 +254,13 @@ def nvfp4_cast(
         column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
         axis: 0 for matrices one below the other, 1 for matrices side by side.
         ends: int32 [G], multiples of 16, the ends of groups of rows of a single matrix, for form "image". Each group is
-            cast as a matrix of its own: tensor scales are fp32 [G], draws int64 [G, 4]. Rows beyond the last end: any
-            values.
+            cast as a matrix of its own: tensor scales are [G, 1 or 2], draws int64 [G, 4]. Rows beyond the last end:
+            any values.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
     """
     parts, factors = contiguous(*parts), contiguous(row_factor, column_factor)
-    scales = [list(tensor_scales.get(dim, ())) for dim in (1, 0)]
-    results = _nvfp4_cast(parts, axis, *factors, *scales, signs, list(draws), *contiguous(ends), form)
-    return by_dim(results, tensor_scales, form)
+    scales = tensor_scales.contiguous()
+    results = _nvfp4_cast(parts, axis, *factors, scales, dims, signs, list(draws), *contiguous(ends), form)
+    return by_dim(results, dims, form)

@@ -152,6 +152,6 @@ def test_zero_infinite_and_nan_blocks(tensor_scale):
     scale = torch.tensor(tensor_scale)
     for form in ("codes", "image") if tensor_scale == 1.0 else ("codes",):
         for dim, matrix in ((1, x), (0, x.t().contiguous())):
-            data, scales = nvfp4_cast([matrix], {dim: [scale]}, form)[dim]
+            data, scales = nvfp4_cast([matrix], scale.view(1, 1), form, (dim,))[dim]
             data = data.t() if dim == 0 and form == "image" else data
             assert_is_nvfp4((data, scales), nvfp4.cast(x, scale), scale, form)

@@ -30,7 +30,7 @@ from tests.support.graph_checks import Calls
 TOKENS = 8192
 MIB = 2**20
 AMAX, SCALED, MM = (
-    torch.ops.mxtrain.nvfp4_amax.default,
+    torch.ops.mxtrain.nvfp4_tensor_scales.default,
     torch.ops.aten._scaled_mm_v2.default,
     torch.ops.aten.mm.default,
 )
