@@ -89,7 +89,7 @@ def _drop_views_back(graph: Graph) -> None:
 def _can_state(launch: Launch, inputs: set[int]) -> bool:
     """Whether the launch has no option but warps, and one argument for each result, which is the whole result."""
     written = [arg for arg in launch.args if isinstance(arg, torch.Tensor) and _memory(arg) not in inputs]
-    options = launch.constants.keys() - {*launch.kernel.arg_names, "num_warps"}
+    options = launch.constants.keys() - {*launch.kernel.arg_names, "num_warps", "maxnreg"}
     if options or len({*map(_memory, written)}) < len(written):
         return False
     # Of a result in parts, which a graph would take for the whole, one part begins behind another.
@@ -117,7 +117,7 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
     filled: dict[int, torch.Tensor] = {}
     for launch in launches:
         args = dict(zip(launch.kernel.arg_names, launch.args)) | launch.constants
-        kernel = _with_warps(launch.kernel, args.pop("num_warps"))
+        kernel = _with_options(launch.kernel, args.pop("num_warps"), args.pop("maxnreg", None))
         tensors = {name: arg for name, arg in args.items() if isinstance(arg, torch.Tensor)}
         results = [name for name, tensor in tensors.items() if _memory(tensor) not in inputs]
         tensors |= {name: filled.get(_memory(tensors[name]), tensors[name]) for name in results}
@@ -136,8 +136,10 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
 
 
 @functools.cache
-def _with_warps(kernel: Callable, warps: int) -> Callable:
-    return triton.autotune([triton.Config({}, num_warps=warps)], key=[])(kernel)
+def _with_options(kernel: Callable, warps: int, registers: int | None) -> Callable:
+    # Inductor keeps a configuration's number of registers among its constants only.
+    constants = {} if registers is None else {"maxnreg": registers}
+    return triton.autotune([triton.Config(constants, num_warps=warps)], key=[])(kernel)
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -2,8 +2,8 @@
 
     TRITON_INTERPRET=0 python -m tests.support.inductor_for_gpu
 
-prints as JSON the kernels that Triton compiled from the graph's code, calls of ops and fills of results in it, how often
-PyTorch analysed a kernel, and the shapes of the tensors that another graph allocates.
+prints as JSON the kernels that Triton compiled from the code of a graph, calls of ops and fills of results in it, how
+often PyTorch analysed a kernel, and the shapes of the tensors that another graph allocates.
 """
 
 import json

@@ -57,6 +57,10 @@ from mxtrain.kernels.nvfp4.strip import (
     tile_columns,
 )
 
+# Of a thread that makes both images of a gradient. With the 205 that the compiler takes, fewer programs run at a time:
+# 99.9 instead of 90.5 us at 16384 x 2048 (H200).
+REGISTERS = 168
+
 
 @triton.jit
 def _rounded(y, words, UPPER: tl.constexpr, STOCHASTIC: tl.constexpr):
@@ -139,7 +143,7 @@ def _nvfp4_cast_kernel(
         row, words = first_row + i, tl.zeros((COLUMNS,), tl.int32)
         if STOCHASTIC:
             words = random_words(draws, four)
-            four += (columns // 4).to(tl.uint32)
+            four = (four + columns // 4).to(tl.uint32)
         if ALONG_ROWS:
             length = length_of(row, rows, columns)
             x = tl.reshape(strip[i], (COLUMNS // 16, 16))
@@ -194,6 +198,7 @@ def _launches(
     launches, before = [], 0  # elements of the whole before a part: only images are cast in several parts
     for i, (x, bits) in enumerate(zip(parts, draws or [None] * len(parts))):
         tile = tile_columns(x.shape[1])
+        limit = {"maxnreg": REGISTERS} if bits is not None and len(dims) == 2 and form == "image" else {}
         launch = Launch(
             _nvfp4_cast_kernel,
             (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),
@@ -206,6 +211,7 @@ def _launches(
                 COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None, STOCHASTIC=bits is not None,
                 FORM=form, HARDWARE=converts_fp4(x), SCALES=tensor_scales.shape[1],
                 GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
+                **limit,
             ),
         )  # fmt: skip
         if x.numel():
