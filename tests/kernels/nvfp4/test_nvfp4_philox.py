@@ -32,15 +32,13 @@ def test_words_of_an_offset():
 
 
 @triton.jit
-def _rounding_words_kernel(
-    out_ptr, step_ptr, rows, columns, key, rank, microbatch, ROWS: tl.constexpr, FOURS: tl.constexpr
-):
+def _rounding_words_kernel(out_ptr, key_ptr, rows, columns, rank, microbatch, ROWS: tl.constexpr, FOURS: tl.constexpr):
     """Fill a tile of [ROWS, 4 * FOURS] elements, addressed as in ``rounding_words``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     four = tl.program_id(1) * FOURS + tl.arange(0, FOURS)[None, :]
     # The index of an element overflows 32 bits.
     c0 = (row.to(tl.int64) * (columns // 4) + four).to(tl.uint32)
-    step = tl.load(step_ptr)
+    key, step = tl.load(key_ptr), tl.load(key_ptr + 1)
     words = kernel_philox(key, c0, microbatch.to(tl.uint32), step.to(tl.uint32), rank.to(tl.uint32))
     out = out_ptr + row * columns + four * 4
     mask = (row < rows) & (four * 4 < columns)
@@ -55,5 +53,5 @@ def test_bits_of_a_matrix_whatever_the_tiles():
         for tile in ((16, 4), (4, 8)):
             got = torch.empty_like(want)
             grid = (triton.cdiv(rows, tile[0]), triton.cdiv(columns, 4 * tile[1]))
-            _rounding_words_kernel[grid](got, torch.tensor(step), rows, columns, key, rank, microbatch, *tile)
+            _rounding_words_kernel[grid](got, torch.tensor([key, step]), rows, columns, rank, microbatch, *tile)
             assert torch.equal(got, want)
