@@ -3,7 +3,7 @@
     TRITON_INTERPRET=0 python -m tests.support.inductor_for_gpu
 
 prints as JSON the kernels that Triton compiled from the code of a graph, calls of ops and fills of results in it, how
-often PyTorch analysed a kernel, and the shapes of the tensors that another graph allocates.
+often PyTorch analysed a kernel, limits of registers, and the shapes of the tensors that another graph allocates.
 """
 
 import json
@@ -125,7 +125,7 @@ def main() -> None:
     matrices = draw(T, D, seed=0).bfloat16(), draw(D, D, seed=1).bfloat16()
     allocated = shapes_allocated(code_of(two_casts, *matrices))
     found = {"compiled": compile_kernels(code), "unwanted": unwanted, "analyses": analysed.call_count}
-    found["allocated"] = allocated
+    found |= {"allocated": allocated, "registers": re.findall(r"'maxnreg': (\d+)", code)}
     json.dump(found, sys.stdout)
 
 
