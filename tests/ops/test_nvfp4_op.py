@@ -1,4 +1,4 @@
-"""Casts of groups of rows to NVFP4: kernels and PyTorch give each group the bits that it has alone."""
+"""NVFP4 casts of groups of rows, which have the bits that they have alone, and of parts of one matrix."""
 
 from itertools import pairwise
 
@@ -46,3 +46,13 @@ def test_every_group_has_the_bits_that_it_has_alone(recipe, settings, mode, monk
         for dim, want in alone.items():
             assert torch.equal(got[dim][start:end].nan_to_num(7), want.nan_to_num(7))
             assert want.isnan().all() if group == 1 else want.any() and not want.isnan().any()
+
+
+@pytest.mark.parametrize(("recipe", "settings"), CASTS.values(), ids=CASTS)
+def test_larger_parts_on_other_processes_raise_the_scale(recipe, settings, monkeypatch):
+    monkeypatch.setattr(nvfp4, "largest", lambda found, group: found * 2**30 if group else found)
+    x, settings = heavy_tailed(ROWS, COLUMNS, seed=0), {**settings, "keys": settings.get("keys", ())[:1]}
+    own, got = (cast(x, recipe, "emulated", group=group, **settings) for group in (None, "all"))
+    monkeypatch.setattr(nvfp4, "runs_kernels", lambda *_: False)
+    for dim, want in cast(x, recipe, "emulated", group="all", **settings).items():
+        assert torch.equal(got[dim], want) and not torch.equal(own[dim], want)
