@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-import verdict  # noqa: E402 - after the path is set
+import judge  # noqa: E402 - after the path is set
 from moments import EXPORT, Moment, Saved, look, moments  # noqa: E402
 from report import Kill, table, write_json  # noqa: E402
 from victim import Victim, environment, mxtrain, train_command, write_config  # noqa: E402
@@ -79,7 +79,7 @@ class Drill:
         if self._wait(None, Saved({}), run) != 0:
             raise DrillError(f"the run without kills failed:\n{self._victim.output[-4000:]}")
         self._seconds = time.monotonic() - began
-        self.reference = verdict.curve(run)
+        self.reference = judge.curve(run)
         if sorted(self.reference) != list(range(1, self.options.steps + 1)):
             raise DrillError(f"the run without kills logged the steps {sorted(self.reference)}")
 
@@ -184,10 +184,10 @@ class Drill:
     def _judge_kill(self, kill: Kill, floor: int) -> None:
         """Look at what the kill left. ``floor`` is the step of a checkpoint that must have survived, or a newer one."""
         saved = look(self.checkpoints)
-        kill.step = max(verdict.curve(self.run), default=0)
+        kill.step = max(judge.curve(self.run), default=0)
         kill.kept = saved.newest
-        kill.differing = verdict.differing(self.run, self.reference)
-        damaged = verdict.damaged(self.checkpoints, saved)
+        kill.differing = judge.differing(self.run, self.reference)
+        damaged = judge.damaged(self.checkpoints, saved)
         kill.damaged = [problem for name, problem in damaged.items() if name not in self._known_damage]
         self._known_damage |= damaged.keys()
         kill.vanished = floor if saved.newest < floor else 0
@@ -215,8 +215,8 @@ class Drill:
         self._waiting.remove(moment)
 
     def _compare_finished(self) -> None:
-        missing = self.reference.keys() - verdict.curve(self.run).keys()
-        self.finished.append(sorted({*missing, *verdict.differing(self.run, self.reference)}))
+        missing = self.reference.keys() - judge.curve(self.run).keys()
+        self.finished.append(sorted({*missing, *judge.differing(self.run, self.reference)}))
 
     def _begin_anew(self) -> None:
         shutil.rmtree(self.run, ignore_errors=True)

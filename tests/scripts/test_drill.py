@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import drill
+import judge
 import moments
 import pytest
 import report
 import torch
 import torch.distributed.checkpoint as dcp
-import verdict
 from moments import Saved
 from victim import write_config
 
@@ -82,9 +82,9 @@ def row(step: int, loss: float) -> str:
 
 def test_a_loss_that_differs_in_its_last_bit_is_noticed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(row(1, 0.1) + row(2, 0.30000000000000004) + '{"step": 3, "lo')
-    assert verdict.curve(tmp_path) == {1: (0.1, 1.0), 2: (0.30000000000000004, 1.0)}
-    assert verdict.differing(tmp_path, {1: (0.1, 1.0), 2: (0.3, 1.0)}) == [2]
-    assert verdict.differing(tmp_path, verdict.curve(tmp_path)) == []
+    assert judge.curve(tmp_path) == {1: (0.1, 1.0), 2: (0.30000000000000004, 1.0)}
+    assert judge.differing(tmp_path, {1: (0.1, 1.0), 2: (0.3, 1.0)}) == [2]
+    assert judge.differing(tmp_path, judge.curve(tmp_path)) == []
 
 
 @pytest.fixture
@@ -100,14 +100,14 @@ def checkpoints(tmp_path):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_damaged_checkpoints_are_noticed(checkpoints):
     saved = moments.look(checkpoints)
-    assert saved.newest == 6 and verdict.damaged(checkpoints, saved) == {}
+    assert saved.newest == 6 and judge.damaged(checkpoints, saved) == {}
     (data,) = (checkpoints / "step-6").glob("*.distcp")
     content = bytearray(data.read_bytes())
     content[-1] ^= 1
     data.write_bytes(content)
     for path in (checkpoints / "step-3").glob("*.distcp"):
         path.unlink()
-    found = verdict.damaged(checkpoints, saved)
+    found = judge.damaged(checkpoints, saved)
     assert found.keys() == {"step-3", "step-6"}
     assert found["step-6"] == f"step-6: {data.name} has other content than was saved"
 
