@@ -40,7 +40,8 @@ def compute_casts_in_backward(graph: Graph) -> None:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             for call in calls:
                 if call.target is ours.nvfp4_weight.default:
-                    call.args[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                    for scale in call.args[1]:
+                        scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:

@@ -67,7 +67,7 @@ def cast(
         draws: for each part what its random bits come from (``Draws``); None, or a recipe that rounds to nearest:
             round to nearest.
         tensor_scale: fp32 [], a power of two; None takes it from the largest magnitude.
-        group: name of the process group that holds X together; None for a whole X.
+        group: name of the process group that holds X scales; None for a whole X.
         ends: int32 [G], multiples of 16, the ends of groups of rows of X. Each group is cast as a matrix of its own, of
             which the draws are int64 [4]: ``draws`` has one tensor [G, 4]. Rows beyond the last end: any values. For
             one matrix without group, and not as codes or in mode "native".
@@ -104,17 +104,19 @@ def cast(
             return results[0]
         # The operand of dimension 0 is transposed.
         return {dim: Operand(torch.cat([one[dim].data for one in results], axis if dim else 1 - axis)) for dim in dims}
-    if tensor_scale is None:
-        # Of a matrix that processes hold together, the largest scale of a part is that of the largest magnitude.
-        scales = largest(nvfp4_tensor_scales(parts, signs, ends=ends, **factors), group)
-    else:
-        scales = tensor_scale.view(1, 1)
     form = "codes" if as_codes else KERNEL_FORM[mode]
+    if tensor_scale is not None:
+        scales = [tensor_scale.view(1, 1)]
+    else:
+        # Weights one by one: forward and backward may join them differently, and read each once.
+        of = [[x] for x in parts] if tiles else [parts]
+        # Of a matrix that processes hold scales, the largest scale of a part is that of the largest magnitude.
+        scales = [largest(nvfp4_tensor_scales(some, signs, ends=ends, **factors), group) for some in of]
     if tiles:
         casts = nvfp4_weight(parts, scales, form, column_factor, ends)
     else:
-        casts = nvfp4_cast(parts, scales, form, dims, signs=signs, draws=draws, axis=axis, ends=ends, **factors)
-    return {dim: _from_kernel(casts[dim], dim, scales, mode, form) for dim in dims}
+        casts = nvfp4_cast(parts, scales[0], form, dims, signs=signs, draws=draws, axis=axis, ends=ends, **factors)
+    return {dim: _from_kernel(casts[dim], dim, scales[0], mode, form) for dim in dims}
 
 
 def _matrices_and_bits(

@@ -344,7 +344,7 @@ def weight_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]
         return nvfp4_tensor_scales([weight], column_factor=gain)
 
     def cast(scales, form, weight, gain=None):
-        results = nvfp4_weight([weight], scales, form, gain)
+        results = nvfp4_weight([weight], [scales], form, gain)
         return results[1] if form == "image" else (results[1], results[0])
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)

@@ -171,7 +171,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         x = matrix(DTYPES[name])
         add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
-        add(f"{name} {form}", nvfp4_weight, [x], scale, form)
+        add(f"{name} {form}", nvfp4_weight, [x], [scale], form)
     draws = vector(4, torch.int64)
     gradient = dict(signs=number, draws=[draws])
     x = matrix(bf16)
@@ -185,7 +185,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add("bf16 exact codes", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8)
         add("bf16 codes residual", nvfp4_norm, x, estimate(), 2.0**-8, "codes", x)
         add("bf16 stochastic (1,)", nvfp4_cast, [x], scale, "image", (1,), draws=[draws])
-        add("bf16 column factor", nvfp4_weight, [x], scale, "image", vector(4096, bf16))
+        add("bf16 column factor", nvfp4_weight, [x], [scale], "image", vector(4096, bf16))
     # These rows are held as three parts.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     rows, columns = vector(ROWS), vector(4096, bf16)
@@ -203,7 +203,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     if everything:
         of_groups = dict(signs=number, draws=[vector((60, 4), torch.int64)], ends=ends)
         add("bf16 groups gradient", nvfp4_cast, [x], vector((60, 2)), "image", **of_groups)
-    add("bf16 groups", nvfp4_weight, [x], vector((60, 1)), "image", ends=ends)
+    add("bf16 groups", nvfp4_weight, [x], [vector((60, 1))], "image", ends=ends)
     add("bf16 groups", nvfp4_tensor_scales, [x], number, ends=ends)
 
 

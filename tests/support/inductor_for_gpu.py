@@ -64,9 +64,9 @@ def pretend_gpu() -> None:
 def kernels(x, w, gain):
     """Those of ``kernels_of_each_kind``, and others with numbers that are not integers or with padded scales."""
     y, mean, rstd, total = row_norm(x, gain, gain, 1e-5, x, True)
-    scale = gain.max().view(1, 1)
+    scale = gain.max()
     results = [y, mean, *row_norm_backward(y, total, mean, rstd, gain, None, torch.float32, torch.float32)]
-    results += [*nvfp4_norm(x, ESTIMATE, 0.5, "blocked"), *nvfp4_weight([w], scale, "blocked", gain)[1]]
+    results += [*nvfp4_norm(x, ESTIMATE, 0.5, "blocked"), *nvfp4_weight([w], [scale], "blocked", gain)[1]]
     return [*kernels_of_each_kind(x, w, gain), *(result for result in results if result is not None)]
 
 

@@ -121,7 +121,7 @@ def check_weight(w, form="codes", gain=None, tensor_scale=None) -> None:
     if tensor_scale is None:
         tensor_scale = nvfp4.power_of_two_tensor_scale(wide)
     with careful_call(w, gain):
-        got = nvfp4_weight([w], tensor_scale.view(1, 1), form, gain)
+        got = nvfp4_weight([w], [tensor_scale], form, gain)
     assert_is_nvfp4(got[1], nvfp4.cast_tiles(wide, tensor_scale), tensor_scale, form)
     if form == "image":
         assert got[0].data is got[1].data

@@ -71,9 +71,8 @@ def _store_codes(
 
 @triton.jit
 def _nvfp4_weight_kernel(
-    w_ptr, gain_ptr, tensor_scales_ptr, slot, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr, rows, columns, ends_ptr,
-    groups, before, GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    w_ptr, gain_ptr, tensor_scale_ptr, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr, rows, columns, ends_ptr, groups,
+    before, GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(w_ptr, None, gain_ptr, first_row, column, rows, columns, False, GAIN, COLUMNS)
@@ -81,7 +80,7 @@ def _nvfp4_weight_kernel(
     group = 0
     if GROUPS:
         group, _ = group_of(first_row, ends_ptr, groups, GROUPS)
-    tensor_scale = tl.load(tensor_scales_ptr + slot // 16 + group)
+    tensor_scale = tl.load(tensor_scale_ptr + group)
     inverse = inverse_of(tensor_scale)
     amax = tl.max(tl.reshape(amax_across(strip), (COLUMNS // 16, 16)), 1).to(tl.float32, bitcast=True)
     code, scale = scale_of_block(amax, inverse)
@@ -104,7 +103,7 @@ def _nvfp4_weight_kernel(
 
 def _launches(
     parts: list[torch.Tensor],
-    tensor_scales: torch.Tensor,
+    tensor_scales: list[torch.Tensor],
     gain: torch.Tensor | None,
     ends: torch.Tensor | None,
     form: str,
@@ -116,13 +115,13 @@ def _launches(
         transposed = empty_column_cast(NVFP4_STORAGE, rows, columns, form, parts[0].device)
     tile, groups = tile_columns(columns), 0 if ends is None else ends.shape[0]
     launches, before = [], 0  # elements of the whole before a weight: only images are cast in several parts
-    for i, w in enumerate(parts):
+    for w, tensor_scale in zip(parts, tensor_scales):
         if w.numel():
             results = map(as_bytes, (*cast, *transposed))
             launches.append(Launch(
                 _nvfp4_weight_kernel,
                 (cdiv(w.shape[0], BLOCK) * cdiv(columns, tile),),
-                (w, gain, tensor_scales, 16 * i, *results, *w.shape, ends, groups, before),
+                (w, gain, tensor_scale, *results, *w.shape, ends, groups, before),
                 dict(
                     GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w),
                     GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
@@ -133,13 +132,13 @@ def _launches(
 
 
 _nvfp4_weight = register_op(
-    "nvfp4_weight(Tensor[] parts, Tensor tensor_scales, Tensor? gain, Tensor? ends, str form) -> Tensor[]", _launches
+    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, Tensor? ends, str form) -> Tensor[]", _launches
 )
 
 
 def nvfp4_weight(
     parts: Sequence[torch.Tensor],
-    tensor_scales: torch.Tensor,
+    tensor_scales: Sequence[torch.Tensor],
     form: str = "codes",
     gain: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
@@ -149,16 +148,16 @@ def nvfp4_weight(
     Args:
         parts: W alone, bf16 or fp32 [N, D], D a multiple of 16. The last tiles of rows may be incomplete. Or, for form
             "image", several weights of one dtype and of whole tiles, which one below the other are W.
-        tensor_scales: one for each part, a power of two, fp32 [n, 1].
+        tensor_scales: one fp32 number for each part, a power of two.
         form: with N' = N rounded up to a multiple of 16: "codes": uint8 [N, D / 2] and [D, N' / 2], two elements a
             byte, and float8_e4m3fn scales [N, D / 16] and [D, N' / 16]; "blocked": the same codes, scales flat in the
             128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact.
         gain: bf16 or fp32 [D], multiplied in first, in fp32.
-        ends: int32 [G], as for ``nvfp4_cast``: each group of rows of W has its own tensor scale.
+        ends: int32 [G], as for ``nvfp4_cast``: each group of rows of W has its own tensor scale, fp32 [G].
 
     Returns:
         (data, scales) of W by dimension: 1 for fprop, 0 for its transpose, an operand of dgrad. One image serves both,
         not transposed.
     """
-    results = _nvfp4_weight(contiguous(*parts), *contiguous(tensor_scales, gain, ends), form)
+    results = _nvfp4_weight(contiguous(*parts), list(tensor_scales), *contiguous(gain, ends), form)
     return by_dim(results * 2 if form == "image" else results, (1, 0), form)

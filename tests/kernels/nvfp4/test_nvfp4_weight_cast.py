@@ -64,13 +64,13 @@ def test_a_transposed_weight():
 
 def test_both_orientations_have_the_same_values():
     w = draw(32, 96)
-    got = nvfp4_weight([w], nvfp4.power_of_two_tensor_scale(w).view(1, 1))
+    got = nvfp4_weight([w], [nvfp4.power_of_two_tensor_scale(w)])
     assert torch.equal(nvfp4.dequantize(*got[1]), nvfp4.dequantize(*got[0]).t())
 
 
 def test_padding_of_the_blocked_layout_is_zero():
     with poisoned_memory():
-        got = nvfp4_weight([draw(33, 80) + 3], torch.ones(1, 1), "blocked")
+        got = nvfp4_weight([draw(33, 80) + 3], [torch.tensor(1.0)], "blocked")
     for scales, rows, blocks in ((got[1].scales, 33, 5), (got[0].scales, 80, 3)):
         assert scales.shape == (128 * -(-blocks // 4) * 4,) and (bits(scales) != 0).sum() == rows * blocks
 
@@ -79,8 +79,8 @@ def test_compiles_without_a_graph_break(compile_backend):
     """One graph with every form."""
 
     def run(w, gain):
-        scale = nvfp4.power_of_two_tensor_scale(w * gain).view(1, 1)
-        casts = [cast for form in FORMS for cast in nvfp4_weight([w], scale, form, gain).values()]
+        scale = nvfp4.power_of_two_tensor_scale(w * gain)
+        casts = [cast for form in FORMS for cast in nvfp4_weight([w], [scale], form, gain).values()]
         return [t for cast in casts for t in cast if t is not None]
 
     compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
@@ -91,7 +91,7 @@ def test_compiles_without_a_graph_break(compile_backend):
 @pytest.mark.parametrize("form", FORMS)
 def test_op_matches_its_schema_and_fake(form):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
-    arguments = ([draw(5, 32)], torch.ones(1, 1), None if form == "codes" else draw(32, seed=1), None, form)
+    arguments = ([draw(5, 32)], [torch.tensor(1.0)], None if form == "codes" else draw(32, seed=1), None, form)
     torch.library.opcheck(
         torch.ops.mxtrain.nvfp4_weight.default, arguments, test_utils=("test_schema", "test_faketensor")
     )
@@ -100,5 +100,5 @@ def test_op_matches_its_schema_and_fake(form):
 @pytest.mark.parametrize("shape", [(0, 96), (5, 0)], ids=str)
 def test_nothing_to_cast(shape):
     for form in FORMS:
-        results = nvfp4_weight([torch.empty(shape)], torch.ones(1, 1), form)
+        results = nvfp4_weight([torch.empty(shape)], [torch.tensor(1.0)], form)
         assert results[1].data.numel() == results[0].data.numel() == 0
