@@ -67,7 +67,7 @@ def cast(
         draws: for each part what its random bits come from (``Draws``); None, or a recipe that rounds to nearest:
             round to nearest.
         tensor_scale: fp32 [], a power of two; None takes it from the largest magnitude.
-        group: name of the process group that holds X scales; None for a whole X.
+        group: name of the process group that holds X together; None for a whole X.
         ends: int32 [G], multiples of 16, the ends of groups of rows of X. Each group is cast as a matrix of its own, of
             which the draws are int64 [4]: ``draws`` has one tensor [G, 4]. Rows beyond the last end: any values. For
             one matrix without group, and not as codes or in mode "native".
@@ -110,7 +110,7 @@ def cast(
     else:
         # Weights one by one: forward and backward may join them differently, and read each once.
         of = [[x] for x in parts] if tiles else [parts]
-        # Of a matrix that processes hold scales, the largest scale of a part is that of the largest magnitude.
+        # If processes hold a matrix together, the largest scale of their parts is that of the largest magnitude.
         scales = [largest(nvfp4_tensor_scales(some, signs, ends=ends, **factors), group) for some in of]
     if tiles:
         casts = nvfp4_weight(parts, scales, form, column_factor, ends)
