@@ -5,6 +5,7 @@ from pathlib import Path
 
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import config, custom_graph_pass
+from torch._inductor.async_compile import shutdown_compile_workers
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import needs_realized_inputs
 from torch.fx import Graph
@@ -29,6 +30,8 @@ PASSES = {"joint_custom_pre_pass": JOINT, "post_grad_custom_post_pass": POST_GRA
 
 LAUNCHER = "static_launch_user_defined_triton_kernels"
 """Field of Inductor's configuration: graphs launch our kernels, too, in C++, which takes 11 instead of 18 us"""
+
+VARIABLE = f"TORCHINDUCTOR_{LAUNCHER.upper()}"
 
 # The base class of passes that learn whether a graph is for inference. PyTorch 2.11 does not have this class.
 InferenceAware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
@@ -74,8 +77,10 @@ def install() -> None:
     setattr(config, LAUNCHER, True)
     # Else Inductor computes and stores a tensor once for every kernel that reads it.
     needs_realized_inputs.add(triton_kernel_wrapper_mutation)
-    # For Inductor's compile workers, which begin later: they prepare the launch.
-    os.environ.setdefault(f"TORCHINDUCTOR_{LAUNCHER.upper()}", "1")
+    # Compile workers prepare the launch, and read the field from the environment that they begin in.
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = "1"
+        shutdown_compile_workers()  # those of an earlier compilation; new ones begin with the next
 
 
 def remove() -> None:

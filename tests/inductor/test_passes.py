@@ -1,10 +1,12 @@
 """Inductor runs mxtrain's passes from ``install`` to ``remove``, together with other passes."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._inductor import config
+from torch._inductor import async_compile, config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.fx_passes.post_grad import post_grad_passes
@@ -99,6 +101,16 @@ def test_a_conversion_installs_or_removes_the_passes(converter):
     assert installed() == [None, None]
     with pytest.raises(ConfigError, match="graph_passes"):
         mxtrain.convert(model(), converter, graph_passes="no")
+
+
+def test_compile_workers_begin_anew_once(monkeypatch):
+    """Those of an earlier compilation have not read how kernels are launched."""
+    monkeypatch.delenv(passes.VARIABLE, raising=False)
+    ended = []
+    monkeypatch.setattr(async_compile, "_pool_set", [SimpleNamespace(shutdown=lambda: ended.append(os.environ.copy()))])
+    passes.install()
+    passes.install()
+    assert [environment[passes.VARIABLE] for environment in ended] == ["1"]
 
 
 def test_caches_tell_versions_of_the_passes_apart(monkeypatch):
