@@ -3,6 +3,7 @@
 import math
 import sys
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -190,7 +191,7 @@ def _read(file: Path) -> str:
     """Read a text file. Raises ConfigError if it cannot be read, is empty or is not UTF-8."""
     try:
         with os_errors_as(f"FILE = {str(file)!r} cannot be read"):
-            text = file.read_bytes().decode("utf-8")
+            text = StringIO(file.read_bytes().decode("utf-8-sig"), newline=None).read()  # as training reads it
     except UnicodeDecodeError as error:
         raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text: byte {error.start} is wrong") from error
     if not text:

@@ -271,7 +271,8 @@ def table_rows(file: Path, key: str) -> Iterator[dict]:
             batches = pa.ipc.open_stream(opened)
             schema = batches.schema
         kind = schema.field(key).type if key in schema.names else None
-        has_ids = isinstance(kind, pa.ListType | pa.LargeListType) and pa.types.is_integer(kind.value_type)
+        is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        has_ids = is_list and pa.types.is_integer(kind.value_type)
         for batch in batches:
             if kind is None:
                 yield from [dict.fromkeys(schema.names)] * batch.num_rows
@@ -282,11 +283,13 @@ def table_rows(file: Path, key: str) -> Iterator[dict]:
 
 
 def _lists(column) -> list[np.ndarray]:
-    """Return the lists of integers in a ``pyarrow.ListArray``. A null is an empty list."""
+    """Return the lists of integers in an array of pyarrow. A null is an empty list."""
+    from pyarrow.compute import list_value_length
+
     values = column.flatten()
     if values.null_count:
         raise ValueError("a list of ids has a null")
-    lengths = column.value_lengths().fill_null(0).to_numpy()
+    lengths = list_value_length(column).fill_null(0).to_numpy()
     return np.split(values.to_numpy(), np.cumsum(lengths)[:-1])
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
+from heapq import heappop, heappush
+from operator import itemgetter
 from pathlib import Path
 
 from mxtrain.data.config import DATASETS, DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, one_line
+from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, megabytes, one_line
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.python_source import PythonSource
 from mxtrain.data.store import (
@@ -42,7 +44,7 @@ from mxtrain.files import new_folder
 logger = logging.getLogger(__name__)
 
 # Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
-CACHE_VERSION = 7
+CACHE_VERSION = 8
 
 
 def prepare(
@@ -206,7 +208,7 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
     if source and source.token_files:  # first, because it refuses ids without a tokenizer
         files, counts = link_tokens(source, folder, config, progress)
     elif not config.tokenizer_path and not (folder / PROGRESS).exists():
-        texts = _training_texts(config, source) if source else text()
+        texts = _training_texts(config, source, progress) if source else text()
         try:
             train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
         except NoText:
@@ -232,12 +234,18 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
     write_summary(folder, config, tokenizer_hash(tokenizer_folder), files, report)
 
 
-def _training_texts(config: DataConfig, source: Source) -> Iterator[str]:
-    """Yield the training texts, thinned by hash to about SAMPLE_BYTES."""
-    share = min(1.0, SAMPLE_BYTES / max(1, source.text_bytes))
-    for document in source.documents():
-        if not document.is_held_out(config.validation_share) and fraction(document.key, "tokenizer") < share:
-            yield document.text
+def _training_texts(config: DataConfig, source: Source, progress: Progress) -> list[str]:
+    """Return the training texts of the smallest hashes, in order: as many as SAMPLE_BYTES hold, or one."""
+    kept, size, read = [], 0, 0
+    for number, document in enumerate(source.documents()):
+        read += document.size
+        progress.tick(lambda: f"read {megabytes(read)} of text for the tokenizer")  # noqa: B023
+        if not document.is_held_out(config.validation_share):
+            heappush(kept, (-fraction(document.key, "tokenizer"), number, document))
+            size += document.size
+        while size > SAMPLE_BYTES and len(kept) > 1:
+            size -= heappop(kept)[-1].size
+    return [document.text for *_, document in sorted(kept, key=itemgetter(1))]
 
 
 def _no_text(config: DataConfig, source: Source | None, purpose: str = "") -> ConfigError:

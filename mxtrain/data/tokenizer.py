@@ -98,15 +98,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
 def _sample(texts: Iterable[str], progress: Progress) -> Iterator[str]:
     total, is_blank = 0, True
     for text in texts:
-        total += len(text.encode("utf-8"))
-        is_blank = is_blank and not text.strip()
-        if total > SAMPLE_BYTES:
+        if total == SAMPLE_BYTES:
             break
-        yield text
+        part = text.encode("utf-8")[: SAMPLE_BYTES - total]
+        total += len(part)
+        is_blank = is_blank and not text.strip()
+        yield part.decode("utf-8", errors="ignore")  # without half of a character
         progress.tick(lambda: f"read {megabytes(total)} of text for the tokenizer")  # noqa: B023
     if is_blank:
         raise NoText
-    progress.say(f"merging pairs of {megabytes(min(total, SAMPLE_BYTES))} of text")
+    progress.say(f"merging pairs of {megabytes(total)} of text")
 
 
 def require_tokenizer(folder: Path) -> Path:
@@ -206,7 +207,8 @@ def _tokens_of_class(folder: Path, setting: str) -> dict[str, str]:
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Make the folder ``target`` hold the tokenizer of ``source``, which may also hold the weights of a model.
 
-    Special tokens that ``tokenizer_config.json`` does not name stand in the copy's ``special_tokens_map.json``.
+    Its ``special_tokens_map.json`` has the bos and eos tokens that ``tokenizer_config.json`` does not name, and the
+    source's others.
     """
     setting = f"model.hf_assets_path = {str(source)!r}"
     tokens = special_tokens(source, setting)
@@ -215,7 +217,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     names = (*FILES, *COMPANIONS)
     files = {name: (source / name).read_bytes() if (source / name).is_file() else None for name in names}
     is_named = tokens == _named(_read(source / FILES[1], setting), setting)
-    files[SPECIAL_TOKENS_FILE] = None if is_named else json.dumps(tokens).encode()
+    others = _read(source / SPECIAL_TOKENS_FILE, setting)
+    files[SPECIAL_TOKENS_FILE] = json.dumps(others | tokens).encode() if others or not is_named else None
     target.mkdir(exist_ok=True)
     for name, content in files.items():
         if content is None:

@@ -6,6 +6,7 @@ dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.datase
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -202,8 +203,10 @@ def _held_out(job_config) -> TokenFile:
     config = replace(training, **own, tokenizer_path=str(prepared.tokenizer), prepared="")
     if dataset == training.dataset and path in ("", training.path):
         return prepared.validation
-    if dataset == training.dataset == "files" and not training.prepared:
-        common, is_training_text = shared_files(training, config)
+    if dataset == training.dataset == "files":
+        common = is_training_text = 0
+        with suppress(ConfigError):  # the files of a prepared text may be gone
+            common, is_training_text = shared_files(training, config)
         if is_training_text:
             return prepared.validation
         if common and is_first():

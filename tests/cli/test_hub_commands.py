@@ -89,7 +89,9 @@ def test_generate_replaces_characters_that_stdout_lacks(folder, monkeypatch):
 
 
 def test_eval_prints_its_figures_and_nothing_else(run, folder):
-    status, text, errors = run("eval @model @text.py @text.py --seq-len 16")
+    text = (folder / "text.py").read_text()
+    (folder / "windows.py").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())  # read as in training
+    status, text, errors = run("eval @model @text.py @windows.py --seq-len 16")
     assert (status, errors) == (0, "")
     figures = {row[:12].strip(): row[12:].split()[0] for row in text.splitlines()}
     assert list(figures) == ["loss", "perplexity", "bits/byte", "tokens", "bytes"]

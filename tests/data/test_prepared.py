@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import shutil
@@ -160,14 +161,24 @@ def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):
     assert report.vocab_size < 300 and "requested vocab size  2,048\n" in str(report)
 
 
-def test_a_long_text_is_thinned_for_the_tokenizer(corpus, prose, monkeypatch):
-    config = config_of(corpus)
-    source = prepared_module.LocalFiles(config)
-    everything = list(prepared_module._training_texts(config, source))
-    monkeypatch.setattr(prepared_module, "SAMPLE_BYTES", source.text_bytes // 2)
-    sample = list(prepared_module._training_texts(config, source))
-    assert 0.25 < len(sample) / len(everything) < 0.75
-    assert [text for text in everything if text in sample] == sample and sample != everything[: len(sample)]
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_a_long_text_is_thinned_for_the_tokenizer(corpus, monkeypatch, is_compressed):
+    """Its size on disk does not matter."""
+    if is_compressed:
+        corpus.write_bytes(gzip.compress(corpus.read_bytes()))
+    config, progress = config_of(corpus), documents.Progress(silent)
+
+    def sample():
+        return prepared_module._training_texts(config, prepared_module.LocalFiles(config), progress)
+
+    everything = sample()
+    limit = sum(map(len, everything)) // 2
+    monkeypatch.setattr(prepared_module, "SAMPLE_BYTES", limit)
+    found = sample()
+    assert limit - max(map(len, everything)) < sum(map(len, found)) <= limit
+    assert [text for text in everything if text in found] == found and found != everything[: len(found)]
+    monkeypatch.setattr(prepared_module, "SAMPLE_BYTES", 1)
+    assert len(sample()) == 1
 
 
 def test_the_tokenizer_is_not_trained_on_validation_text(corpus, prose, tmp_path):

@@ -124,6 +124,16 @@ def test_columns_of_ids_are_split_as_text_is(texts, tokenizer, kind):
     assert len(sides[0]) + len(sides[1]) == len(IDS) + len(DOCUMENTS[0])
 
 
+def test_packed_ids_of_one_length(texts, tokenizer):
+    rows = [*np.reshape(IDS[: 8 * (len(IDS) // 8)], (-1, 8)).tolist(), None]
+    for kind in (pa.list_(pa.int32(), 8), pa.list_(pa.int32())):
+        folder = texts / str(kind)
+        folder.mkdir()
+        pq.write_table(pa.table({"input_ids": pa.array(rows, kind)}), folder / "a.parquet")
+    packed, others = (prepared_from(folder, tokenizer, text_key="input_ids") for folder in texts.iterdir())
+    assert packed.identity == others.identity and packed.report.documents == len(rows) - 1
+
+
 def test_a_run_trains_and_validates_on_ids(texts, tokenizer):
     flat(texts, "<u2")
     job = files_job(texts, f"--model.hf_assets_path={tokenizer}", "--validation.enable", "--validation.steps=-1")

@@ -16,6 +16,7 @@ from mxtrain.data.tokenizer import (
     SPLIT_PATTERN,
     copy_tokenizer,
     load_tokenizer,
+    special_tokens,
     tokenizer_hash,
     train_tokenizer,
 )
@@ -79,6 +80,8 @@ def test_training_reads_no_more_than_the_sample_limit(tmp_path, prose, monkeypat
     train_tokenizer(unread, 300, tmp_path / "sample", SILENT)
     assert tokenizer_hash(tmp_path / "sample") == tokenizer_hash(tmp_path / "three")
     assert len(list(unread)) == 6
+    train_tokenizer(["".join(texts)], 300, tmp_path / "one", SILENT)
+    assert load_tokenizer(tmp_path / "one").size == 300
 
 
 def test_training_cuts_long_runs_and_the_tokenizer_does_not(tmp_path, monkeypatch):
@@ -192,6 +195,15 @@ def test_a_copy_keeps_no_file_of_the_tokenizer_before(folder, tmp_path):
     assert sorted(path.name for path in target.iterdir()) == ["tokenizer.json", "weights"]
     copy_tokenizer(target, target)
     assert tokenizer_hash(target) == tokenizer_hash(source)
+
+
+def test_a_copy_keeps_special_tokens_besides_bos_and_eos(folder, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    copy_tokenizer(folder, source)
+    (source / "special_tokens_map.json").write_text('{"pad_token": "<pad>", "bos_token": "<|begin_of_text|>"}')
+    copy_tokenizer(source, target)
+    assert json.loads((target / "special_tokens_map.json").read_text())["pad_token"] == "<pad>"
+    assert special_tokens(target, "") == special_tokens(source, "")
 
 
 def test_a_copy_is_whole_or_the_one_before(folder, tmp_path, full_disk):
