@@ -1,5 +1,6 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -216,16 +217,18 @@ def _modules_in(value, own: Collection[int], depth: int = 4) -> Iterator[nn.Modu
         return
     if isinstance(value, dict):
         parts = value.values()
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         parts = value
     elif isinstance(value, MethodType):
         parts = (value.__self__,)
     elif isinstance(value, partial):
         parts = (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, FunctionType):
-        parts = [cell.cell_contents for cell in value.__closure__ or ()]
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        parts = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     else:
-        parts = getattr(value, "__dict__", {}).values()
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        parts = (*(getattr(value, name, None) for name in slots), *getattr(value, "__dict__", {}).values())
     for part in parts:
         yield from _modules_in(part, own, depth - 1)
 

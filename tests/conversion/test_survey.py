@@ -1,5 +1,7 @@
 """Surveying a model: facts as values, and a model that stays as it was."""
 
+import collections
+import dataclasses
 import functools
 
 import pytest
@@ -87,6 +89,14 @@ class Caller:
         return call(x)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Slots:
+    linear: nn.Linear
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
 def calling(linear):
     return lambda x: linear(x)
 
@@ -104,6 +114,10 @@ def calling(linear):
         lambda m: calling(m.a),
         lambda m: Caller(Caller(Caller([m.a]))),
         lambda m: [nn.Sequential(m.a)],
+        lambda m: collections.deque([m.a]),
+        lambda m: lambda x, a=m.a: a(x),
+        lambda m: lambda x, *, a=m.a: a(x),
+        lambda m: Slots(m.a),
     ],
 )
 def test_a_linear_that_a_list_holds_as_well_stays(held):
