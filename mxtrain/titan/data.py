@@ -6,7 +6,6 @@ dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.datase
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from mxtrain.data.run_data import RunData
 from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.ranks import is_first, run_on_all_ranks
+from mxtrain.ranks import from_first_rank, is_first, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
 from mxtrain.titan.engine import engine
 
@@ -193,6 +192,13 @@ def opening(section: str, name: str, path: str | None):
     return raised_as(f"{section}.dataset = {name!r} cannot be opened at {path or TITAN_DATASETS[name].path!r}")
 
 
+def _shared_files(training: DataConfig, validation: DataConfig) -> tuple[int, bool]:
+    try:
+        return shared_files(training, validation)
+    except ConfigError:  # the files of a prepared text may be gone
+        return 0, False
+
+
 def _held_out(job_config) -> TokenFile:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
     training, prepared = config_of(job_config, engine().vocab_size(job_config)), prepare_from_job(job_config)
@@ -204,9 +210,7 @@ def _held_out(job_config) -> TokenFile:
     if dataset == training.dataset and path in ("", training.path):
         return prepared.validation
     if dataset == training.dataset == "files":
-        common = is_training_text = 0
-        with suppress(ConfigError):  # the files of a prepared text may be gone
-            common, is_training_text = shared_files(training, config)
+        common, is_training_text = from_first_rank(partial(_shared_files, training, config))
         if is_training_text:
             return prepared.validation
         if common and is_first():
