@@ -235,11 +235,11 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
 
 
 def _training_texts(config: DataConfig, source: Source, progress: Progress) -> list[str]:
-    """Return the training texts of the smallest hashes, in order: as many as SAMPLE_BYTES hold, or one."""
+    """Return the training texts with the smallest hashes, in order: those that fit into SAMPLE_BYTES, at least one."""
     kept, size, read = [], 0, 0
     for number, document in enumerate(source.documents()):
         read += document.size
-        progress.tick(lambda: f"read {megabytes(read)} of text for the tokenizer")  # noqa: B023
+        progress.tick(lambda: f"looked for a sample for the tokenizer in {megabytes(read)} of text")  # noqa: B023
         if not document.is_held_out(config.validation_share):
             heappush(kept, (-fraction(document.key, "tokenizer"), number, document))
             size += document.size

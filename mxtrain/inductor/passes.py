@@ -77,10 +77,10 @@ def install() -> None:
     setattr(config, LAUNCHER, True)
     # Else Inductor computes and stores a tensor once for every kernel that reads it.
     needs_realized_inputs.add(triton_kernel_wrapper_mutation)
-    # Compile workers prepare the launch, and read the field from the environment that they begin in.
+    # Compile workers prepare launches. They read the field from the environment in which they start.
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = "1"
-        shutdown_compile_workers()  # those of an earlier compilation; new ones begin with the next
+        shutdown_compile_workers()  # of an earlier compilation; the next one starts others
 
 
 def remove() -> None:

@@ -171,7 +171,8 @@ def test_a_long_text_is_thinned_for_the_tokenizer(corpus, monkeypatch, is_compre
     def sample():
         return prepared_module._training_texts(config, prepared_module.LocalFiles(config), progress)
 
-    everything = sample()
+    everything, read = sample(), prepared_module.LocalFiles(config).documents()
+    assert everything == [document.text for document in read if not document.is_held_out(0.2)]
     limit = sum(map(len, everything)) // 2
     monkeypatch.setattr(prepared_module, "SAMPLE_BYTES", limit)
     found = sample()

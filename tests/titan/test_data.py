@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -166,8 +167,12 @@ def test_the_training_text_in_other_words_is_validated_on_its_held_out_part(tmp_
     config = files_job(folder, "--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={path}")
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
     assert not any("the run trains" in line for line in caplog.messages)
-    config.data.prepared = titan_data.prepare_from_job(config).folder.name
+    name = config.data.prepared = titan_data.prepare_from_job(config).folder.name
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
     part = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={folder / '0.jsonl'}")
     titan_data._held_out(files_job(folder, *part))
     assert any("has 1 file(s) of training.dataset_path, on which the run trains" in line for line in caplog.messages)
+    own = (folder / "0.jsonl").rename(tmp_path / "own.jsonl")
+    shutil.rmtree(folder)
+    gone = files_job(folder, *part[:2], f"--validation.dataset_path={own}", f"--data.prepared={name}")
+    assert titan_data._held_out(gone) != titan_data.prepare_from_job(gone).validation
