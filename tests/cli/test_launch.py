@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import signal
-import sys
 import time
 from datetime import datetime
 from unittest import mock
@@ -93,7 +92,6 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no flag -P")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_files_in_the_current_folder_do_not_stand_in_for_packages(processes, tmp_path, monkeypatch):
     for folder, name, text in [("a", "fake_worker.py", "import wave; wave.Wave_read"), ("b", "wave.py", "")]:
