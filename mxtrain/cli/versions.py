@@ -8,10 +8,7 @@ _NOT_TESTED = "; not tested"
 
 
 def warn_of_untested_packages() -> None:
-    """Print the lines of ``mxtrain doctor`` about versions that mxtrain was not tested with.
-
-    A wheel's requirements cannot exclude an untested pair of TorchTitan and PyTorch: no marker ties one to the other.
-    """
+    """Print the lines of ``mxtrain doctor`` about untested versions. A wheel cannot tie PyTorch to its TorchTitan."""
     for name in PACKAGES:
         if _NOT_TESTED in (text := package_version(name)):
             print(f"mxtrain: warning: {name} {text}", file=sys.stderr, flush=True)
