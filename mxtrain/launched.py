@@ -29,10 +29,10 @@ def import_flags() -> list[str]:
     """Return Python's flags for a new process that imports the same packages as this one.
 
     "-m" alone puts the current folder first. There a user's "datasets.py" would stand in for the package that
-    TorchTitan imports, and another checkout of mxtrain for this one. Python 3.10 has no flag against that.
+    TorchTitan imports, and another checkout of mxtrain for this one.
     """
     may_be_only_there = Path.cwd() == Path(__file__).resolve().parents[1]
-    return [] if may_be_only_there or sys.version_info < (3, 11) else ["-P"]
+    return [] if may_be_only_there else ["-P"]
 
 
 def let_memory_segments_grow(environment) -> None:

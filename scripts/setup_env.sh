@@ -8,15 +8,14 @@
 # processes. Environment variables:
 #
 #   MXTRAIN_TITAN             0.3: TorchTitan 0.3.0 with PyTorch 2.14, in .venv-titan03 (default: 0.2.2, in .venv)
-#   PYTHON                    interpreter for the environment, 3.10 or later, for TorchTitan 0.3 3.11 (default: the
-#                             first one on PATH)
+#   PYTHON                    interpreter for the environment, 3.11 or later (default: the first one on PATH)
 #   MXTRAIN_TORCH_INDEX_URL   package index for torch, for example PyTorch's own for CPU builds or for another CUDA
 #                             version (default: pip's index)
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 case "${MXTRAIN_TITAN:-0.2}" in
-0.2) TITAN=titan02 VENV="$ROOT/.venv" OLDEST_PYTHON=10 ;;
-0.3) TITAN=titan03 VENV="$ROOT/.venv-titan03" OLDEST_PYTHON=11 ;;
+0.2) TITAN=titan02 VENV="$ROOT/.venv" ;;
+0.3) TITAN=titan03 VENV="$ROOT/.venv-titan03" ;;
 *)
     echo "mxtrain: error: MXTRAIN_TITAN = '$MXTRAIN_TITAN' is not a release: allowed are 0.2 and 0.3" >&2
     exit 2
@@ -80,10 +79,10 @@ install() {
 
 venv_pip() { "$VENV/bin/python" -m pip "$@"; }
 
-is_python_new_enough() { "$1" -c "import sys; sys.exit(sys.version_info < (3, $OLDEST_PYTHON))" >/dev/null 2>&1; }
+is_python_new_enough() { "$1" -c "import sys; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1; }
 
 make_venv() {
-    local python candidates=(python3 python3.13 python3.12 python3.11 python3.10 python)
+    local python candidates=(python3 python3.13 python3.12 python3.11 python)
     if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
     for python in "${candidates[@]}"; do
         if is_python_new_enough "$python"; then
@@ -93,7 +92,7 @@ make_venv() {
             return
         fi
     done
-    die "Python 3.$OLDEST_PYTHON or later is needed, but ${PYTHON:-python3} is" \
+    die "Python 3.11 or later is needed, but ${PYTHON:-python3} is" \
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo missing); install one, or name it: PYTHON=/path/to/python3"
 }
 

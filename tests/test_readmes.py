@@ -14,9 +14,11 @@ import pytest
 import tomli
 import torch
 import torch.nn as nn
+from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 import mxtrain
+from mxtrain.analysis.numerics import wandb_key
 from mxtrain.cli import commands, compare_command
 from mxtrain.cli.paired_runs import planned, read_all
 from mxtrain.config import presets
@@ -276,6 +278,35 @@ def test_the_readme_is_short():
     assert len(DOCUMENTS["README.md"].splitlines()) <= 200
 
 
+def test_a_fresh_machine_needs_two_commands():
+    """One trains, the other passes the tests, as continuous integration does."""
+    first = DOCUMENTS["README.md"].partition("\n## ")[0]
+    assert commands_in(first) == [["./scripts/train.sh", "train_configs/llama3_debug.toml"], ["./scripts/test.sh"]]
+    assert re.search(r"^\./scripts/test\.sh *(#|$)", (ROOT / ".ci" / "run").read_text(), flags=re.MULTILINE)
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Python {project['requires-python'].removeprefix('>=')}," in first
+    for extra in ("titan02", "titan03"):
+        titan, torch = (Requirement(text).specifier for text in project["optional-dependencies"][extra])
+        (row,) = (line for line in first.splitlines() if f"mxtrain[{extra}]" in line)
+        release, *torches = re.findall(r"\d+\.[\d.]*\d", row)
+        above = re.sub(r"\d+$", lambda minor: str(int(minor[0]) + 1), torches[-1])
+        assert titan.contains(release) and all(map(torch.contains, torches)) and not torch.contains(above)
+
+
+def test_the_first_run_of_the_table_has_the_checkpoints_that_the_others_read():
+    first, resumed, *_ = (words for words in commands_in(DOCUMENTS["README.md"]) if words[0] == "mxtrain")
+    job_config = parse_job_config(["--job.config_file", *first[2:]])
+    assert job_config.checkpoint.enable and resumed[3] == job_config.job.dump_folder
+
+
+def test_the_speeds_are_those_of_the_benchmarks():
+    steps = DOCUMENTS["scripts/bench/README.md"].partition("| bf16, graph passes | MXNorm p = 2 |")[2]
+    rows = re.findall(r"^\| .*? \| [\d,]+ \| ([\d,]+) \(.*?\) \| ([\d,]+) ", steps, flags=re.MULTILINE)
+    speeds = [f"{int(ours.replace(',', '')) / int(bf16.replace(',', '')):.2f}" for bf16, ours in rows[:3]]
+    table = DOCUMENTS["README.md"].partition("| emulated MXFP8, one H200 | speed relative to bf16 ")[2]
+    assert re.findall(r"^\| .* \| ([\d.]+) \|$", table, flags=re.MULTILINE) == speeds
+
+
 def test_a_stranger_reads_the_main_answers_in_a_minute():
     first = DOCUMENTS["README.md"].partition("\n## ")[0]
     titles = ["**MXNorm**", "**What you gain.**", "**How to start.**", "**What stays in bf16**"]
@@ -320,6 +351,11 @@ def test_settings_name_every_converter_and_file():
 
 def test_the_tables_of_settings_are_made_from_their_declarations():
     assert with_tables(DOCUMENTS[SETTINGS]) == DOCUMENTS[SETTINGS], "run: python -m mxtrain.settings.help"
+
+
+def test_a_figure_of_diagnostics_has_the_names_of_the_document():
+    logged, shown = re.findall(r"`(numerics[ /][^`]*/[^`]*)`", DOCUMENTS["train_configs/NUMERICS.md"])[:2]
+    assert wandb_key(logged) == shown
 
 
 def test_the_guide_names_every_part_of_the_package():

@@ -12,7 +12,7 @@ from mxtrain.files import os_errors_as, replace_file
 MARKDOWN_FILE, HTML_FILE = "report.md", "report.html"
 
 EXPLANATION = (
-    "Losses are in nats per token: mean over seeds ± standard error. “Last 10 %” is the mean training loss of the last "
+    "Losses are in nats per token: mean over seeds (standard error). “Last 10 %” is the mean training loss of the last "
     "10 % of the logged steps. A difference is the mean, over seeds, of a run's loss minus the loss of the baseline's "
     "run with the same seed and learning rate. The range behind it is the "
     f"{100 * CONFIDENCE:g} % confidence interval of Student's t; one pair gives none. Intervals are not corrected for "
@@ -147,4 +147,4 @@ def runs_table(group: Group) -> list[tuple[str, ...]]:
 def _loss(value: Estimate | None) -> str:
     if value is None or value.error is None:
         return form(value and value.mean)
-    return f"{value.mean:.4f} ± {value.error:.4f}"
+    return f"{value.mean:.4f} ({value.error:.4f})"

@@ -4,10 +4,10 @@ import argparse
 import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, requires, version
 
 import mxtrain
 from mxtrain.cli import quiet
+from mxtrain.cli.versions import PACKAGES, package_version
 
 
 def add(commands) -> None:
@@ -68,37 +68,10 @@ def versions() -> list[tuple[str, str]]:
     import torch
 
     rows = [("python", platform.python_version()), ("mxtrain", mxtrain.__version__)]
-    rows += [(name, package_version(name)) for name in ("torch", "torchtitan", "torchao", "triton", "wandb")]
+    rows += [(name, package_version(name)) for name in PACKAGES]
     rows.append(("CUDA", torch.version.cuda or "none: a CPU build of PyTorch"))
     rows.append(("C compiler", shutil.which("cc") or shutil.which("gcc") or "none: torch.compile and Triton need one"))
     return rows
-
-
-def package_version(name: str) -> str:
-    """Return a package's version, and what to install instead if mxtrain was not tested with it."""
-    try:
-        found = version(name)
-    except PackageNotFoundError:
-        return "not installed"
-    tested = _tested()
-    if name in tested and not tested[name].contains(found, prereleases=True):
-        return f"{found}; not tested: mxtrain was tested with {tested[name]}; pip install '{name}{tested[name]}'"
-    return f"{found}, which goes with torch{tested['torch']}" if name == "torchtitan" and "torch" in tested else found
-
-
-def _tested() -> dict:
-    """Package -> the versions that mxtrain was tested with beside the installed TorchTitan; empty if unknown."""
-    from packaging.requirements import Requirement
-
-    try:
-        needed = [Requirement(text) for text in requires("mxtrain") or []]
-        extra = "titan02" if version("torchtitan").startswith("0.2.") else "titan03"
-    except PackageNotFoundError:  # no TorchTitan, or mxtrain is a checkout on PYTHONPATH
-        return {}
-    # An extra comes last, and says more than the dependencies.
-    return {
-        each.name: each.specifier for each in needed if each.marker is None or each.marker.evaluate({"extra": extra})
-    }
 
 
 def devices() -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from mxtrain.checkpoints.start import require_folder
+from mxtrain.cli.versions import warn_of_untested_packages
 from mxtrain.cli.workers import run_workers
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE
@@ -45,6 +46,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
     arguments = [f"--job.config_file={config_file}", *flags]
     settings = read_settings(arguments)
+    warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
     from mxtrain.titan.check_job import check_job  # takes seconds, and a mistake in a value is found before
 
     with places(arguments):

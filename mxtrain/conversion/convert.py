@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch.nn as nn
-from typing_extensions import overload  # before Python 3.11, typing's cannot be listed
 
 from mxtrain.conversion.converters import CONVERTERS, Converter, get_converter
 from mxtrain.conversion.plan import Plan

@@ -14,12 +14,11 @@ After an MXNorm, X stands for X diag(rho) and W for W diag(gain).
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from typing_extensions import Self
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.nn.once_differentiable import refuse_transforms

@@ -53,6 +53,8 @@ def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start 
     """Return where the run starts, and tell the user. Arguments and errors as for ``verified_start``."""
     start = verified_start(Path(job_config.job.dump_folder), job_config.checkpoint, find, found)
     lines = [*start.notes, *start.changes, *other_versions(start)]
+    if not job_config.checkpoint.enable:
+        lines.append("no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints")
     if start.step >= job_config.training.steps:
         lines.append(
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "

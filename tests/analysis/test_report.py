@@ -27,9 +27,9 @@ def groups(tmp_path):
 def test_the_table_has_means_errors_and_intervals(groups):
     (group,) = groups
     _, first, second, *_ = losses_table(group)
-    assert first[:5] == ("mx|linear", "0.001", "2", "2.1000 ± 0.0000", "baseline")
+    assert first[:5] == ("mx|linear", "0.001", "2", "2.1000 (0.0000)", "baseline")
     # Differences 0.01 and 0.02: mean 0.015, standard error 0.005, 12.706 of them on either side.
-    assert second[:5] == ("<p2>", "0.001", "2", "2.1150 ± 0.0050", "+0.0150 [-0.0485, +0.0785] (2 pairs)")
+    assert second[:5] == ("<p2>", "0.001", "2", "2.1150 (0.0050)", "+0.0150 [-0.0485, +0.0785] (2 pairs)")
     assert second[7:] == ("0", "100", "1.50")
 
 

@@ -8,7 +8,7 @@ import tomli
 import torch
 
 from mxtrain import cli
-from mxtrain.cli import doctor, launch
+from mxtrain.cli import doctor, launch, versions
 from mxtrain.ops.hardware import MODES
 
 
@@ -48,38 +48,48 @@ def test_a_gpu_that_pytorch_cannot_use_is_listed(monkeypatch):
 @pytest.mark.parametrize("name, found", [("torch", "2.11.0"), ("torch", "2.13.0+cpu"), ("wandb", "0.1"),
                                          ("torch", "2.16.0"), ("torch", "2.10.1+cu126")])  # fmt: skip
 def test_doctor_names_an_untested_version(name, found, monkeypatch):
-    monkeypatch.setattr(doctor, "version", lambda package: found)
-    monkeypatch.setattr(doctor, "requires", lambda package: ["torch<2.16,>=2.11", 'pytest>=8; extra == "dev"'])
-    advice = "; not tested: mxtrain was tested with <2.16,>=2.11; pip install 'torch<2.16,>=2.11'"
-    assert doctor.package_version(name) == found + advice * found.startswith(("2.16", "2.10"))
+    monkeypatch.setattr(versions, "version", lambda package: "0.2.2" if package == "torchtitan" else found)
+    monkeypatch.setattr(versions, "requires", lambda package: ["torch<2.16,>=2.11", 'pytest>=8; extra == "dev"'])
+    advice = "; not tested beside torchtitan 0.2.2: pip install 'torch<2.16,>=2.11'"
+    assert versions.package_version(name) == found + advice * found.startswith(("2.16", "2.10"))
 
 
 @pytest.mark.parametrize(
     "titan, torch_release, titan_says, torch_says",
     [
         ("0.2.2", "2.13.0+cpu", "0.2.2, which goes with torch<2.14,>=2.11", "2.13.0+cpu"),
-        ("0.2.2", "2.14.1", "0.2.2, which goes with torch<2.14,>=2.11", "pip install 'torch<2.14,>=2.11'"),
+        ("0.2.2", "2.14.1", "0.2.2, which goes with torch<2.14,>=2.11", "not tested beside torchtitan 0.2.2: "
+         "pip install 'torch<2.14,>=2.11'"),
         ("0.3.0", "2.14.1", "0.3.0, which goes with torch<2.15,>=2.14", "2.14.1"),
-        ("0.3.0", "2.13.0", "0.3.0, which goes with torch<2.15,>=2.14", "pip install 'torch<2.15,>=2.14'"),
-        ("0.3.1", "2.14.1", "pip install 'torchtitan==0.3.0'", "2.14.1"),
+        ("0.3.0", "2.13.0", "0.3.0, which goes with torch<2.15,>=2.14", "not tested beside torchtitan 0.3.0: "
+         "pip install 'torch<2.15,>=2.14'"),
+        ("0.3.1", "2.14.1", "not tested: pip install 'torchtitan==0.3.0'", "2.14.1"),
     ],
-)
-def test_doctor_names_the_torch_that_goes_with_torchtitan(titan, torch_release, titan_says, torch_says, monkeypatch):
+)  # fmt: skip
+def test_doctor_and_a_run_name_versions_that_do_not_go_together(
+    titan, torch_release, titan_says, torch_says, monkeypatch, capsys
+):
     project = tomli.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [f'{text}; extra == "{extra}"' for extra in ("titan02", "titan03") for text in extras[extra]]
-    monkeypatch.setattr(doctor, "requires", lambda package: [*project["dependencies"], *needed])
-    monkeypatch.setattr(doctor, "version", lambda package: {"torchtitan": titan, "torch": torch_release}[package])
-    for name, says in {"torchtitan": titan_says, "torch": torch_says}.items():
-        found = doctor.package_version(name)
-        assert found.endswith(f"; {says}") if says.startswith("pip") else found == says
+    found = {"torchtitan": titan, "torch": torch_release}
+    monkeypatch.setattr(versions, "requires", lambda package: [*project["dependencies"], *needed])
+    monkeypatch.setattr(versions, "version", lambda package: found.get(package) or version(package))
+    warnings = ""
+    for name, says in {"torch": torch_says, "torchtitan": titan_says}.items():
+        if says.startswith("not tested"):
+            says = f"{found[name]}; {says}"
+            warnings += f"mxtrain: warning: {name} {says}\n"
+        assert versions.package_version(name) == says
+    versions.warn_of_untested_packages()
+    assert capsys.readouterr().err == warnings
 
 
 def test_a_missing_package_and_a_checkout_that_was_never_installed(monkeypatch):
-    assert doctor.package_version("no-such-package-here") == "not installed"
+    assert versions.package_version("no-such-package-here") == "not installed"
 
     def not_installed(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(doctor, "requires", not_installed)
-    assert doctor.package_version("torch") == version("torch")
+    monkeypatch.setattr(versions, "requires", not_installed)
+    assert versions.package_version("torch") == version("torch")

@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import signal
-import sys
 import time
 from datetime import datetime
 from unittest import mock
@@ -13,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mxtrain.cli import launch, workers
+from mxtrain.cli import launch, versions, workers
 from mxtrain.errors import ConfigError
 from mxtrain.launched import ALLOCATOR_VARIABLES, LAUNCHER_VARIABLE, START_VARIABLE
 
@@ -93,7 +92,6 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no flag -P")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_files_in_the_current_folder_do_not_stand_in_for_packages(processes, tmp_path, monkeypatch):
     for folder, name, text in [("a", "fake_worker.py", "import wave; wave.Wave_read"), ("b", "wave.py", "")]:
@@ -105,9 +103,11 @@ def test_files_in_the_current_folder_do_not_stand_in_for_packages(processes, tmp
     assert workers.run_workers([], processes, tmp_path / "b", dict(os.environ)) == 0
 
 
-def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path):
+def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "package_version", lambda name: "9; not tested" if name == "torch" else "1")
     (tmp_path / "tiny.toml").write_text('[job]\ndump_folder = "mine"\n')
-    status, out, _ = launched("--job.description", "work", processes=2)
+    status, out, err = launched("--job.description", "work", processes=2)
+    assert err == "mxtrain: warning: torch 9; not tested\n"  # by the launcher, not by every worker
     assert status == 0 and not (tmp_path / "outputs").exists()
     facts = [json.loads((tmp_path / "mine" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [f["world_size"] for f in facts] == [2, 2]
@@ -188,18 +188,20 @@ def test_worker_environment(monkeypatch):
 
 @pytest.mark.parametrize("given", [None, *ALLOCATOR_VARIABLES])
 def test_workers_let_memory_segments_grow_unless_the_user_has_set_the_allocator(monkeypatch, given):
-    """Before training, and so before anything is on a GPU."""
+    """Before training, and so before anything is on a GPU. torchrun's first worker names untested versions first."""
     import mxtrain.titan.train  # noqa: F401  (PyTorch sets variables of its own when it is imported)
 
-    found, environment = [], {given: "max_split_size_mb:512"} if given else {}
+    found, environment = [], {"RANK": "0"} | ({given: "max_split_size_mb:512"} if given else {})
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr("mxtrain.titan.train.work", lambda *_: found.append(dict(environment)))
+    monkeypatch.setattr("mxtrain.cli.versions.warn_of_untested_packages", lambda: found.append("versions"))
     monkeypatch.setattr("mxtrain.launched.end_with_launcher", lambda: None)
     monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit):
         runpy.run_module("mxtrain.train", run_name="__main__")
-    assert found == [environment if given else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}]
+    grow = {} if given else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
+    assert found == ["versions", environment | grow]
 
 
 def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):

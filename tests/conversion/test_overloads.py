@@ -2,9 +2,7 @@
 
 from dataclasses import fields
 from inspect import signature
-from typing import get_args
-
-from typing_extensions import get_overloads
+from typing import get_args, get_overloads
 
 from mxtrain import convert
 from mxtrain.conversion.converters import CONVERTERS

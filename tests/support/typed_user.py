@@ -3,11 +3,10 @@
 Nobody runs it. Lines with "type: ignore" are mistakes: a checker that accepts one reports an unused comment.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, assert_type
 
 import torch
 import torch.nn as nn
-from typing_extensions import assert_type
 
 import mxtrain
 from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, Recipe

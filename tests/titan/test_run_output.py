@@ -65,6 +65,7 @@ def test_mxtrain_train_prints_what_a_person_reads(command_run):
     more_text = [r"preparing dataset 'files' in .*", r"prepared .*"]
     lines = [
         rf"mxtrain: run folder {folder}",
+        r"no checkpoints: nothing can resume or export this run; --checkpoint\.enable saves checkpoints",
         *begin([*prepared, TEXT]),
         *more_text,
         rf"text for validation{TEXT.removeprefix('text')}",

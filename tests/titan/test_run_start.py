@@ -14,7 +14,7 @@ from mxtrain.ranks import CommonError
 from mxtrain.settings.known import resolved_settings, settings_of
 from mxtrain.titan import run_start
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.run_start import other_versions, require_same_settings, write_resolved_config
+from mxtrain.titan.run_start import begin_run, other_versions, require_same_settings, write_resolved_config
 
 
 def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
@@ -28,6 +28,16 @@ def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
     ]
     versions = {"torch": "2.11.0"}
     assert other_versions(Start(5, (), checkpoint)) == other_versions(Start(0)) == []
+
+
+@pytest.mark.parametrize("flag, is_told", [("--checkpoint.no-enable", True), ("--checkpoint.enable", False)])
+def test_a_run_without_checkpoints_says_so(monkeypatch, flag, is_told):
+    lines = []
+    monkeypatch.setattr(run_start, "verified_start", lambda *_: Start(notes=("starts",)))
+    monkeypatch.setattr(run_start.terminal, "note", lines.append)
+    begin_run(parse_job_config([flag]), None, None)
+    why = "no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints"
+    assert lines == ["starts", why][: 1 + is_told]
 
 
 @pytest.mark.parametrize("named", ["run", "{tmp}/run", "link", "other", "gone", "", None])

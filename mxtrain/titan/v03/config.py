@@ -34,12 +34,12 @@ GONE = {
     "optimizer.early_step_in_backward": "the optimizer steps after the backward",
     "activation_checkpoint.early_stop": "a layer is always computed again as a whole",
     "model.print_after_conversion": "conversion.txt in the run's folder says what was converted",
-    "checkpoint.enable_ft_dataloader_checkpoints": "torchft is not part of it",
+    "checkpoint.enable_ft_dataloader_checkpoints": "torchft has a trainer of its own, which mxtrain does not use",
     "job.save_config_file": "config.toml in the run's folder has all settings",
     "experimental.custom_args_module": "job.custom_config_module declares settings",
 }
 GONE_SECTIONS = {
-    "fault_tolerance": "torchft is not part of it",
+    "fault_tolerance": "torchft has a trainer of its own, which mxtrain does not use",
     "memory_estimation": "mxtrain doctor --model estimates memory",
     "quantize": "model.converters names mxtrain's converters",
     "validation.dataloader": "training.dataloader holds for validation, too",

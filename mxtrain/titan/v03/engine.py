@@ -79,8 +79,7 @@ def check_model_layout(settings: Settings, has_gpus: bool) -> None:
     """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow."""
     if (context := settings["parallelism.context_parallel_degree"]) > 1:
         raise ConfigError(
-            f"parallelism.context_parallel_degree = {context} needs flex attention in TorchTitan 0.3, which is not "
-            "supported here: allowed is 1"
+            f"parallelism.context_parallel_degree = {context} is not supported with TorchTitan 0.3: allowed is 1"
         )
     sizes = sizes_of(settings.values)
     facts = ModelFacts(

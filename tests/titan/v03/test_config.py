@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from mxtrain import ConfigError
+from mxtrain.settings.known import settings_of
 from mxtrain.settings.titan import TITAN
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v03 import trainer
 from mxtrain.titan.v03.config import GONE, GONE_SECTIONS, trainer_config
+from mxtrain.titan.v03.engine import check_model_layout
 from mxtrain.titan.v03.models import model_spec
 
 # What mxtrain's own parts read: its command, its loaders, its converters, its checkpoint manager.
@@ -65,7 +67,7 @@ def test_values_arrive():
     [
         ("--parallelism.expert_tensor_parallel_degree=2", "expert_parallel_degree"),
         ("--parallelism.disable_loss_parallel", "always parallel"),
-        ("--fault_tolerance.enable", "torchft"),
+        ("--fault_tolerance.enable", "torchft has a trainer of its own"),
         ("--activation_checkpoint.selective_ac_option=3", "allowed is 'op'"),
     ],
 )
@@ -73,6 +75,14 @@ def test_what_03_does_not_have_is_refused_by_name(flag, instead):
     name = flag[2:].partition("=")[0]
     with pytest.raises(ConfigError, match=f"^{name} = .*{instead}"):
         parse_job_config(["--model.converters=", flag])
+
+
+def test_context_parallelism_is_refused():
+    """By mxtrain: 0.3's own models have it, for scaled dot product attention and for flex attention."""
+    settings = settings_of(parse_job_config(["--model.converters=", "--parallelism.context_parallel_degree=2"]))
+    message = "^parallelism.context_parallel_degree = 2 is not supported with TorchTitan 0.3: allowed is 1$"
+    with pytest.raises(ConfigError, match=message):
+        check_model_layout(settings, has_gpus=True)
 
 
 def test_validation_on_a_dataset_of_torchtitan_is_refused():
