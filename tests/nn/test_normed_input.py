@@ -60,27 +60,27 @@ def new_norm() -> nn.Module:
     return NormBlock(D, N, "mxfp8").norm
 
 
-@pytest.mark.parametrize("use", {**USES, **UNCOMPILED}.values(), ids={**USES, **UNCOMPILED})
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_every_use_of_a_result_is_refused(use, mode):
+def test_every_use_of_a_result_is_refused(mode):
     norm = new_norm()
-    with mode(), pytest.raises((TypeError, AttributeError), match=REFUSAL):
-        use(norm(draw(2, D, seed=0)))
+    for name, use in {**USES, **UNCOMPILED}.items():
+        with mode(), pytest.raises((TypeError, AttributeError)) as refusal:
+            use(norm(draw(2, D, seed=0)))
+        assert re.search(REFUSAL, str(refusal.value)), name
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("use", ["h * 2", "norm", "cat"])  # an operator, a method, a function of torch
 def test_every_use_in_a_compiled_graph_is_refused(use):
     norm = new_norm()
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: use(norm(x)), backend="eager")
+    compiled = torch.compile(lambda x: USES[use](norm(x)), backend="eager")
     with pytest.raises((TypeError, AttributeError), match=REFUSAL):
         compiled(draw(2, D, seed=0))
 
 
-@pytest.mark.parametrize("use", [USES["[0]"], USES["h * 2"], USES["sum"]])
-def test_every_use_behind_the_end_of_a_graph_is_refused(use):
+def test_a_use_behind_the_end_of_a_graph_is_refused():
     torch._dynamo.reset()
-    compiled = torch.compile(use, backend="eager")
+    compiled = torch.compile(USES["h * 2"], backend="eager")
     with pytest.raises(TypeError, match=REFUSAL):
         compiled(new_norm()(draw(2, D, seed=0)))
 

@@ -7,7 +7,6 @@ import drill
 import judge
 import moments
 import pytest
-import report
 import torch
 import torch.distributed.checkpoint as dcp
 from moments import Saved
@@ -39,12 +38,6 @@ def test_a_kill_after_a_save_does_no_harm(tmp_path, capsys):
     assert kill["moment"] == "save ends" and kill["step"] >= 2 and kill["lost"] <= 3
     assert result["finished"] == [[]]
     assert printed.splitlines()[-1] == "1 runs reached their end; 1 have the losses and gradient norms of the reference"
-
-
-def test_moments_that_a_run_does_not_have_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        drill.main(["--moments", "upload"])
-    assert "--moments: upload is not among random, first save, save begins" in capsys.readouterr().err
 
 
 def test_what_a_folder_holds(tmp_path):
@@ -110,18 +103,3 @@ def test_damaged_checkpoints_are_noticed(checkpoints):
     found = judge.damaged(checkpoints, saved)
     assert found.keys() == {"step-3", "step-6"}
     assert found["step-6"] == f"step-6: {data.name} has other content than was saved"
-
-
-def test_the_table_counts_harm_by_moment():
-    kills = [
-        report.Kill("save", step=9, kept=6),
-        report.Kill("save", step=8, kept=0, failure="status 1", damaged=["step-6: gone"]),
-        report.Kill("purge", step=9, kept=9, vanished=6, differing=[7, 8]),
-    ]
-    assert [kill.is_harmless for kill in kills] == [True, False, False]
-    assert str(kills[0]) == "save: at step 9, newest checkpoint 6" and "HARM" in str(kills[1])
-    lines = [line.split() for line in report.table(kills, [[], [3]]).splitlines()]
-    assert lines[1] == ["purge", "1", "0.0", "0", "0", "0", "1", "2"]
-    assert lines[2] == ["save", "2", "5.5", "8", "1", "1", "0", "0"]
-    assert lines[3] == ["all", "3", "3.7", "8", "1", "1", "1", "2"]
-    assert " ".join(lines[4]).startswith("2 runs reached their end; 1 have")
