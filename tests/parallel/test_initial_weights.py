@@ -50,6 +50,29 @@ def test_a_weight_depends_on_seed_and_name_alone():
     assert not torch.equal(drawn(Model(), seed=8)["layers.a.weight"], whole["layers.a.weight"])
 
 
+# ``trunc_normal_`` draws other numbers since PyTorch 2.12 (findings/trunc_normal.sh).
+TRUNCATED = {
+    "2.11": [[0.0006088307, -0.0347971395, 0.0030064040], [0.0225691106, -0.0304391105, 0.0242880061]],
+    "2.12": [[0.0202648323, 0.0024356041, 0.0172395147], [-0.0219347663, -0.0020172938, 0.0355927423]],
+}
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the values are a CPU's")
+def test_a_seed_gives_the_same_truncated_numbers_from_pytorch_2_12_on():
+    class Truncated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.empty(64, 48)) for _ in range(2))
+
+        def init_weights(self):
+            nn.init.trunc_normal_(self.a, std=0.02)
+            nn.init.trunc_normal_(self.b, std=0.02, a=-0.06, b=0.06)
+
+    found = torch.stack([weight.flatten()[:3] for weight in drawn(Truncated()).values()])
+    is_old = torch.__version__.startswith("2.11.")
+    torch.testing.assert_close(found, torch.tensor(TRUNCATED["2.11" if is_old else "2.12"]), rtol=1e-6, atol=0)
+
+
 def test_wrappers_do_not_change_names():
     wrapped = Model()
     wrapped.layers["a"] = nn.ModuleDict({"_checkpoint_wrapped_module": wrapped.layers["a"]})
