@@ -37,6 +37,8 @@ FORMATS |= dict.fromkeys((".bin", ".idx"), "tokens")
 """Format by suffix. Files with any other suffix are plain text."""
 DATASETS_OWN = re.compile(r"dataset_info\.json|state\.json|cache-.*\.arrow")
 """Files of the library ``datasets`` beside those with a dataset's rows"""
+MEGATRONS_OWN = re.compile(r"[0-9a-f]{32}-.*-(description\.txt|\w+_index\.npy)|.*_indexmap_.*_idx\.npy")
+"""Files in which Megatron keeps the order of its samples, in a folder below its ``.bin`` file or beside it"""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 READ = f"formats are {', '.join(FORMATS)} and UTF-8 text; JSON and text also compressed ({', '.join(COMPRESSED)})"
@@ -159,6 +161,9 @@ class LocalFiles(Source):
             found = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(f for f in found if f.is_file() and not any(part.startswith(".") for part in f.parts[fixed:]))
         files = [f for f in files if not (DATASETS_OWN.fullmatch(f.name) and (f.parent / "state.json").exists())]
+        files = [f for f in files if not MEGATRONS_OWN.fullmatch(f.name)]
+        if not files and (tokens := Path(f"{path}.bin")).is_file():  # Megatron's prefix of both files
+            return [tokens]
         if not files:
             where = "" if given.is_absolute() else f" in the current folder, {Path.cwd()}"
             problem = "holds no files" if path.is_dir() else f"does not exist and matches no files{where}"

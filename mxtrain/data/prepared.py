@@ -44,7 +44,7 @@ from mxtrain.files import new_folder
 logger = logging.getLogger(__name__)
 
 # Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 
 
 def prepare(
