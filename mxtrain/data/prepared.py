@@ -222,6 +222,7 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
             raise _no_text(config, source)
     if source:
         counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "cut": source.cut}
+        counts["formats"] = dict(source.formats)
     report = TextReport(
         dataset=config.dataset,
         folder="",

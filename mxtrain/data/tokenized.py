@@ -72,14 +72,11 @@ def link_tokens(
 
 
 def _parts(link: Path, dtype: str, documents: np.ndarray, share: float, room: int) -> dict[str, list[TokenFile]]:
-    """Cut a file, of which at most ``room`` bytes are read, into training and validation, and these into parts.
-
-    ``documents``: where documents begin, in bytes. Validation begins with a document, if there are any.
-    """
+    """Cut a file, of which at most ``room`` bytes are read, into training and validation, and these into parts."""
     size = np.dtype(dtype).itemsize
     count, step = min(link.stat().st_size, room) // size, SHARD_BYTES // size
     end = count - int(count * share)
-    if len(documents):
+    if len(documents):  # the next one begins validation
         later = documents[np.searchsorted(documents, end * size) :][:1] // size
         end = min([count, *later.tolist()])
     spans = {"train": (0, end), "validation": (end, count)}

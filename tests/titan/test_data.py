@@ -48,7 +48,7 @@ def test_a_text_that_is_read_more_than_once_is_one_line(corpus, monkeypatch, ste
     has = prepare_from_job(config).train.count // 17 * 16
     ends = "each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
     more = f"the text has {has} tokens, and {steps} steps take {asked}: it is read {asked / has:.1f} times"
-    assert lines == [f"text: 1 documents, 0.0 MB; {ends}", *([more] if asked else [])]
+    assert lines == [f"text: 1 documents, 0.0 MB; files: 1 json; {ends}", *([more] if asked else [])]
 
 
 def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path):
