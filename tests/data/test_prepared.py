@@ -108,14 +108,17 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("name, write, format", KINDS)
-def test_the_same_rows_in_a_file_of_another_kind_are_the_same_tokens(corpus, tmp_path, name, write, format):
+def test_the_same_rows_in_a_file_of_another_kind_are_the_same_tokens(corpus, tmp_path):
     rows = [json.loads(line) | {"id": i} for i, line in enumerate(corpus.read_text().splitlines())]
     rows[3]["text"] = 'quoted "text",\n\n\twith a tab, ' + "and long, " * 20_000
     corpus.write_bytes(json_lines(rows))
-    (tmp_path / name).write_bytes(write(rows))
-    expected, prepared = (prepare(config_of(path), silent) for path in (corpus, tmp_path / name))
-    assert prepared.identity == expected.identity and f"; files: 1 {format}; each" in prepared.report.line
+    expected = prepare(config_of(corpus), silent)
+    assert rows[3]["text"] in texts(expected.train, expected.tokenizer)
+    for name, write, format in KINDS:
+        (tmp_path / name).write_bytes(write(rows))
+        prepared = prepare(config_of(tmp_path / name, tokenizer_path=str(expected.tokenizer)), silent)
+        assert prepared.identity == expected.identity, name
+        assert f"; files: 1 {format}; each" in prepared.report.line
 
 
 def test_json_of_one_row_and_text_that_looks_like_json_at_first(tmp_path):
