@@ -59,6 +59,8 @@ class Source:
     """Number of files or documents left out, by reason"""
     cut: dict[str, int] = {}
     """Bytes cut from each package that exceeded its share"""
+    formats: dict[str, int] = {}
+    """Number of files by the format in which they were read"""
     has_ids = False
     """Whether documents have shown to be token ids"""
     token_files: list[Path] = []

@@ -1,4 +1,4 @@
-"""Reads local JSONL, Parquet, Arrow and text files as training text, piece by piece: a file may exceed the memory.
+"""Reads local JSONL, CSV, Parquet, Arrow and text files as training text, piece by piece: a file may exceed the memory.
 
 A column of integer lists holds documents that are tokenized already. ``tokenized.py`` reads files of ids only.
 
@@ -13,15 +13,20 @@ names no line of an error.
 """
 
 import bz2
+import csv
 import glob
 import gzip
 import lzma
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
 from typing import TextIO
 
@@ -33,19 +38,28 @@ from mxtrain.errors import ConfigError
 from mxtrain.json_toml import parse
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
-FORMATS |= dict.fromkeys((".bin", ".idx"), "tokens")
-"""Format by suffix. Files with any other suffix are plain text."""
+FORMATS |= {".feather": "arrow", ".csv": "csv", ".tsv": "csv", ".bin": "tokens", ".idx": "tokens"}
+"""Format by suffix. Files with any other suffix are JSON Lines or plain text, as their content says."""
+NOT_TEXT = {
+    r"PK\x03\x04|7z\ufffd\ufffd|Rar!\x1a|.{157,257}ustar": "an archive: unpack it",
+    r"PAR1\x15|ARROW1\0": "a table: rename it to .parquet or .arrow",
+    r"\ufffdNUMPY": "a NumPy file: write its ids with ids.tofile('text.bin')",
+    r"[^\0]*\0": "no UTF-8 text: it has zero bytes",
+}
+"""How files begin that are no text, and what they are. "\\ufffd" stands for a byte that is not UTF-8"""
 DATASETS_OWN = re.compile(r"dataset_info\.json|state\.json|cache-.*\.arrow")
 """Files of the library ``datasets`` beside those with a dataset's rows"""
+MEGATRONS_OWN = re.compile(r"[0-9a-f]{32}-.*-(description\.txt|\w+_index\.npy)|.*_indexmap_.*_idx\.npy")
+"""Files in which Megatron keeps the order of its samples, in a folder below its ``.bin`` file or beside it"""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 READ = f"formats are {', '.join(FORMATS)} and UTF-8 text; JSON and text also compressed ({', '.join(COMPRESSED)})"
 
 
-def _open_zstd(file: Path, mode: str, encoding: str) -> TextIO:
+def _open_zstd(file: Path, mode: str, **text) -> TextIO:
     import pyarrow
 
-    return TextIOWrapper(pyarrow.input_stream(str(file), compression="zstd"), encoding=encoding)
+    return TextIOWrapper(pyarrow.input_stream(str(file), compression="zstd"), **text)
 
 
 # First bytes of a compressed file -> the function that opens it.
@@ -53,7 +67,7 @@ COMPRESSIONS = {
     rb"\x1f\x8b": gzip.open,
     rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.open,  # the second one: an empty text
     rb"\xfd7zXZ\x00": lzma.open,
-    rb"\x28\xb5\x2f\xfd": _open_zstd,
+    rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18": _open_zstd,  # the second one: a skippable frame, as pzstd writes
 }
 
 # Longer text files are cut at line ends into documents of about this size, so that they need not fit into the memory.
@@ -107,31 +121,33 @@ class LocalFiles(Source):
                 yield document
 
     def _all_documents(self) -> Iterator[Document]:
-        column, keeps_together = TextColumn(self._config.text_key), self._format == "text" and len(self._files) > 1
-        for file in self._files:
-            first = None
-            try:
-                for text in self._texts(file, column):
+        column, formats, format = TextColumn(self._config.text_key), [], self._format
+        try:
+            for file in self._files:  # before any document: an archive may come last
+                formats.append(text_format(file, column.text_key) if format == "text" else format)
+            self.formats = Counter(formats)
+            for file, format in zip(self._files, formats):
+                first = None
+                for text in self._texts(file, format, column):
                     if isinstance(text, np.ndarray):
                         self.has_ids = True
                         require_ids(text, self.vocabulary)
                         yield Document(sha256(text.astype("<u4")).hexdigest(), text)
                         continue
                     first = text if first is None else first
-                    yield Document(text, text, first if keeps_together else "")
-            except Exception as error:  # each format's reader raises its own types
-                formats = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
-                raise ConfigError(
-                    f"{self.setting}: cannot read {file} as {self._format}: {one_line(error)}{formats}"
-                ) from error
+                    yield Document(text, text, first if format == "text" and len(self._files) > 1 else "")
+        except Exception as error:  # each format's reader raises its own types
+            known = f"; {READ}" if isinstance(error, UnicodeDecodeError) else ""
+            raise ConfigError(f"{self.setting}: cannot read {file} as {format}: {one_line(error)}{known}") from error
         column.require_text()
 
-    def _texts(self, file: Path, column: TextColumn) -> Iterator[str | np.ndarray]:
-        if self._format == "text":
+    def _texts(self, file: Path, format: str, column: TextColumn) -> Iterator[str | np.ndarray]:
+        if format == "text":
             with open_text(file) as opened:
                 yield from split_lines(opened, PIECE_CHARACTERS)
             return
-        for row in json_rows(file) if self._format == "json" else table_rows(file, column.text_key):
+        rows = {"json": json_rows, "csv": csv_rows}.get(format) or partial(table_rows, key=column.text_key)
+        for row in rows(file):
             if isinstance(ids := row.get(column.text_key), np.ndarray):
                 yield ids
             elif (text := column.text_of(row, str(file))) is not None:
@@ -159,6 +175,9 @@ class LocalFiles(Source):
             found = map(Path, glob.glob(str(path), recursive=True))
         files = sorted(f for f in found if f.is_file() and not any(part.startswith(".") for part in f.parts[fixed:]))
         files = [f for f in files if not (DATASETS_OWN.fullmatch(f.name) and (f.parent / "state.json").exists())]
+        files = [f for f in files if not MEGATRONS_OWN.fullmatch(f.name)]
+        if not files and (tokens := Path(f"{path}.bin")).is_file():  # Megatron's prefix of both files
+            return [tokens]
         if not files:
             where = "" if given.is_absolute() else f" in the current folder, {Path.cwd()}"
             problem = "holds no files" if path.is_dir() else f"does not exist and matches no files{where}"
@@ -200,7 +219,21 @@ def _files_in(folder: Path, around: frozenset[str] = frozenset()) -> Iterator[Pa
             yield from _files_in(path, around | {real})
 
 
-def open_text(file: Path) -> TextIO:
+def text_format(file: Path, key: str) -> str:
+    """Return "json" for JSON Lines, else "text", whatever the file's name is. Raises ValueError for other content."""
+    with open_text(file, errors="replace") as opened:
+        start = opened.read(1 << 12)
+    for pattern, kind in NOT_TEXT.items():
+        if re.match(pattern, start, re.DOTALL):
+            raise ValueError(f"it is {kind}")
+    if start.lstrip().startswith("{"):
+        with suppress(ValueError):
+            first, *others = islice(json_rows(file), 2)
+            return "json" if others or key in first else "text"  # other JSON may be a single object in a line, too
+    return "text"
+
+
+def open_text(file: Path, errors: str = "strict") -> TextIO:
     """Open a UTF-8 text file, plain or compressed with gzip, bzip2, xz or zstd. Every line end is read as "\\n".
 
     A byte order mark at the start is not part of the text.
@@ -208,7 +241,7 @@ def open_text(file: Path) -> TextIO:
     with file.open("rb") as raw:
         start = raw.read(16)
     opener = next((opener for magic, opener in COMPRESSIONS.items() if re.match(magic, start)), open)
-    return opener(file, "rt", encoding="utf-8-sig")
+    return opener(file, "rt", encoding="utf-8-sig", errors=errors)
 
 
 def split_lines(file: TextIO, size: int) -> Iterator[str]:
@@ -254,6 +287,13 @@ def _json_values(opened: TextIO) -> Iterator[tuple[str, object]]:
             raise ValueError(f"line {number}: {error}") from error
 
 
+def csv_rows(file: Path) -> Iterator[dict]:
+    """Yield the rows of a file with a header and values between commas, or between tabs in ``.tsv``."""
+    csv.field_size_limit(sys.maxsize)
+    with open_text(file) as opened:
+        yield from csv.DictReader(opened, delimiter="\t" if _suffix(file) == ".tsv" else ",", strict=True)
+
+
 def table_rows(file: Path, key: str) -> Iterator[dict]:
     """Yield rows with the column ``key`` alone, or, in a file without it, with the names of all columns.
 
@@ -267,7 +307,11 @@ def table_rows(file: Path, key: str) -> Iterator[dict]:
             parquet = pa.parquet.ParquetFile(opened)
             schema = parquet.schema_arrow
             batches = parquet.iter_batches(1000, columns=[key] if key in schema.names else [])
+        elif opened.read(6) == b"ARROW1":  # Arrow's file format, which Feather has, too
+            arrow = pa.ipc.open_file(opened)
+            schema, batches = arrow.schema, map(arrow.get_batch, range(arrow.num_record_batches))
         else:
+            opened.seek(0)
             batches = pa.ipc.open_stream(opened)
             schema = batches.schema
         kind = schema.field(key).type if key in schema.names else None

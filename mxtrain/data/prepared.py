@@ -44,7 +44,7 @@ from mxtrain.files import new_folder
 logger = logging.getLogger(__name__)
 
 # Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 
 
 def prepare(
@@ -222,6 +222,7 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
             raise _no_text(config, source)
     if source:
         counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "cut": source.cut}
+        counts["formats"] = dict(source.formats)
     report = TextReport(
         dataset=config.dataset,
         folder="",

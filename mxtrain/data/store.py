@@ -72,6 +72,8 @@ class TextReport:
     """Files or documents left out, by reason: "duplicate", "machine-made", "over the package share", ..."""
     cut: dict[str, int] = field(default_factory=dict)
     """Bytes cut from each package that exceeded its share"""
+    formats: dict[str, int] = field(default_factory=dict)
+    """Number of files by the format in which they were read"""
     separators: str = ""
     """Which tokens separate documents, in words, or that they were tokenized before; "" if none do"""
 
@@ -81,18 +83,19 @@ class TextReport:
         tokens = f"{self.train_tokens + self.validation_tokens:,} tokens"  # where documents do not show
         text = "streamed" if self.streamed else f"{self.documents:,} documents" if self.documents else tokens
         text += f", {megabytes(self.bytes)}" if self.bytes else ""
+        text += f"; files: {_in_words(self.formats)}" if self.formats else ""
         text += f"; each document {self.separators}" if self.separators else ""
-        return text + (f"; left out: {self._left_out}" if self._left_out else "")
-
-    @property
-    def _left_out(self) -> str:
-        return ", ".join(f"{count:,} {reason}" for reason, count in self.dropped.items() if count)
+        return text + (f"; left out: {_in_words(self.dropped)}" if any(self.dropped.values()) else "")
 
     def __str__(self) -> str:
         cut = ", ".join(f"{name} by {megabytes(size)}" for name, size in self.cut.items())
-        rows = vars(self) | {"dropped": self._left_out, "cut": cut}
+        rows = vars(self) | {"dropped": _in_words(self.dropped), "cut": cut, "formats": _in_words(self.formats)}
         texts = {name: f"{value:,}" if type(value) is int else value for name, value in rows.items() if value}
         return "\n".join(f"{name.replace('_', ' '):<20}  {text}" for name, text in texts.items())
+
+
+def _in_words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
 
 
 @dataclass(frozen=True)

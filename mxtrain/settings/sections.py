@@ -307,7 +307,7 @@ class Data:
     seed: NotNegative = 0
     """Seed of the order of the documents"""
     text_key: str = "text"
-    """Column or key of the text in JSONL, Parquet, Arrow and Hugging Face datasets, or of token ids"""
+    """Column or key of the text in JSONL, CSV, Parquet, Arrow and Hugging Face datasets, or of token ids"""
     hf_config: str | None = None
     """
     "hf": configuration of the dataset, such as "en" for allenai/c4

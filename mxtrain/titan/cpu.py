@@ -9,7 +9,9 @@ import math
 import os
 import platform
 import re
+import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,8 +48,11 @@ def keep_freed_memory() -> None:
 
 def _memory_stats(device=None) -> dict[str, int]:
     """Peak resident set in bytes since the process started, under the names of the CUDA allocator's statistics."""
-    # ``ru_maxrss`` would include the parent process's peak.
-    peak = int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    found = None
+    with suppress(OSError):  # without /proc
+        found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())  # gVisor lacks the line
+    # ``ru_maxrss`` may include the parent process's peak.
+    peak = int(found[1] if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
     return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
 

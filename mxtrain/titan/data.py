@@ -43,7 +43,11 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
         setting = f"the tokenizer of data.prepared = {job_config.data.prepared!r}"
         _require_fitting_tokenizer(folder, job_config, setting)
     tokenizer = engine().hugging_face_tokenizer(str(folder))
-    tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, _ = load_tokenizer(folder)  # as for prepared text
+    tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, size = load_tokenizer(folder)  # as for prepared text
+    rows = engine().vocab_size(job_config)
+    if size < rows and is_first():
+        unused = f"{rows - size:,} have no token; data.vocab_size = {size} drops them"
+        note(f"tokenizer {size:,}, model {rows:,} rows: {unused}")
     tokenizer.hf_adds_bos = tokenizer.hf_adds_eos = False
     return tokenizer
 

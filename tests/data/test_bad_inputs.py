@@ -2,9 +2,12 @@
 
 import bz2
 import gzip
+import io
 import json
+import tarfile
 from contextlib import contextmanager
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -39,6 +42,22 @@ def test_max_bytes_does_not_apply_to_a_stream(dataset):
         DataConfig(dataset=dataset, path="some/set", max_bytes=5)
 
 
+def tar(content: bytes) -> bytes:
+    """Return an archive in which all bytes are UTF-8."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo("wiki.jsonl")
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def npy(ids: list[int]) -> bytes:
+    saved = io.BytesIO()
+    np.save(saved, np.array(ids, "<u2"))
+    return saved.getvalue()
+
+
 GOOD = b"some text\n"
 LINE = b'{"text": "some text"}\n'
 PARQUET = {"body": ["some text"], "id": [1]}
@@ -59,7 +78,27 @@ FILES = [
         "mixes formats (1 .txt, 1 .jsonl); select one with a glob such as '**/*.jsonl'",
     ),
     ({"a.txt": b"caf\xe9 au lait"}, "a.txt", {}, "cannot read {path} as text: 'utf-8' codec can't decode"),
-    ({"a.doc": b"\xff" * 4}, "a.doc", {}, "; formats are .jsonl, .ndjson, .json, .parquet, .arrow, .bin, .idx and"),
+    (
+        {"a.doc": b"\xff" * 4},
+        "a.doc",
+        {},
+        "; formats are .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv,",
+    ),
+    (
+        {"in/0": GOOD, "in/wiki.tar": tar(LINE)},
+        "in",
+        {},
+        "cannot read {path}/wiki.tar as text: it is an archive: unpack",
+    ),
+    ({"wiki.tgz": gzip.compress(tar(LINE))}, "wiki.tgz", {}, "cannot read {path} as text: it is an archive: unpack it"),
+    ({"a.zip": b"PK\x03\x04"}, "a.zip", {}, "cannot read {path} as text: it is an archive: unpack it"),
+    ({"a.npy": npy([1, 2])}, "a.npy", {}, "it is a NumPy file: write its ids with ids.tofile('text.bin')"),
+    ({"a.pq": PARQUET}, "a.pq", {}, "cannot read {path} as text: it is a table: rename it to .parquet or .arrow"),
+    ({"a.txt": GOOD.decode().encode("utf-16")}, "a.txt", {}, "as text: it is no UTF-8 text: it has zero bytes"),
+    ({"a.csv": b"id,story\n1,some text\n"}, "a.csv", {}, "'text' is not a column of {path}, which has: id, story"),
+    ({"a.csv": b'text\n"some "quoted" text"\n'}, "a.csv", {}, "cannot read {path} as csv: ',' expected after '\"'"),
+    ({"RC_1": b'{"body": "a"}\n{"body": "b"}\n'}, "RC_1", {}, "'text' is not a column of {path}, which has: body"),
+    ({"in/wiki.jsonl.00": 2 * LINE + LINE[:9], "in/wiki.jsonl.01": LINE[9:]}, "in", {}, ".00 as json: line 3: Expect"),
     ({"a.gz": gzip.compress(GOOD * 999)[:40]}, "a.gz", {}, "cannot read {path} as text: Compressed file ended"),
     ({"a.bz2": bz2.compress(GOOD)[:20]}, "a.bz2", {}, "cannot read {path} as text: Compressed file ended"),
     ({"a.jsonl": LINE + b"nope\n"}, "a.jsonl", {}, "cannot read {path} as json: line 2: Expecting value"),

@@ -1,10 +1,16 @@
+import bz2
+import csv
 import gzip
+import io
 import json
 import os
 import shutil
+import struct
 
+import pyarrow as pa
 import pytest
 from filelock import FileLock
+from pyarrow import feather
 
 from mxtrain.data import DataConfig, documents, prepare
 from mxtrain.data import prepared as prepared_module
@@ -45,6 +51,91 @@ def test_local_text_is_split_and_tokenized(corpus, prose, cache):
     assert report.vocab_size == report.requested_vocab_size == 300
     assert report.folder == str(prepared.tokenizer.parent) and prepared.tokenizer.is_relative_to(cache)
     assert "documents             30\n" in str(report)
+
+
+def arrow(write):
+    """Return a function that writes rows as a table with the function ``write`` of pyarrow."""
+
+    def bytes_of(rows) -> bytes:
+        table, out = pa.Table.from_pylist(rows), pa.BufferOutputStream()
+        write(out, table)
+        return out.getvalue().to_pybytes()
+
+    return bytes_of
+
+
+def stream(out, table):
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table, 7)
+
+
+def file(out, table):
+    with pa.ipc.new_file(out, table.schema) as writer:
+        writer.write_table(table, 7)
+
+
+def json_lines(rows) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def values(delimiter: str):
+    def bytes_of(rows) -> bytes:
+        out = io.StringIO()
+        writer = csv.DictWriter(out, rows[0].keys(), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+        return out.getvalue().encode()
+
+    return bytes_of
+
+
+def zstd(content: bytes) -> bytes:
+    """Pack as pzstd does: frames of parts, each after a frame that other readers skip."""
+    skipped, middle = struct.pack("<III", 0x184D2A50, 4, 0), len(content) // 2
+    parts = content[:middle], content[middle:]
+    return b"".join(skipped + pa.compress(part, codec="zstd", asbytes=True) for part in parts)
+
+
+KINDS = [
+    ("RC_2023-01.zst", lambda rows: zstd(json_lines(rows)), "json"),
+    ("wiki.jsonl.00", json_lines, "json"),
+    ("wiki", lambda rows: bz2.compress(json_lines(rows)), "json"),
+    ("a.csv", values(","), "csv"),
+    ("a.tsv.gz", lambda rows: gzip.compress(values("\t")(rows)), "csv"),
+    ("a.feather", arrow(lambda out, table: feather.write_feather(table, out, "lz4", 7)), "arrow"),
+    ("a.arrow", arrow(file), "arrow"),
+    ("b.arrow", arrow(stream), "arrow"),
+]
+
+
+def test_the_same_rows_in_a_file_of_another_kind_are_the_same_tokens(corpus, tmp_path):
+    rows = [json.loads(line) | {"id": i} for i, line in enumerate(corpus.read_text().splitlines())]
+    rows[3]["text"] = 'quoted "text",\n\n\twith a tab, ' + "and long, " * 20_000
+    corpus.write_bytes(json_lines(rows))
+    expected = prepare(config_of(corpus), silent)
+    assert rows[3]["text"] in texts(expected.train, expected.tokenizer)
+    for name, write, format in KINDS:
+        (tmp_path / name).write_bytes(write(rows))
+        prepared = prepare(config_of(tmp_path / name, tokenizer_path=str(expected.tokenizer)), silent)
+        assert prepared.identity == expected.identity, name
+        assert f"; files: 1 {format}; each" in prepared.report.line
+
+
+def test_json_of_one_row_and_text_that_looks_like_json_at_first(tmp_path):
+    """A file of one row is JSON Lines if the row has the text; other JSON is text among texts."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, content in (
+        ("a", '{"text": "one row"}'),
+        ("b", '{"lint": true}\n'),
+        ("c.txt", '{\n"text": "of several lines"\n}\n'),
+        ("d.txt", "{} is empty\n{} too\n"),
+    ):
+        (folder / name).write_text(content)
+    prepared = prepare(config_of(folder, validation_share=0.0), silent)
+    expected = ["one row", '{"lint": true}\n', '{\n"text": "of several lines"\n}\n', "{} is empty\n{} too\n"]
+    assert texts(prepared.train, prepared.tokenizer) == expected
+    assert "; files: 1 json, 3 text; " in prepared.report.line
 
 
 def test_a_build_reports_its_progress_and_the_second_call_loads_without_building(corpus, monkeypatch):

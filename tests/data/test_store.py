@@ -82,6 +82,7 @@ def test_report_of_a_tokenized_text():
         validation_tokens=46_623,
         dropped={"duplicate": 19, "machine-made": 22, "unreadable": 0},
         separators="begins with '<s>'",
+        formats={"json": 1_000, "text": 790},
         cut={"a": 6_000_000, "b": 500_000},
     )
     assert str(report).splitlines() == [
@@ -97,10 +98,11 @@ def test_report_of_a_tokenized_text():
         "validation tokens     46,623",
         "dropped               19 duplicate, 22 machine-made",
         "cut                   a by 6.0 MB, b by 0.5 MB",
+        "formats               1,000 json, 790 text",
         "separators            begins with '<s>'",
     ]
-    said = "1,717 documents, 30.5 MB; each document begins with '<s>'; left out: 19 duplicate, 22 machine-made"
-    assert report.line == said
+    files = "1,717 documents, 30.5 MB; files: 1,000 json, 790 text"
+    assert report.line == f"{files}; each document begins with '<s>'; left out: 19 duplicate, 22 machine-made"
 
 
 # Damage

@@ -3,6 +3,7 @@
 import os
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,14 +48,14 @@ def flat(folder, dtype, ids=IDS) -> Path:
     return folder / "text.bin"
 
 
-def megatron(folder, dtype, documents=DOCUMENTS, code=None) -> Path:
-    """Write the two files as Megatron-LM's IndexedDatasetBuilder does."""
-    lengths = np.array([len(document) for document in documents], "<i4")
+def megatron(folder, dtype, sequences=DOCUMENTS, code=None, ends=None) -> Path:
+    """Write the two files as Megatron-LM's IndexedDatasetBuilder does. ``ends``: of documents, which begin at 0."""
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
     places = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(dtype).itemsize
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code or CODES[dtype], len(documents), len(documents) + 1)
-    ends = np.arange(len(documents) + 1, dtype="<i8")
-    (folder / "text.idx").write_bytes(header + lengths.tobytes() + places.tobytes() + ends.tobytes())
-    return flat(folder, dtype, sum(documents, []))
+    marks = np.array(ends or range(len(sequences) + 1), "<i8")
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code or CODES[dtype], len(sequences), len(marks))
+    (folder / "text.idx").write_bytes(header + lengths.tobytes() + places.tobytes() + marks.tobytes())
+    return flat(folder, dtype, sum(sequences, []))
 
 
 def config(path, tokenizer, **fields) -> DataConfig:
@@ -93,6 +94,51 @@ def test_files_of_ids_stay_where_they_lie(texts, tokenizer, write, dtype, small_
     assert again.train.open()[:].tolist() == IDS and again.validation.count == 0
     os.utime(texts / ("text.idx" if write is megatron else "text.bin"), (0, 0))
     assert prepared_from(path, tokenizer).folder != prepared.folder
+
+
+@pytest.mark.parametrize(
+    "ends, documents, held_out, begin",
+    [
+        ([*range(0, 101, 5)], 20, 2, 90),
+        ([0, 0, 50, 88, 88, 93, 100], 4, 1, 93),  # two documents are empty
+        ([*range(0, 96, 5)], 20, 2, 90),  # the last one was not ended
+        ([0, 50, 100], 2, 0, 100),  # the last one is longer than the share
+    ],
+)
+def test_megatrons_documents_of_several_sequences_stay_whole(texts, tokenizer, ends, documents, held_out, begin):
+    prepared = prepared_from(megatron(texts, "<u2", ends=ends), tokenizer)
+    assert (prepared.report.documents, prepared.report.validation_documents) == (documents, held_out)
+    assert prepared.train.open()[:].tolist() == sum(DOCUMENTS[:begin], [])
+    assert prepared.validation.open()[:].tolist() == sum(DOCUMENTS[begin:], [])
+
+
+CACHED = [f"{'0123456789abcdef' * 2}-GPTDataset-train-{part}" for part in ("document_index.npy", "description.txt")]
+
+
+@pytest.mark.parametrize("path", ["text.bin", "text", ""])
+def test_megatrons_prefix_and_its_files_of_sample_orders(texts, tokenizer, path):
+    megatron(texts, "<u2")
+    expected = prepared_from(texts / "text.idx", tokenizer)
+    orders = texts / "text/cache/GPTDataset_indices"
+    for order in [*(orders / name for name in CACHED), texts / "text_train_indexmap_9ns_16sl_1s_doc_idx.npy"]:
+        order.parent.mkdir(parents=True, exist_ok=True)
+        order.write_bytes(b"")
+    prepared = prepared_from(texts / path, tokenizer)
+    assert prepared.identity == expected.identity and prepared.report == replace(
+        expected.report, folder=str(prepared.folder)
+    )
+
+
+@pytest.mark.parametrize("write", [flat, megatron])
+def test_an_empty_file_among_others(texts, tokenizer, write):
+    expected = prepared_from(write(texts, "<i4"), tokenizer)
+    for name in ("a", "b"):
+        (texts / f"{name}.bin").write_bytes(b"")
+    nothing = texts / "nothing"
+    nothing.mkdir()
+    megatron(nothing, "<i4", [])
+    prepared = prepared_from(texts, tokenizer)
+    assert prepared.identity == expected.identity and prepared.report.dropped == {"empty": 3}
 
 
 @pytest.mark.parametrize("kind", ["saved", "parquet", "large lists"])
@@ -275,9 +321,13 @@ BAD = [
     (places(lambda numbers: numbers.__iadd__(numbers == 0)), "text.idx leaves out a part of it"),
     (places(lambda numbers: numbers.__setitem__(7, 0)), "text.idx leaves out a part of it"),
     (cut(megatron, 100), f"text.bin as token ids: it has 100 bytes, and text.idx describes {2 * len(IDS):,}"),
-    (lambda folder: megatron(folder, "<u2", []), "text.bin as token ids: it has 0 bytes, and text.idx describes 0"),
+    (lambda folder: megatron(folder, "<u2", []), "training.dataset_path = '{folder}/text.bin' holds no token ids"),
     (cut(flat, 101), "text.bin as token ids: 101 bytes are not a number of ids of type <u2"),
-    (cut(flat, 0), "text.bin as token ids: 0 bytes are not a number of ids"),
+    (cut(flat, 0), "training.dataset_path = '{folder}/text.bin' holds no token ids"),
+    (cut(megatron, 0), f"text.bin as token ids: it has 0 bytes, and text.idx describes {2 * len(IDS):,}"),
+    (index(lambda content: content[:-8]), "text.bin as token ids: mmap length is greater than file size"),
+    (lambda folder: megatron(folder, "<u2", ends=[0, 9, 5, 100]), "text.idx has documents in another order"),
+    (lambda folder: megatron(folder, "<u2", ends=[0, 101]), "in another order, or more sequences in them than there"),
     (two_types, "mixes ids of types <u2, <u4"),
     (packed, "text.bin.gz is compressed: unpack it"),
 ]

@@ -48,14 +48,21 @@ def test_a_text_that_is_read_more_than_once_is_one_line(corpus, monkeypatch, ste
     has = prepare_from_job(config).train.count // 17 * 16
     ends = "each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
     more = f"the text has {has} tokens, and {steps} steps take {asked}: it is read {asked / has:.1f} times"
-    assert lines == [f"text: 1 documents, 0.0 MB; {ends}", *([more] if asked else [])]
+    assert lines == [f"text: 1 documents, 0.0 MB; files: 1 json; {ends}", *([more] if asked else [])]
 
 
-def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path):
+def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(titan_data, "note", lines.append)
     folder = prepare_from_job(files_job(corpus)).tokenizer
     config = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=0")
     assert prepare_from_job(config).tokenizer == folder
     assert build_tokenizer(config).get_vocab_size() == VOCABULARY
+    line = "tokenizer 300, model 2,048 rows: 1,748 have no token; data.vocab_size = 300 drops them"
+    assert lines == [line]  # 0 stands for the flavor's size
+    config.data.vocab_size = VOCABULARY
+    build_tokenizer(config)
+    assert lines == [line]
     small = files_job(tmp_path / "no text", f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
     # Before any text is read.
     with pytest.raises(ConfigError, match="model.hf_assets_path = .* has 300 tokens, more than the model's 290"):
