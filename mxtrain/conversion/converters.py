@@ -104,8 +104,8 @@ class Converter(ABC):
 class MXLinearConverter(Converter):
     """Every linear becomes an MXLinear, and TorchTitan's stacked experts become QuantizedExperts.
 
-    Norms, the gates of routers and layers that share their weights stay, and so do experts with a recipe that has NVFP4
-    in any GEMM where the mode is native.
+    Norms, the gates of routers, layers that share their weights and layers with features that no block divides stay,
+    and so do experts with a recipe that has NVFP4 in any GEMM where the mode is native.
 
     Attributes:
         filter_fqns: patterns of modules to keep. None keeps the model's output head.
@@ -125,6 +125,9 @@ class MXLinearConverter(Converter):
     """
 
     name: ClassVar[str] = "mx_linear"
+    # Whether features that no block divides are an error, as in a model whose sizes are settings. A single feature, as
+    # of the gate of a shared expert, is none. No annotation here: it is no setting.
+    refuses_odd_sizes = False
 
     recipe: str | LinearRecipe = "mxfp8"
     recipes: Mapping[str, str | LinearRecipe] = field(default_factory=dict)
@@ -210,6 +213,13 @@ class MXLinearConverter(Converter):
                 for fqn in survey.experts
                 if has_nvfp4(recipe_of[fqn])
             }
+        for fqn, layer in layers.items():
+            try:
+                check_features(layer.in_features, layer.out_features, recipe_of[fqn])
+            except ConfigError as error:
+                is_single = 1 in (layer.in_features, layer.out_features)
+                if layer.why_it_stays is None and (is_single or not self.refuses_odd_sizes):
+                    high_precision.setdefault(fqn, str(error))
         kept = self._last_blocks(survey) | dict.fromkeys(heads, "is the output head") | self._kept(survey)
         return recipe_of, high_precision | kept
 

@@ -129,6 +129,7 @@ class QuantizingConverter(TitanConverter):
 
     def __init__(self, name: str, job_config, parallel_dims=None):
         super().__init__(name, job_config)
+        self.converter.refuses_odd_sizes = True
         self._diagnostics = job_config.mxnorm.diagnostics
         self._entries = schedule_in(job_config)
         _, self._fallback = guard_in(job_config) or (None, None)
