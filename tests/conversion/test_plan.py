@@ -245,9 +245,10 @@ def test_the_last_pattern_that_matches_a_linear_wins():
     ("share", "blocks", "count"), [(0.15, 12, 2), (0.15, 32, 5), (0.15, 3, 0), (0.5, 3, 2), (0.0, 4, 0), (0.34, 3, 1)]
 )
 def test_a_share_of_the_blocks_is_rounded_to_nearest(share, blocks, count):
-    kept = plan(stack(blocks), "mx_linear", high_precision_share=share).skipped
+    result = plan(stack(blocks), "mx_linear", high_precision_share=share)
     reason = f"in the last {count} of {blocks} blocks (high_precision_share = {share})"
-    assert kept == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}
+    assert result.skipped == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}
+    assert result.blocks == (f"high_precision_share = {share} keeps {count} of {blocks} blocks" if share else "")
 
 
 def test_a_block_whose_name_begins_as_a_kept_one_is_not_kept():
