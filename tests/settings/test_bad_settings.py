@@ -172,7 +172,7 @@ FLAGS = {
     "--model.hf_assets_path=/no/such": ["model.hf_assets_path = '/no/such'"],
     "--model.hf_assets_path=.": ["model.hf_assets_path = '.'", "tokenizer.json"],
     # A machine with one process and no GPU
-    "--parallelism.tensor_parallel_degree=2": ["parallelism.data_parallel_shard_degree = -1", "1 process", "tensor 2"],
+    "--parallelism.tensor_parallel_degree=2": ["parallelism.tensor_parallel_degree = 2 ", "1 process", "tensor 2"],
     "--parallelism.data_parallel_shard_degree=4": ["parallelism.data_parallel_shard_degree = 4", "1 process"],
     "--profiling.enable_memory_snapshot": ["profiling.enable_memory_snapshot = True", "GPU"],
 }  # fmt: skip
