@@ -104,8 +104,8 @@ class Converter(ABC):
 class MXLinearConverter(Converter):
     """Every linear becomes an MXLinear, and TorchTitan's stacked experts become QuantizedExperts.
 
-    Norms, the gates of routers and layers that share their weights stay, and so do experts with a recipe that has NVFP4
-    in any GEMM where the mode is native.
+    Norms, the gates of routers, layers that share their weights and layers with features that no block divides stay,
+    and so do experts with a recipe that has NVFP4 in any GEMM where the mode is native.
 
     Attributes:
         filter_fqns: patterns of modules to keep. None keeps the model's output head.
@@ -125,6 +125,9 @@ class MXLinearConverter(Converter):
     """
 
     name: ClassVar[str] = "mx_linear"
+    # Whether features that no block divides are an error, as where sizes are settings; a single one, such as that of a
+    # shared expert's gate, is none. This is no setting, so it has no annotation.
+    refuses_odd_sizes = False
 
     recipe: str | LinearRecipe = "mxfp8"
     recipes: Mapping[str, str | LinearRecipe] = field(default_factory=dict)
@@ -171,7 +174,8 @@ class MXLinearConverter(Converter):
         self._check_dtypes(survey, swaps)
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
-        return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey))
+        _, share = self._last_blocks(survey)
+        return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey), share)
 
     def _plan_norms(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
@@ -210,21 +214,32 @@ class MXLinearConverter(Converter):
                 for fqn in survey.experts
                 if has_nvfp4(recipe_of[fqn])
             }
-        kept = self._last_blocks(survey) | dict.fromkeys(heads, "is the output head") | self._kept(survey)
+        for fqn, layer in layers.items():
+            try:
+                check_features(layer.in_features, layer.out_features, recipe_of[fqn])
+            except ConfigError as error:
+                is_single = 1 in (layer.in_features, layer.out_features)
+                if layer.why_it_stays is None and (is_single or not self.refuses_odd_sizes):
+                    high_precision.setdefault(fqn, str(error))
+        last, _ = self._last_blocks(survey)
+        kept = last | dict.fromkeys(heads, "is the output head") | self._kept(survey)
         return recipe_of, high_precision | kept
 
-    def _last_blocks(self, survey: Survey) -> dict[str, str]:
-        """The last ``high_precision_share`` of the blocks, and everything in them -> the reason to keep them."""
-        if self.high_precision_share and not survey.blocks:
-            raise ConfigError(
-                f"high_precision_share = {self.high_precision_share} finds no blocks in this {survey.kind}: name the "
-                "modules to keep in filter_fqns"
-            )
+    def _last_blocks(self, survey: Survey) -> tuple[dict[str, str], str]:
+        """All modules of the last ``high_precision_share`` of the blocks -> the reason to stay; the share in words."""
         share, blocks = self.default_recipe.high_precision_share, survey.blocks
+        setting = f"high_precision_share = {share}"
+        if share and not blocks:
+            names = f"name the modules to keep in filter_fqns{self._and_heads(survey)}"
+            line = f"{setting} finds no blocks in this {survey.kind}: {names}"
+            if self.high_precision_share:
+                raise ConfigError(line)
+            return {}, line
         count = math.floor(share * len(blocks) + 0.5)
-        reason = f"in the last {count} of {len(blocks)} blocks (high_precision_share = {share})"
+        words = f"{count} of {len(blocks)} blocks"
         last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
-        return {fqn: reason for fqn in survey.names.values() if f"{fqn}.".startswith(last)}
+        kept = [fqn for fqn in survey.names.values() if f"{fqn}.".startswith(last)]
+        return dict.fromkeys(kept, f"in the last {words} ({setting})"), f"{setting} keeps {words}" if share else ""
 
     def _plan_layers(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str]

@@ -125,6 +125,7 @@ class Plan:
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
         execution: the execution mode in words; None for converters without modes.
+        blocks: how many ``high_precision_share`` keeps, in words; "" for a share of 0.
         note: what the survey could not see, in words; "" for nothing.
     """
 
@@ -133,6 +134,7 @@ class Plan:
     recipe: LinearRecipe | None = None
     weights: Mapping[str, WeightUse] = field(default_factory=dict)
     execution: str | None = None
+    blocks: str = ""
     note: str = ""
 
     def _swaps_to(self, kind: type) -> dict[str, Swap]:
@@ -224,7 +226,7 @@ class Plan:
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
         kinds = Counter(swap.norm.recognised for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
         norms = kinds and f"norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-        lines = [f"  {line}" for line in (self.execution, self.note, norms) if line]
+        lines = [f"  {line}" for line in (self.execution, self.blocks, self.note, norms) if line]
         for norm, linears in self.norms.items():
             mixture = self.mixtures.get(norm)
             fed = [*linears] if mixture is None else [mixture.gate, *linears, mixture.experts]

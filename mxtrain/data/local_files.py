@@ -181,7 +181,7 @@ class LocalFiles(Source):
         if not files:
             where = "" if given.is_absolute() else f" in the current folder, {Path.cwd()}"
             problem = "holds no files" if path.is_dir() else f"does not exist and matches no files{where}"
-            raise ConfigError(f"{self.setting} {problem}")
+            raise ConfigError(f"{self.setting} {problem}; data.prepared names a text that is prepared already")
         return files
 
     def _one_format(self) -> str:

@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from mxtrain.data.config import DATASETS, DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, megabytes, one_line
+from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, megabytes, one_line, open_stream
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.python_source import PythonSource
 from mxtrain.data.store import (
@@ -93,6 +93,17 @@ def prepare(
     return prepared
 
 
+def check_source(config: DataConfig) -> None:
+    """Raise ConfigError for what ``prepare`` would find before it reads a text: of tokenizers, names and formats."""
+    size = _existing_tokenizer(config).size if config.tokenizer_path else 0
+    if config.prepared:
+        _chosen_folder(config)
+    elif config.dataset == "files":
+        LocalFiles(config, size)
+    elif config.dataset == "hf" and not config.path:
+        open_stream(config.path, section=config.section)
+
+
 def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
     tokenizer = load_tokenizer(Path(config.tokenizer_path))
     if not (tokenizer.separators or config.unseparated or config.prepared):
@@ -103,16 +114,21 @@ def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
     return tokenizer
 
 
-def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
-    """Load the text that ``config.prepared`` names."""
-    setting = f"data.prepared = {config.prepared!r}"
+def _chosen_folder(config: DataConfig) -> Path:
+    """Return the folder of the text that ``config.prepared`` names."""
     is_path = os.sep in config.prepared
     folder = Path(os.path.expanduser(config.prepared)).absolute() if is_path else config.cache_path() / config.prepared
     if not folder.is_dir():
         raise ConfigError(
-            f"{setting}: there is no folder {str(folder)!r}; 'mxtrain cache' lists the prepared texts, and an empty "
-            "value prepares the text from its source"
+            f"data.prepared = {config.prepared!r}: there is no folder {str(folder)!r}; 'mxtrain cache' lists the "
+            "prepared texts, and an empty value prepares the text from its source"
         )
+    return folder
+
+
+def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
+    """Load the text that ``config.prepared`` names."""
+    setting, folder = f"data.prepared = {config.prepared!r}", _chosen_folder(config)
     prepared, damage = _in_cache(config, folder, reads_tokens)
     if prepared is None:
         raise ConfigError(

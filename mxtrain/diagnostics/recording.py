@@ -277,7 +277,7 @@ def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:
         if not any(matches(fqn, pattern) for fqn in swapped):
             raise ConfigError(
                 f"{FQNS} = {patterns!r}: {pattern!r} matches no norm, linear or experts that are swapped; "
-                f"conversion.txt in the run's folder lists them, such as {swapped[0]!r}"
+                f"'mxtrain doctor --model CONFIG' lists them, such as {swapped[0]!r}"
                 if swapped
                 else f"{FQNS} = {patterns!r}: nothing is swapped in this model"
             )

@@ -57,10 +57,13 @@ def layout_problems(s: Settings, processes: int) -> Problems:
     replicas = s["parallelism.data_parallel_replicate_degree"]
     # TorchTitan checks this, too; but the number of processes that read text follows from it.
     if _readers(s, processes) * _other_degrees(s) != processes:
+        given = s["parallelism.data_parallel_shard_degree"]  # -1 takes what the others leave
+        kinds = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+        culprit = max(kinds, key=lambda kind: s[f"parallelism.{kind}_degree"]) if given == -1 else "data_parallel_shard"
         yield (
-            "parallelism.data_parallel_shard_degree",
-            f"does not fit {processes} process(es), which the product of all degrees must be; the others are replicate "
-            f"{replicas}, tensor {tensor}, pipeline {degree(s, 'pipeline')} and context {context}",
+            f"parallelism.{culprit}_degree",
+            f"does not fit {processes} process(es), which the product of all degrees must be; beside shard they are "
+            f"replicate {replicas}, tensor {tensor}, pipeline {degree(s, 'pipeline')} and context {context}",
         )
     if s["parallelism.enable_async_tensor_parallel"] and quantizing:
         finds = f"finds no products to overlap with converter {quantizing[0]!r}: allowed is false"

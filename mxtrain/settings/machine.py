@@ -1,12 +1,8 @@
-"""Checks that need the machine: its processes, devices and files."""
+"""Checks that need the machine: its processes and devices."""
 
-import glob
-import os
 from importlib.metadata import version
-from pathlib import Path
 from typing import NamedTuple
 
-from mxtrain.data.tokenizer import require_tokenizer
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.layout import layout_problems, pipeline_problems
 from mxtrain.settings.mxnorm_section import quantizing_among
@@ -25,27 +21,11 @@ class Machine(NamedTuple):
 
 
 def check_machine(settings: Settings, machine: Machine) -> None:
-    """Raise ConfigError for files that do not exist, and for a layout that does not fit."""
+    """Raise ConfigError for a layout that does not fit, and for settings that a CPU does not have."""
     raise_first(layout_problems(settings, machine.processes), settings)
     raise_first(pipeline_problems(settings), settings)
-    raise_first(_text_problems(settings), settings)
     if not machine.has_gpus:
         raise_first(_problems_of_a_cpu(settings), settings)
-    if folder := settings["model.hf_assets_path"]:
-        require_tokenizer(Path(os.path.expanduser(folder)))
-
-
-def _text_problems(settings: Settings) -> Problems:
-    """A text that does not exist, which a comparison would otherwise find out once for each of its runs."""
-    path = os.path.expanduser(settings["training.dataset_path"] or "")
-    if settings["training.dataset"] != "files" or settings["data.prepared"]:  # whose source is not read
-        return
-    if not (os.path.exists(path) or any(glob.iglob(path, recursive=True))):
-        yield (
-            "training.dataset_path",
-            f"matches no file in {os.getcwd()}; training.dataset = 'files' needs a file, a folder or a glob such as "
-            "'text/**/*.jsonl', or in data.prepared the name of a prepared text, which a run has in its data.json",
-        )
 
 
 def _problems_of_a_cpu(settings: Settings) -> Problems:

@@ -1,21 +1,21 @@
-"""The check of a job against the machine and its model, before anything is built."""
-
-from types import SimpleNamespace
+"""The check of a job against the machine and its model, before a text is read and weights are made."""
 
 import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.titan.converters import active_settings
+from mxtrain.titan.converters import convert_on_meta
+from mxtrain.titan.data import check_data
 from mxtrain.titan.engine import engine
+from mxtrain.titan.job_config import check_model, job_config_of
 
 
 def check_job(settings: Settings, machine: Machine) -> None:
     """Check what ``read_settings`` has read against the machine and the model.
 
     Raises:
-        ConfigError: for every mistake that shows without building the model or reading text.
+        ConfigError: for every mistake that shows without the model's weights and the content of its text.
     """
     check_machine(settings, machine)
     check_model(settings.values)
@@ -26,14 +26,7 @@ def check_job(settings: Settings, machine: Machine) -> None:
             f"compile.backend = {compilation.backend!r} is not known to torch.compile: allowed are 'inductor', "
             "'aot_eager', and what else torch._dynamo.list_backends(exclude_tags=()) names"
         )
-
-
-def check_model(job: SimpleNamespace) -> None:
-    """Raise ConfigError for unknown names, wrong settings of converters, and sizes that the model cannot have.
-
-    Args:
-        job: TorchTitan's job config, or ``Settings.values``.
-    """
-    engine().check_names(job)
-    active_settings(job)
-    engine().check_model_args(job)
+    job_config = job_config_of(settings)
+    check_data(job_config)
+    if job_config.model.converters:
+        convert_on_meta(job_config, engine().build_on_meta(job_config))

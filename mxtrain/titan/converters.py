@@ -129,6 +129,7 @@ class QuantizingConverter(TitanConverter):
 
     def __init__(self, name: str, job_config, parallel_dims=None):
         super().__init__(name, job_config)
+        self.converter.refuses_odd_sizes = True
         self._diagnostics = job_config.mxnorm.diagnostics
         self._entries = schedule_in(job_config)
         _, self._fallback = guard_in(job_config) or (None, None)
@@ -141,16 +142,16 @@ class QuantizingConverter(TitanConverter):
         note_norms(model, plan.norms)
         if self._entries or self._fallback:
             attach_schedule(model, plan.feeds, self._entries, self._fallback, GUARD)
+        if self._diagnostics.every:
+            check_patterns(self._diagnostics.fqns, model)
         return plan
 
     def convert(self, model: nn.Module) -> None:
         super().convert(model)
-        if every := self._diagnostics.every:
-            check_patterns(self._diagnostics.fqns, model)
-            if not step_is_set():
-                raise ConfigError(
-                    f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: train with -m mxtrain.train, or set 0"
-                )
+        if (every := self._diagnostics.every) and not step_is_set():
+            raise ConfigError(
+                f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: train with -m mxtrain.train, or set 0"
+            )
         if _mode_of(self.converter) == "emulated":
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
             sum_bf16_products_in_fp32()

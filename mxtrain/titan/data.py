@@ -20,6 +20,7 @@ from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
 from mxtrain.data.documents import raised_as, stream_texts
 from mxtrain.data.loader import Loader, RunLoader, TokenDataset
 from mxtrain.data.local_files import shared_files
+from mxtrain.data.prepared import check_source
 from mxtrain.data.run_data import RunData
 from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.tokenizer import load_tokenizer
@@ -50,6 +51,20 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
         note(f"tokenizer {size:,}, model {rows:,} rows: {unused}")
     tokenizer.hf_adds_bos = tokenizer.hf_adds_eos = False
     return tokenizer
+
+
+def check_data(job_config) -> None:
+    """Raise ConfigError for a tokenizer or a text that the job cannot use, as far as this shows before it is read."""
+    if given := job_config.model.hf_assets_path:
+        _require_fitting_tokenizer(Path(os.path.expanduser(given)), job_config, f"model.hf_assets_path = {given!r}")
+    training = config_of(job_config, engine().vocab_size(job_config))
+    check_source(training)
+    if not job_config.validation.enable:
+        return
+    dataset = validation_dataset(job_config)
+    path = path_of(job_config, "validation", dataset)
+    if dataset == "files" and (path or training.dataset != "files"):
+        check_source(replace(training, dataset=dataset, path=path, section="validation", prepared=""))
 
 
 def _require_fitting_tokenizer(folder: Path, job_config, setting: str) -> None:

@@ -7,7 +7,22 @@ from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 
-RELEASE = "v02" if version("torchtitan").startswith("0.2.") else "v03"
+from packaging.specifiers import SpecifierSet
+
+from mxtrain.errors import ConfigError
+
+VERSIONS = {"v02": ">=0.2.2,<0.3", "v03": ">=0.3,<0.4"}
+
+
+def release_of(found: str) -> str:
+    """Return the release among VERSIONS that a version of TorchTitan belongs to. Raises ConfigError if none fits."""
+    for release, versions in VERSIONS.items():
+        if SpecifierSet(versions).contains(found, prereleases=True):
+            return release
+    raise ConfigError(f"torchtitan = {found!r} is not a version that mxtrain runs: allowed are 0.2.2 and 0.3")
+
+
+RELEASE = release_of(version("torchtitan"))
 
 
 def engine() -> ModuleType:

@@ -6,11 +6,12 @@ merges into its own.
 
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from importlib import import_module
+from types import SimpleNamespace
 
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.sections import JobConfig
-from mxtrain.titan.check_job import check_model
+from mxtrain.titan.converters import active_settings
 from mxtrain.titan.engine import engine
 
 
@@ -23,6 +24,17 @@ def parse_job_config(args: list[str]):
     settings = read_settings(args)
     check_model(settings.values)
     return job_config_of(settings)
+
+
+def check_model(job: SimpleNamespace) -> None:
+    """Raise ConfigError for unknown names, wrong settings of converters, and sizes that the model cannot have.
+
+    Args:
+        job: TorchTitan's job config, or ``Settings.values``.
+    """
+    engine().check_names(job)
+    active_settings(job)
+    engine().check_model_args(job)
 
 
 def job_config_of(settings: Settings):

@@ -308,7 +308,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
         (["llama3_debug", "--seed", "2"], "llama3_debug-seed0: seed is not a setting"),
         (
             ["llama3_debug", "b=llama3_debug --parallelism.tensor_parallel_degree=3", "--gpus=2"],
-            "b-seed0: parallelism.data_parallel_shard_degree = -1 does not fit 2 process(es), which",
+            "b-seed0: parallelism.tensor_parallel_degree = 3 does not fit 2 process(es), which",
         ),
         (["llama3_debug --training.dataset=files --training.dataset_path=gone"], "llama3_debug-training.dataset-files"),
         (["llama3_debug", "-o", "/proc/nope"], "--output = '/proc/nope' cannot be written: "),

@@ -126,7 +126,7 @@ def test_the_layout_of_70b_fits_64_gpus_of_80_gb():
     settings = read_settings([LARGE])
     check_machine(settings, Machine(64, has_gpus=True))
     engine().check_model_layout(settings, has_gpus=True)
-    with pytest.raises(ConfigError, match="data_parallel_shard_degree"):
+    with pytest.raises(ConfigError, match="tensor_parallel_degree = 8 does not fit 56"):
         check_machine(settings, Machine(56, has_gpus=True))
     text = memory(LARGE)
     matrices = (40 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) + 128256 * 8192) / 8

@@ -250,9 +250,9 @@ def test_mistakes_leave_the_model_unchanged(kwargs, message):
 
 def test_advice_to_name_a_module_keeps_the_output_head():
     """filter_fqns keeps the head only while it is unset."""
-    model = llama()
-    model.layers[0].gate = nn.Linear(DIM, 1)
-    with pytest.raises(ConfigError, match="^layers.0.gate: .* name it in filter_fqns .* with the output head: output$"):
-        convert(model, "mx_linear")
-    with pytest.raises(ConfigError, match="^layers.0.gate: .* to leave it in high precision$"):
-        convert(model, "mx_linear", filter_fqns=["output"])
+    settings = {"recipes": {"w1": "nvfp4", "w3": "nvfp4"}, "estimator": "post_round"}
+    fqn = "layers.0.feed_forward.w1"
+    with pytest.raises(ConfigError, match=f"^{fqn}: .* name it in filter_fqns .* with the output head: output$"):
+        convert(llama(), **settings)
+    with pytest.raises(ConfigError, match=f"^{fqn}: .* to leave it in high precision$"):
+        convert(llama(), **settings, filter_fqns=["output"])

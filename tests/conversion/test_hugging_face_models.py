@@ -19,7 +19,11 @@ SIZES = {
     "pad_token_id": 0,
 }
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-EXPERTS = {"Mixtral": {"num_local_experts": 4}, "Olmoe": {"num_experts": 4, "eos_token_id": 0}}
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 0},
+    "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64},
+}
 
 # Per layer: norms swapped, linears that a norm feeds, other linears (wo and w2).
 DENSE = (2, 5, 2)
@@ -32,6 +36,7 @@ CONVERTED = {
     "Phi3": (2, 2, 2),  # one linear for queries, keys and values, and one for gate and up
     "Mixtral": (1, 3, 1),  # experts are no linears, and the norm before them feeds them, too
     "Olmoe": (1, 3, 1),
+    "Qwen2Moe": (1, 3, 4),  # and a shared expert, whose gate has one feature and stays
 }
 REFUSED = {
     "Gemma": "is a GemmaRMSNorm that does not compute the results and gradients",  # its gain is 1 + weight
@@ -42,8 +47,8 @@ REFUSED = {
 
 def build(name, **settings):
     torch.manual_seed(0)
-    experts = EXPERTS[name] | {"num_experts_per_tok": 2} if name in EXPERTS else {}
-    config = getattr(transformers, f"{name}Config")(**SIZES, **LAYERS, **experts, **settings)
+    settings |= EXPERTS.get(name, {})
+    config = getattr(transformers, f"{name}Config")(**SIZES, **LAYERS, **settings)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 

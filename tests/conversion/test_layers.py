@@ -107,13 +107,14 @@ def test_heads_are_known_by_name_shape_or_place(model, expected):
     assert heads_of(model) == expected
 
 
-def test_a_share_of_no_blocks_is_refused():
-    model = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32))
-    with pytest.raises(
-        ConfigError, match="^high_precision_share = 0.5 finds no blocks in this Sequential: name the mod"
-    ):
+def test_a_share_of_no_blocks_is_refused_and_the_recipes_own_is_in_the_plan():
+    model = Model(**{name: Model(wo=nn.Linear(D, D)) for name in ("block0", "block1")}, lm_head=nn.Linear(D, V))
+    line = "high_precision_share = {} finds no blocks in this Model: name the modules to keep in filter_fqns"
+    line += ", together with the output head: lm_head"
+    with pytest.raises(ConfigError, match=f"^{line.format(0.5)}$"):
         convert(model, "mx_linear", high_precision_share=0.5)
-    assert convert(model, "mx_linear", recipe="nvfp4").linears == ["1"], "the recipe's own share"
+    plan = convert(model, "mx_linear", recipe="nvfp4")
+    assert plan.linears == ["block0.wo", "block1.wo"] and line.format(0.15) in plan.details.splitlines()[1]
 
 
 class Router(nn.Module):

@@ -106,6 +106,11 @@ def test_a_mode_that_no_device_of_the_machine_runs_is_refused(monkeypatch):
             {"wk": replace(LINEAR, is_gate=True)},
             "feeds wk, the gate of a router",
         ),
+        (
+            Uses({"norm": ("wq", "wk")}, {"norm": ()}, {"wq": 1, "wk": 1}, ()),
+            {"wk": replace(LINEAR, out_features=1)},
+            "feeds wk, out_features = 1 is not a multiple of the block size 32",
+        ),
         (Uses({"norm": ("output",)}, {"norm": ()}, {"output": 1}, ()), {}, "feeds output, is the output head"),
     ],
 )
@@ -120,20 +125,22 @@ def test_a_norm_stays_unless_it_provably_feeds_linears_alone(uses, linears, reas
 
 def test_linears_that_stay():
     survey = block(
-        linears=("gate", "own", "tied", "wo"),
+        linears=("gate", "own", "tied", "odd", "wo"),
         norms={},
         uses=None,
     )
     kinds = {
-        "gate": replace(LINEAR, is_gate=True),
+        "gate": replace(LINEAR, is_gate=True, out_features=8),
         "own": replace(LINEAR, kind="MyLinear", is_plain=False),
         "tied": replace(LINEAR, shares_weight=True),
+        "odd": replace(LINEAR, in_features=40),
     }
     result = plan(replace(survey, linears={**survey.linears, **kinds}), "mx_linear")
     assert result.linears == ["wo"] and result.skipped == {
         "gate": "is the gate of a router, whose choices are sensitive to rounding",
         "own": "is a MyLinear",
         "tied": "shares its weight with another module",
+        "odd": "in_features = 40 is not a multiple of the block size 32 of recipe 'mxfp8'",
         "output": "is the output head",
     }
 
@@ -238,9 +245,10 @@ def test_the_last_pattern_that_matches_a_linear_wins():
     ("share", "blocks", "count"), [(0.15, 12, 2), (0.15, 32, 5), (0.15, 3, 0), (0.5, 3, 2), (0.0, 4, 0), (0.34, 3, 1)]
 )
 def test_a_share_of_the_blocks_is_rounded_to_nearest(share, blocks, count):
-    kept = plan(stack(blocks), "mx_linear", high_precision_share=share).skipped
+    result = plan(stack(blocks), "mx_linear", high_precision_share=share)
     reason = f"in the last {count} of {blocks} blocks (high_precision_share = {share})"
-    assert kept == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}
+    assert result.skipped == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}
+    assert result.blocks == (f"high_precision_share = {share} keeps {count} of {blocks} blocks" if share else "")
 
 
 def test_a_block_whose_name_begins_as_a_kept_one_is_not_kept():

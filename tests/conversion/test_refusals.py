@@ -155,7 +155,6 @@ REFUSED = {
         {},
         "^layers.1.attention.wo has an attribute 'recipe', a name that MXLinear uses itself: rename",
     ),
-    "wrong features": (lambda: llama(vocab=100), {"filter_fqns": []}, "^output: out_features = 100 is not a multiple"),
     "inputs in no tuple": (
         llama,
         {"example_inputs": torch.zeros(1, 32, dtype=torch.long)},

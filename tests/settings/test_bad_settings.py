@@ -5,6 +5,7 @@ import re
 
 import pytest
 import tomli_w
+from tokenizers import Tokenizer, models
 
 from mxtrain import cli
 from mxtrain.errors import ConfigError
@@ -167,12 +168,22 @@ FLAGS = {
     "--model.name=llama4 --model_args.hidden_dim=64": ["model_args.hidden_dim = 64", "'llama4'"],
     "--model.name=gpt_oss --model_args.dim=64": ["model_args.dim = 64", "'gpt_oss'", "llama3, llama4, qwen3"],
     "--model_args.max_seq_len=1024": ["model_args.max_seq_len = 1024", "training.seq_len = 2048"],
-    "--training.dataset=files": ["training.dataset_path = None", "data.prepared"],
-    "--training.dataset=files --training.dataset_path=/no/*.txt": ["training.dataset_path = '/no/*.txt'", "no file"],
+    "--training.dataset=files": ["training.dataset = 'files' needs training.dataset_path"],
+    "--training.dataset=files --training.dataset_path=/no/*.txt": [
+        "training.dataset_path = '/no/*.txt'", "no files", "data.prepared",
+    ],
     "--model.hf_assets_path=/no/such": ["model.hf_assets_path = '/no/such'"],
     "--model.hf_assets_path=.": ["model.hf_assets_path = '.'", "tokenizer.json"],
+    "--training.dataset=hf": ["training.dataset = 'hf' needs training.dataset_path"],
+    "--data.prepared=gone": ["data.prepared = 'gone': there is no folder '", "mxtrain cache"],
+    # The model's modules
+    "--mxnorm.filter_fqns=layers.99": ["mxnorm.filter_fqns: 'layers.99' matches no module", "tok_embeddings"],
+    "--mxnorm.recipes layers.99 bf16": ["mxnorm.recipes: 'layers.99' matches no module"],
+    "--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=layers.99": ["mxnorm.diagnostics.fqns = ['layers.99']"],
+    '--mxnorm.schedule {from_step=3,p=1,modules=["layers.99"]}': ["mxnorm.schedule[0].modules", "'layers.99'"],
+    "--model_args.hidden_dim=600": ["layers.0.feed_forward.w1: out_features = 600", "32", "filter_fqns"],
     # A machine with one process and no GPU
-    "--parallelism.tensor_parallel_degree=2": ["parallelism.data_parallel_shard_degree = -1", "1 process", "tensor 2"],
+    "--parallelism.tensor_parallel_degree=2": ["parallelism.tensor_parallel_degree = 2 ", "1 process", "tensor 2"],
     "--parallelism.data_parallel_shard_degree=4": ["parallelism.data_parallel_shard_degree = 4", "1 process"],
     "--profiling.enable_memory_snapshot": ["profiling.enable_memory_snapshot = True", "GPU"],
 }  # fmt: skip
@@ -295,6 +306,28 @@ HUGE = "x" * 1_000_000
 def test_an_enormous_value_is_cut(refused, tables, begin):
     message = refused(tables)
     assert message.startswith(begin) and len(message) < 2100
+
+
+def test_files_that_cannot_be_used_are_found_before_a_text_is_read(refused, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    for name in ("a.jsonl", "b.txt"):
+        (folder / name).write_text("")
+    Tokenizer(models.WordLevel({"a": 0})).save(str(folder / "tokenizer.json"))
+    mixed, flags = f"_path = '{folder}' mixes formats", f"--training.dataset=files --training.dataset_path={folder}"
+    assert refused(CONVERTED, flags).startswith(f"training.dataset{mixed}")
+    flags = flags.replace("training", "validation")
+    assert refused(CONVERTED, f"--validation.enable {flags}").startswith(f"validation.dataset{mixed}")
+    for tokenizer, fact in ((folder, "neither a bos nor an eos token"), (folder / "a.jsonl", "is not a folder")):
+        setting = f"model.hf_assets_path = '{tokenizer}' "
+        message = refused(CONVERTED, f"--model.hf_assets_path={tokenizer}")
+        assert message.startswith(setting) and fact in message
+
+
+def test_a_converter_without_work_is_found_before_a_text_is_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "llama3_debug", "--model.converters=decompose_k_router"]) == 2
+    assert "'decompose_k_router' finds nothing to convert" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_mistake_in_a_file_that_is_extended_names_that_file(refused, tmp_path, monkeypatch):

@@ -40,10 +40,10 @@ GATHER, GATHERED = f"{TP}=2 {MXNORM} --mxnorm.gather=quantized", "mxnorm.gather 
 VALIDATE = "--training.seq_len=128 --validation.enable --validation.seq_len"
 BAD = [
     ("", 2, "--parallelism.data_parallel_shard_degree=3", [f"{SHARDS}3", "2 process"]),
-    ("", 6, f"{CP}=4", [f"{SHARDS}-1", "6 process", "context 4"]),
-    ("", 4, f"{PP}=3", [f"{SHARDS}-1", "4 process", "pipeline 3"]),
-    ("", 64, f"{TP}=128", [f"{SHARDS}-1", "64 process", "tensor 128"]),
-    ("", 64, "--parallelism.data_parallel_replicate_degree=3", [f"{SHARDS}-1", "64 process", "replicate 3"]),
+    ("", 6, f"{CP}=4", [f"{CP[2:]} = 4 does not fit 6 process", "context 4"]),
+    ("", 4, f"{PP}=3", [f"{PP[2:]} = 3 does not fit 4 process", "pipeline 3"]),
+    (f"{PP}=2", 64, f"{TP}=128", [f"{TP[2:]} = 128 does not fit 64 process", "tensor 128, pipeline 2"]),
+    ("", 64, "--parallelism.data_parallel_replicate_degree=3", ["parallelism.data_parallel_replicate_degree = 3 "]),
     (f"{CP}=2 {MXNORM}", 2, "--training.seq_len=192", ["training.seq_len = 192", "128", "context_parallel_degree = 2"]),
     (f"{CP}=2 {TP}=2 {MXNORM}", 4, "--training.seq_len=64", ["training.seq_len = 64", "128", "blocks of 32"]),
     (f"{CP}=2 {TP}=3 {MXNORM} --training.seq_len=384", 6, "--training.seq_len=128", ["training.seq_len = 128", "384"]),

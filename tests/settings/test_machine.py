@@ -26,7 +26,6 @@ PINNED = "--checkpoint.enable --checkpoint.async_mode=async"
         (f"{COMPILED} --mxnorm.recipe=unquantized", 1),
         (f"{COMPILED} --model.converters=fused_norm", 1),
         (PINNED, 1),
-        ("--training.dataset=files --training.dataset_path=/no/such --data.prepared=files-0123", 1),
     ],
 )
 def test_what_a_cpu_can(flags, processes):

@@ -100,7 +100,7 @@ def seeds(base: Path) -> dict[str, "Outcome"]:
 
 
 def one_process(base: Path) -> dict[str, "Outcome"]:
-    """Train with one process: every converter, checkpoints across converters, and mistakes in the settings."""
+    """Train with one process: every converter, and checkpoints across converters."""
     _killed(base)
     one = base / "one"
     dense, moe = (seeds(base)[name].folder for name in ("dense", "experts"))
@@ -186,10 +186,6 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
                 BF16,
                 "--activation_checkpoint.mode=selective",
             ],
-            # Mistakes.
-            "filter": ["--mxnorm.filter_fqns=outputs"],
-            "recipe by name": ["--mxnorm.recipes", "layer.0", "bf16"],
-            "nothing to convert": ["--mxnorm.filter_fqns=layers,output"],
         },
     )
 

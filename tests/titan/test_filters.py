@@ -10,7 +10,8 @@ from mxtrain import (
     MXNormLinear,
 )
 from mxtrain.settings.known import resolved_settings
-from mxtrain.titan.converters import titan_converter
+from mxtrain.titan.converters import convert_on_meta, titan_converter
+from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
 from tests.support.converter_checks import config, converted, count, model_and_args
 from tests.support.releases import only_022
@@ -74,12 +75,22 @@ def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, ex
         ("mxnorm", ["--mxnorm.filter_fqns=outputs"], "^mxnorm.filter_fqns: 'outputs' matches no module"),
         ("mx_linear", ["--mxnorm.recipes", "norm", "bf16"], "^mxnorm.recipes: 'norm' names no linear"),
         ("fused_rmsnorm", ["--fused_rmsnorm.filter_fqns=x"], "^fused_rmsnorm.filter_fqns: 'x' matches no module"),
+        ("mx_linear", ["--model_args.hidden_dim=600"], "^layers.0.feed_forward.w1: out_features = 600 .*; name it in"),
         ("decompose_k_router", [], "^converter = 'decompose_k_router' finds nothing to convert"),
     ],
 )
 def test_a_mistake_that_the_model_shows_begins_with_the_full_name_of_the_setting(converter, flags, message):
     with pytest.raises(ConfigError, match=message), converted(config(*flags, converter=converter)):
         pass
+
+
+def test_a_linear_with_one_feature_stays():
+    """As the gate of a shared expert in a user's own model."""
+    job_config = config(converter="mx_linear")
+    model = engine().build_on_meta(job_config)
+    model.layers["0"].shared_expert_gate = nn.Linear(256, 1, device="meta")
+    plan = convert_on_meta(job_config, model)["mx_linear"]
+    assert plan.skipped["layers.0.shared_expert_gate"].startswith("out_features = 1 is not a multiple of")
 
 
 def test_an_empty_filter_converts_the_head():

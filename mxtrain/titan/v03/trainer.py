@@ -1,6 +1,7 @@
 """TorchTitan 0.3's trainer with what ``TrainingRun`` adds."""
 
 from functools import partial
+from traceback import walk_tb
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -19,8 +20,6 @@ from mxtrain.titan.v03.models import model_spec
 from mxtrain.titan.v03.names import OptimizerStates, SchedulerStates, name_in_022
 from mxtrain.titan.v03.parallelize import with_converters
 
-_WATCHED_ELSEWHERE = SimpleNamespace(isfinite=lambda loss: True)
-
 
 class NamedCheckpointer(Checkpointer):
     """A checkpoint manager whose checkpoints have the names of TorchTitan 0.2.2."""
@@ -28,7 +27,27 @@ class NamedCheckpointer(Checkpointer):
     renamed = staticmethod(name_in_022)
 
 
-class Trainer(TrainingRun, titan.Trainer):
+class LoggingTrainer(titan.Trainer):
+    """TorchTitan's trainer, which also logs a loss that is not finite. ``LossWatch`` stops at it, or goes on."""
+
+    def train_step(self, data_iterator):
+        try:
+            super().train_step(data_iterator)
+        except RuntimeError as error:
+            if not str(error).startswith("Loss is not finite"):
+                raise
+            # TorchTitan raises with the step done, right before it logs these numbers, which it keeps nowhere else.
+            done = [frame for frame, _ in walk_tb(error.__traceback__)][-1].f_locals
+            self.metrics_processor.log(
+                self.step,
+                done["global_avg_loss"],
+                done["global_max_loss"],
+                float(done["grad_norm"].item()),
+                extra_metrics={"n_tokens_seen": done["global_ntokens_seen"], **done["lr_metrics"]},
+            )
+
+
+class Trainer(TrainingRun, LoggingTrainer):
     """See ``TrainingRun``."""
 
     def _build(self) -> None:
@@ -47,11 +66,6 @@ class Trainer(TrainingRun, titan.Trainer):
         if self.parallel_dims.pp_enabled and self.job_config.validation.enable:
             self.validator.pp_schedule = SimpleNamespace(eval=self._shared_eval)
             self.validator.pp_has_last_stage = True
-
-    def train_step(self, data_iterator):
-        # It would stop at a loss that is not finite before it logs it. ``LossWatch`` does both, or goes on.
-        with patch.object(titan, "math", _WATCHED_ELSEWHERE):
-            super().train_step(data_iterator)
 
     def batch_generator(self, data_iterable):
         """Yield microbatches of a pipeline, and whole batches without one."""
