@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from mxtrain.data.tokenizer import special_tokens
 from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.block_layouts import LAYOUTS
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_NEW_TOKENS = 100
@@ -72,10 +73,16 @@ def load(folder: Path) -> Pretrained:
     """Load the model in ``folder`` to the accelerator if there is one, in the dtype that its config.json names.
 
     Raises:
-        ConfigError: as ``from_pretrained``; weights are missing or have another shape than in config.json; or the
-            tokenizer has neither bos nor eos.
+        ConfigError: as ``from_pretrained``; it has experts in a block format; weights are missing or have another shape
+            than in config.json; or the tokenizer has neither bos nor eos.
     """
     where = f"RUN = {str(folder)!r}"
+    config = from_pretrained("AutoConfig", folder, where)
+    stored = (getattr(config, "quantization_config", None) or {}).get("format")
+    if hasattr(config, "num_experts_per_tok") and stored in {layout.compression for layout in LAYOUTS.values()}:
+        raise ConfigError(
+            f"{where}: transformers misreads experts in {stored!r}; give the run, or an export with --format hf"
+        )
     if not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{where}: it has no tokenizer: {TOKENIZER_FILE} is missing")
     tokenizer = from_pretrained("AutoTokenizer", folder, where)
