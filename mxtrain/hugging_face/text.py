@@ -72,6 +72,8 @@ def from_pretrained(kind: str, folder: Path, where: str, **options):
 def load(folder: Path) -> Pretrained:
     """Load the model in ``folder`` to the accelerator if there is one, in the dtype that its config.json names.
 
+    Of its generation_config.json only the eos tokens count.
+
     Raises:
         ConfigError: as ``from_pretrained``; it has experts in a block format; weights are missing or have another shape
             than in config.json; or the tokenizer has neither bos nor eos.
@@ -94,6 +96,8 @@ def load(folder: Path) -> Pretrained:
             f"{where}: {len(absent)} of the model's weights are missing or have another shape than in config.json, "
             f"such as {absent[0]}"
         )
+    # The command line says how tokens are chosen.
+    model.generation_config = type(model.generation_config)(eos_token_id=model.generation_config.eos_token_id)
     tokens = special_tokens(folder, where)
     first_token = tokens["bos_token"] or tokens["eos_token"]
     if first_token is None:

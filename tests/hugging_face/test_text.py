@@ -140,8 +140,9 @@ DRAWN = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 
 @pytest.fixture
 def text_of(pretrained, capsys):
-    def text_of(prompt="def main", max_new_tokens=12, seed=None, **sampling):
-        generate(pretrained, prompt, max_new_tokens, seed, **{**DRAWN, **sampling})
+    def text_of(prompt="def main", max_new_tokens=12, seed=None, model=pretrained, **sampling):
+        drawn = {} if sampling.get("do_sample") is False else DRAWN
+        generate(model, prompt, max_new_tokens, seed, **{**drawn, **sampling})
         return capsys.readouterr().out
 
     return text_of
@@ -161,6 +162,23 @@ def test_the_likeliest_token_is_taken_after_bos_and_prompt(pretrained, text_of):
             tokens.append(pretrained.model(torch.tensor([tokens])).logits[0, -1].argmax().item())
     expected = pretrained.tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
     assert text_of(do_sample=False) == text_of(top_p=1e-6) == text_of(temperature=1e-4) == expected
+
+
+STOPS = {"stop_strings": ["e"], "max_time": 1e-6}
+BEAMS = {"num_beams": 2, "num_return_sequences": 2}
+PENALTIES = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": [*range(2, 300)], "min_p": 0.9}
+
+
+@pytest.mark.parametrize("given", [PENALTIES, BEAMS, STOPS], ids="-".join)
+def test_the_command_line_alone_says_how_tokens_are_chosen(given, copy, text_of):
+    """Of the model's own settings, in either file, only the eos tokens count."""
+    edit(copy / "generation_config.json", **given, do_sample=True, temperature=0.1, eos_token_id=[2, 3])
+    edit(copy / "config.json", **given)
+    own = load(copy)
+    assert own.model.generation_config.eos_token_id == [2, 3]
+    own.model.generation_config.eos_token_id = None
+    for sampling in ({"do_sample": False}, {}):
+        assert text_of(seed=1, model=own, **sampling) == text_of(seed=1, **sampling)
 
 
 def test_an_eos_token_ends_the_text(pretrained, text_of, monkeypatch):
