@@ -1,5 +1,6 @@
 """``mxtrain generate`` and ``eval``: a model's text, and its loss on text, through transformers."""
 
+import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator
@@ -9,12 +10,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from mxtrain.data.tokenizer import special_tokens
+from mxtrain.data.tokenizer import load_tokenizer, special_tokens
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.block_layouts import LAYOUTS
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_NEW_TOKENS = 100
+AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
+"""How training encodes text: the spelling of a special token is plain text"""
+SAMPLE = "I'LL don't, 'naïve' 1234567 + 8.9;  \r\n\n\tf(a_b):\n        x \u3000数学 \ufb01 \U0001f600 e\u0301\u00a0 "
+"""What tokenizers treat differently: contractions, digits, spaces, line breaks, characters with several forms"""
 
 
 @dataclass(frozen=True)
@@ -37,11 +42,9 @@ class Pretrained:
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of ``text`` without ``first_token``, and where each begins and ends, in characters.
 
-        As in training, the spelling of a special token in the text is plain text. Tokens that are parts of one
-        character have the place of this character.
+        Tokens that are parts of one character have the place of this character.
         """
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
-        encoded = self.tokenizer(text, verbose=False, **options)
+        encoded = self.tokenizer(text, verbose=False, return_offsets_mapping=True, **AS_TRAINING)
         return encoded["input_ids"], encoded["offset_mapping"]
 
 
@@ -69,6 +72,25 @@ def from_pretrained(kind: str, folder: Path, where: str, **options):
         raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
 
 
+def require_same_tokens(trained: Path, exported: Path, where: str) -> list[str]:
+    """Let transformers cut a sample as any reader of the folder ``exported`` does, and compare.
+
+    Args:
+        trained: folder of training's tokenizer.
+
+    Returns a line for the user if transformers is not installed. Raises ConfigError, beginning with ``where``, if the
+    tokens differ.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return ["transformers is not installed: its tokens were not compared with training's"]
+    expected = load_tokenizer(trained).encoder.encode(SAMPLE).ids
+    found = from_pretrained("AutoTokenizer", exported, where)(SAMPLE, **AS_TRAINING)["input_ids"]
+    if found != expected:
+        version = importlib.metadata.version("transformers")
+        raise ConfigError(f"{where}: transformers {version} cuts a sample into other tokens than training does")
+    return []
+
+
 def load(folder: Path) -> Pretrained:
     """Load the model in ``folder`` to the accelerator if there is one, in the dtype that its config.json names.
 
@@ -87,7 +109,8 @@ def load(folder: Path) -> Pretrained:
         )
     if not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{where}: it has no tokenizer: {TOKENIZER_FILE} is missing")
-    tokenizer = from_pretrained("AutoTokenizer", folder, where)
+    # AutoTokenizer may take the model's own class, which replaces parts of tokenizer.json.
+    tokenizer = from_pretrained("PreTrainedTokenizerFast", folder, where)
     options = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = from_pretrained("AutoModelForCausalLM", folder, where, **options)
     # transformers would draw these weights at random.

@@ -22,6 +22,7 @@ from mxtrain.hugging_face.export import BIAS, FORMATS, Exporter, Trained
 from mxtrain.hugging_face.held_out import HeldOutText, NoLoss, held_out_ids
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target
+from mxtrain.hugging_face.text import require_same_tokens
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
@@ -67,9 +68,10 @@ def export(
         ConfigError: for a wrong argument, and a run that cannot be exported. Nothing is written then.
     """
     require_one_of("--format", format, FORMATS)
+    where = f"RUN = {str(run)!r}"
     with new_target(target, "DIR") as folder:
         saved = open_run(run, step)
-        exporter = Exporter(_trained(saved, f"RUN = {str(run)!r}"), format, fold_gain, dtype)
+        exporter = Exporter(_trained(saved, where), format, fold_gain, dtype)
         loss, notes = None, []
         try:
             if loss_tokens:
@@ -77,6 +79,7 @@ def export(
         except NoLoss as error:
             notes.append(f"no loss is computed: {error}")
         size, missing = exporter.write(folder)
+        notes += missing or require_same_tokens(run / TOKENIZER_FOLDER, folder, where)
         report = {
             "run": str(run.absolute()),
             "step": saved.step,
@@ -85,7 +88,7 @@ def export(
             "dtype": str(exporter.dtype).removeprefix("torch."),
             "fold_gain": fold_gain,
             "loss": loss,
-            "notes": [*notes, *missing],
+            "notes": notes,
             "settings": resolved_settings(saved.job_config),
             "versions": package_versions(),
         }
