@@ -14,7 +14,7 @@ from mxtrain.ranks import CommonError
 from mxtrain.settings.known import resolved_settings, settings_of
 from mxtrain.titan import run_start
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.run_start import other_versions, require_same_settings, write_resolved_config
+from mxtrain.titan.run_start import begin_run, other_versions, require_same_settings, write_resolved_config
 
 
 def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
@@ -28,6 +28,33 @@ def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
     ]
     versions = {"torch": "2.11.0"}
     assert other_versions(Start(5, (), checkpoint)) == other_versions(Start(0)) == []
+
+
+NO_BIAS = "--model_args.load_balance_coeff=0"
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        (["qwen3", "debugmodel_moe_16"], "load_balance_coeff = 0.001"),
+        (["qwen3", "debugmodel_moe_16", NO_BIAS], None),
+        (["qwen3", "debugmodel"], None),
+        (["deepseek_v3", "16B"], "score_func = 'softmax', norm_eps = 1e-05"),
+        (["deepseek_v3", "671B", "--model_args.norm_eps=1e-6"], None),
+    ],
+)
+def test_a_model_that_cannot_be_exported_is_named_before_it_trains(flags, problem, tmp_path, monkeypatch):
+    name, flavor, *more = flags
+    job_config = parse_job_config([f"--model.name={name}", f"--model.flavor={flavor}", "--checkpoint.enable", *more])
+    lines = []
+    monkeypatch.setattr(run_start, "verified_start", lambda *arguments: Start())
+    monkeypatch.setattr(run_start.terminal, "note", lines.append)
+    begin_run(job_config, None, None)
+    where = "'mxtrain export', 'eval' and 'generate' will refuse this run"
+    assert lines == ([f"{where}: a {name} with {problem} has no counterpart in transformers"] if problem else [])
+    job_config.model.name = "own"  # a user's, whose sizes nobody looks up
+    begin_run(job_config, None, None)
+    assert len(lines) == bool(problem)
 
 
 @pytest.mark.parametrize("named", ["run", "{tmp}/run", "link", "other", "gone", "", None])
