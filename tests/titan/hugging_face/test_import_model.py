@@ -20,12 +20,16 @@ from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE, RopeScaling, read_shape
+from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.resume import resolved
 from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face import import_model as import_module
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.import_model import import_model
 from mxtrain.titan.hugging_face.models import find_model, require_computed_alike
+from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.run_start import write_resolved_config
 from tests.support import saved_runs
 
 LLAMA_ROPE = {
@@ -297,6 +301,26 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     assert manifest.tensors == {n: {"shape": [*w.shape], "dtype": "float32"} for n, w in expected.items()}
     assert manifest.settings == tomli.loads((run / "config.toml").read_text())
     assert manifest.versions["torch"] == version("torch") and len(manifest.tokenizer_sha256) == 64
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_run_that_is_moved_goes_on_where_it_lies(has_begun, models, tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "other" / "name"
+    import_model(models["qwen3", "small_tied"], run)
+    if has_begun:
+        write_resolved_config(parse_job_config([f"--job.config_file={run / 'config.toml'}"]))
+    moved.parent.mkdir()
+    run.rename(moved)
+    for arguments in ([f"--job.config_file={moved / 'config.toml'}"], resolved(["--resume", str(moved)])):
+        settings = read_settings(arguments)
+        check_machine(settings, Machine(1, has_gpus=False))
+        assert settings["job.dump_folder"] == str(moved)
+        assert settings["model.hf_assets_path"] == str(moved / "tokenizer")
+        assert settings["checkpoint.initial_load_path"] == str(moved / "checkpoint" / "step-0")
+        assert find_start(moved, settings.values.checkpoint, 1).checkpoint == moved / "checkpoint" / "step-0"
+    write_resolved_config(parse_job_config(arguments))
+    assert tomli.loads((moved / "config.toml").read_text())["job"]["dump_folder"] == str(moved), "it may move again"
+    export(moved, tmp_path / "out")
 
 
 def test_half_precision_becomes_fp32(models, tmp_path):
