@@ -323,6 +323,39 @@ def test_a_run_that_is_moved_goes_on_where_it_lies(has_begun, models, tmp_path):
     export(moved, tmp_path / "out")
 
 
+def other_names(source):
+    """Files as the base model and transformers 5 write them, and an index that other tools write."""
+    module = transformers.AutoModelForCausalLM.from_pretrained(source)
+    module.save_pretrained(source, save_original_format=False)
+    fused = tensors_of(source)
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in fused) == hasattr(module.config, "num_experts_per_tok")
+    is_tied = module.config.tie_word_embeddings
+    layers = f"model.layers.{module.config.num_hidden_layers}"
+    if is_tied:
+        fused = {name.removeprefix("model."): tensor for name, tensor in fused.items()}
+    elif module.config.model_type == "deepseek_v3":
+        predicting = {"eh_proj": torch.ones(64, 128), "mlp.experts.3.up_proj": torch.ones(32, 64)}
+        fused |= {f"{layers}.{name}.weight": tensor for name, tensor in predicting.items()}
+    for file in source.glob("model*"):
+        file.unlink()
+    save_file(fused, source / "weights.safetensors")
+    places = dict.fromkeys(fused, "./weights.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize("name", [("qwen3", "experts"), ("deepseek_v3", "scaled"), ("qwen3", "small_tied")])
+def test_other_names_are_the_same_tensors(name, models, tmp_path):
+    source = shutil.copytree(models[name], tmp_path / "model")
+    other_names(source)
+    lines = import_model(source, tmp_path / "run")
+    note = "note      model.layers.2, which predicts a second token, is left out, as by transformers"
+    assert (note in lines) == (name[0] == "deepseek_v3")
+    import_model(models[name], tmp_path / "expected")
+    weights, expected = (open_run(tmp_path / run).weights for run in ("run", "expected"))
+    names = read_manifest(tmp_path / "expected" / "checkpoint" / "step-0").tensors
+    assert all(torch.equal(weights[fqn], expected[fqn]) for fqn in names) and len(names) > 20
+
+
 def test_half_precision_becomes_fp32(models, tmp_path):
     source = shutil.copytree(models["qwen3", "small"], tmp_path / "model")
     dtypes = [torch.bfloat16, torch.float16]
