@@ -284,19 +284,14 @@ class Exporter:
 
 
 def _write_tokenizer(source: Path, folder: Path, loaded: LoadedTokenizer) -> None:
-    """Copy a tokenizer, and let readers take tokenizer.json as training did.
-
-    Of another class, or of none, transformers takes the class that belongs to config.json's model, which replaces parts
-    of tokenizer.json.
-    """
+    """Copy a tokenizer, and name the class that reads tokenizer.json alone: others replace parts of it."""
     copy_tokenizer(source, folder)
     file = folder / TOKENIZER_FILES[1]
     config = special_tokens(source, str(source)) | (read_json(file) if file.is_file() else {})
     config["tokenizer_class"] = PLAIN_CLASSES[0]
-    config.pop("auto_map", None)  # code of a class of its own
-    prefix = getattr(loaded.encoder.pre_tokenizer, "add_prefix_space", None)
-    if prefix is not None:  # transformers 4 would overwrite it
-        config["add_prefix_space"] = prefix
+    config.pop("auto_map", None)
+    if hasattr(loaded.encoder.pre_tokenizer, "add_prefix_space"):  # transformers 4 would overwrite it
+        config["add_prefix_space"] = loaded.encoder.pre_tokenizer.add_prefix_space
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

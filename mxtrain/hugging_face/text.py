@@ -1,9 +1,9 @@
 """``mxtrain generate`` and ``eval``: a model's text, and its loss on text, through transformers."""
 
-import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,15 @@ def require_transformers() -> None:
         raise ConfigError('transformers is not installed, and this command needs it: pip install "mxtrain[hf]"')
 
 
+@contextmanager
+def in_one_line(problem: str) -> Iterator[None]:
+    """Raise any exception as a ConfigError: transformers, safetensors and tokenizers have classes of their own."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{problem}: {' '.join(str(error).split())[:300]}") from error
+
+
 def from_pretrained(kind: str, folder: Path, where: str, **options):
     """Load ``folder`` with a class of transformers, such as "AutoConfig". Runs no code from it, and asks no server.
 
@@ -65,29 +74,21 @@ def from_pretrained(kind: str, folder: Path, where: str, **options):
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with in_one_line(f"{where}: transformers cannot load it"):
         load = getattr(transformers, kind).from_pretrained
         return load(folder, local_files_only=True, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise classes of their own
-        raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
 
 
 def require_same_tokens(trained: Path, exported: Path, where: str) -> list[str]:
-    """Let transformers cut a sample as any reader of the folder ``exported`` does, and compare.
+    """Raise ConfigError if readers of ``exported`` cut a sample into other tokens than the tokenizer in ``trained``.
 
-    Args:
-        trained: folder of training's tokenizer.
-
-    Returns a line for the user if transformers is not installed. Raises ConfigError, beginning with ``where``, if the
-    tokens differ.
+    Returns a line for the user if transformers is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
         return ["transformers is not installed: its tokens were not compared with training's"]
     expected = load_tokenizer(trained).encoder.encode(SAMPLE).ids
-    found = from_pretrained("AutoTokenizer", exported, where)(SAMPLE, **AS_TRAINING)["input_ids"]
-    if found != expected:
-        version = importlib.metadata.version("transformers")
-        raise ConfigError(f"{where}: transformers {version} cuts a sample into other tokens than training does")
+    if from_pretrained("AutoTokenizer", exported, where)(SAMPLE, **AS_TRAINING)["input_ids"] != expected:
+        raise ConfigError(f"{where}: transformers cuts a sample into other tokens than training does")
     return []
 
 
@@ -126,7 +127,10 @@ def load(folder: Path) -> Pretrained:
     if first_token is None:
         raise ConfigError(f"{where}: its tokenizer has neither a bos nor an eos token for a text to begin with")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return Pretrained(model.to(device).eval(), tokenizer, tokenizer.convert_tokens_to_ids(first_token))
+    model = model.to(device).eval()
+    with in_one_line(f"{where}: transformers cannot run it"), torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.long, device=device))
+    return Pretrained(model, tokenizer, tokenizer.convert_tokens_to_ids(first_token))
 
 
 @torch.inference_mode()

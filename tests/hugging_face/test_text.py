@@ -92,6 +92,10 @@ def code_of_its_own(folder):
     edit(folder / "config.json", auto_map=auto, model_type="another")
 
 
+HALF_ROTATED = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 DAMAGE = {
     "special tokens": (
         lambda folder: edit(folder / "tokenizer_config.json", bos_token=None, eos_token=None),
@@ -104,6 +108,10 @@ DAMAGE = {
         "transformers cannot load it: ",
     ),
     "pickle": (a_pickle, "transformers cannot load it: "),
+    "rotation": (
+        lambda folder: edit(folder / "config.json", rope_parameters=HALF_ROTATED),
+        "transformers cannot run it: The size of tensor a (8) must match",
+    ),
     "config": (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot load it: "),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "it has no tokenizer"),
     "code": (code_of_its_own, "transformers cannot load it: "),

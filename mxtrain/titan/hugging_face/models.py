@@ -11,7 +11,7 @@ import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling, YarnScaling
-from mxtrain.hugging_face.text import from_pretrained
+from mxtrain.hugging_face.text import from_pretrained, in_one_line
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.settings.model_sizes import wrong_sizes
 from mxtrain.titan.engine import engine
@@ -265,7 +265,8 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     options = {"config": config, "dtype": torch.float32, "use_safetensors": True}
     module = from_pretrained("AutoModelForCausalLM", source, where, **options)
     # With a mask, because jumps of the positions would begin new documents without one.
-    theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
+    with in_one_line(f"{where}: transformers cannot run it"):
+        theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
     module = model.shortened(layers, positions).on_meta()  # the other model's memory is free before this one gets any
     engine().multiply_experts_in_fp32(module)
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory

@@ -169,8 +169,7 @@ def test_an_export_cuts_text_as_training_did(kind, run, runs, tmp_path):
 
 def test_other_tokens_than_in_training_are_refused(own, tmp_path, monkeypatch):
     monkeypatch.setattr(export_files, "PLAIN_CLASSES", ["Qwen2Tokenizer"])
-    says = f"transformers {re.escape(version('transformers'))} cuts a sample into other tokens than training does"
-    with pytest.raises(ConfigError, match=f"^RUN = '.*/run': {says}$"):
+    with pytest.raises(ConfigError, match="^RUN = '.*/run': transformers cuts a sample into other tokens than"):
         export(own, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

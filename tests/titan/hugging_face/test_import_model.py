@@ -547,6 +547,10 @@ BAD = {
         edit_config(rope_parameters={"rope_type": "default", "rope_theta": 10**400}),
         "rope_theta = 10000000000000000000 in config.json is too large",
     ),
+    "rotation": (
+        edit_config(rope_parameters=LLAMA_ROPE | {"partial_rotary_factor": 0.5}),
+        "transformers cannot run it: The size of tensor a (16) must match",
+    ),
     "heads": (
         edit_config(num_key_value_heads=3),
         "config.json does not fit: n_heads = 16 is no multiple of n_kv_heads = 3",
