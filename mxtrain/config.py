@@ -112,7 +112,7 @@ def find_setting(name: str, path: Path, extended_by: tuple[Path, ...] = ()) -> t
 
 
 def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:
-    config = _read(path, extended_by)
+    config = _where_it_lies(_read(path, extended_by), path.absolute().parent)
     base = config.pop("extends", None)
     if base is None:
         return config
@@ -137,6 +137,20 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict:
         return read_toml(path, where)
     except FileNotFoundError:
         raise ConfigError(f"{where} does not exist{_hint(path)}") from None
+
+
+def _where_it_lies(config: dict, folder: Path) -> dict:
+    """Let the config of an imported run, which names its own folder, name ``folder`` after the run was moved."""
+    match config:
+        case {
+            "job": {"dump_folder": str(old)},
+            "model": {"hf_assets_path": str(own)},
+            "checkpoint": {"initial_load_path": str(weights)},
+        } if own.startswith(f"{old}/") and not os.path.exists(old):
+            old, own, weights = (path.replace(old, str(folder), 1) for path in (old, own, weights))
+            moved = {"job": {"dump_folder": old}, "model": {"hf_assets_path": own}}
+            return _merge(config, {**moved, "checkpoint": {"initial_load_path": weights}})
+    return config
 
 
 def _hint(path: Path) -> str:

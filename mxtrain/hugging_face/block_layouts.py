@@ -3,7 +3,9 @@
 Sources: compressed-tensors 0.20, and its readers in vLLM 0.33 and transformers 5.
 
 * MXFP8: ``MXFP8QuantizationCompressor`` in compressed_tensors/compressors/mxfp8/base.py; in vLLM
-  ``CompressedTensorsW8A8Mxfp8``, which also casts activations to MXFP8, as training did.
+  ``CompressedTensorsW8A8Mxfp8``, which also casts activations to MXFP8. The stored codes and scales are training's. A
+  new cast may differ: compressed-tensors takes the next scale from a block maximum of exactly 448 times the scale on,
+  training's RCEIL just above.
 * NVFP4: ``NVFP4PackedCompressor`` in compressed_tensors/compressors/nvfp4/base.py; in vLLM
   ``CompressedTensorsW4A4Fp4(use_a16=True)``. Activations stay in bf16: a layout with NVFP4 activations needs a constant
   tensor scale for each linear, and training takes the scales of most linears from each activation.

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
-from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
+from mxtrain.data.tokenizer import PLAIN_CLASSES, LoadedTokenizer, copy_tokenizer, load_tokenizer, special_tokens
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes, with_one_tensor_scale
 from mxtrain.hugging_face.model_config import (
@@ -40,6 +40,7 @@ from mxtrain.hugging_face.model_config import (
     read_generation,
 )
 from mxtrain.hugging_face.model_files import ShardWriter, shard_size
+from mxtrain.json_toml import read_json
 from mxtrain.recipes.recipe import LinearRecipe, Recipe
 
 FORMATS = ("hf", *LAYOUTS)
@@ -142,7 +143,7 @@ class Exporter:
         notes, generation, tokenizer = [], self._generation, self._model.tokenizer
         if (tokenizer / TOKENIZER_FILES[0]).is_file():
             loaded = load_tokenizer(tokenizer)
-            copy_tokenizer(tokenizer, folder)
+            _write_tokenizer(tokenizer, folder, loaded)
             ids = {"bos_token_id": loaded.bos_id, "eos_token_id": loaded.eos_id}
             generation = {name: value for name, value in ids.items() if value is not None} | generation
         else:
@@ -280,6 +281,18 @@ class Exporter:
                 f"linears have {' or '.join(has)} weights: choose another format; 'hf' takes every run"
             )
         return found
+
+
+def _write_tokenizer(source: Path, folder: Path, loaded: LoadedTokenizer) -> None:
+    """Copy a tokenizer, and name the class that reads tokenizer.json alone: others replace parts of it."""
+    copy_tokenizer(source, folder)
+    file = folder / TOKENIZER_FILES[1]
+    config = special_tokens(source, str(source)) | (read_json(file) if file.is_file() else {})
+    config["tokenizer_class"] = PLAIN_CLASSES[0]
+    config.pop("auto_map", None)
+    if hasattr(loaded.encoder.pre_tokenizer, "add_prefix_space"):  # transformers 4 would overwrite it
+        config["add_prefix_space"] = loaded.encoder.pre_tokenizer.add_prefix_space
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _matrices(weight: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -50,16 +50,8 @@ class ImportedWeights:
         self._places = places
         self.shapes = {fqn: place.shape for fqn, place in places.items()}
         shapes: dict[str, tuple[int, ...]] = {}
-        self._rows: dict[str, slice] = {}
-        """Name of every fused parameter -> its rows"""
-        for fqn, place in places.items():
-            if place.fused:
-                experts, rows, features = place.shape
-                start = shapes.get(place.fused, (0, 0, 0))[2]
-                self._rows[fqn] = slice(start, start + rows)
-                shapes[place.fused] = experts, features, start + rows
-            else:
-                shapes |= dict.fromkeys(place.names, place.shape[1:] if len(place.shape) == 3 else place.shape)
+        for place in places.values():
+            shapes |= dict.fromkeys(place.names, place.shape[1:] if len(place.shape) == 3 else place.shape)
         saved.require(shapes, optional={HEAD: shapes[EMBEDDING]})
         self.count = sum(math.prod(shape) for shape in shapes.values())
         """Number of parameters. A weight with two names counts once"""
@@ -69,8 +61,6 @@ class ImportedWeights:
         place = self._places[fqn]
         if not place.names:  # the head, which has the embedding's weight
             return self._saved[EMBEDDING]
-        if place.fused:
-            return self._saved[place.fused].transpose(1, 2)[:, self._rows[fqn]].contiguous()
         if len(place.shape) == 3:
             return torch.stack([self._saved[name] for name in place.names])
         weight = self._saved[place.names[0]]

@@ -1,8 +1,10 @@
 """A model's folder: written whole or not at all, and its safetensors files, which are one or several with an index."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,6 +21,8 @@ SHARD_BYTES = 5_000_000_000
 SMALLEST_SHARD_BYTES = 256_000_000
 UNREAD = ".rotary_emb.inv_freq"
 """Older files hold these tensors, which transformers does not read either"""
+FUSED = r"(.*\.(?:mlp|feed_forward)\.experts)\.(gate_up|down)_proj"
+"""All experts' matrices in one tensor [E, N, D], as transformers 5 may write them; in Llama 4 [E, D, N]"""
 DTYPES = ("F32", "BF16", "F16")
 
 
@@ -127,15 +131,30 @@ class SavedTensors:
 
     def __init__(self, folder: Path):
         self._where = f"MODEL_DIR = {str(folder)!r}"
-        self._files = {}
+        self._places: dict[str, tuple] = {}
+        """Name of every tensor -> its file, the name there, and which part of that it is"""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        """Name of every tensor -> its shape"""
         for name in self._names(folder):
             try:
                 file = safe_open(folder / name, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise self._error(f"{name} is missing, truncated or damaged: {error}") from error
-            self._files |= {tensor: file for tensor in file.keys() if not tensor.endswith(UNREAD)}
-        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
-        """Name of every tensor -> its shape"""
+            for stored in file.keys():
+                shape = tuple(file.get_slice(stored).get_shape())
+                if (fused := re.fullmatch(FUSED, stored)) and len(shape) == 3:
+                    linears, is_turned = fused[2].split("_"), "feed_forward" in stored
+                    rows, columns = shape[1 + is_turned] // len(linears), shape[2 - is_turned]
+                    for expert, (i, linear) in product(range(shape[0]), enumerate(linears)):
+                        part = slice(i * rows, (i + 1) * rows)
+                        part = (expert, slice(None), part) if is_turned else (expert, part)
+                        tensor = f"{fused[1]}.{expert}.{linear}_proj.weight"
+                        self._places[tensor], self.shapes[tensor] = (file, stored, part), (rows, columns)
+                elif not stored.endswith(UNREAD):
+                    self._places[stored], self.shapes[stored] = (file, stored, ()), shape
+        if "embed_tokens.weight" in self.shapes:  # of a model without a head
+            named = [{f"model.{name}": value for name, value in d.items()} for d in (self._places, self.shapes)]
+            self._places, self.shapes = named
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless the tensors are those in ``shapes``, some in ``optional``, and floating-point."""
@@ -144,19 +163,21 @@ class SavedTensors:
             raise self._error(f"{len(missing)} of {len(shapes)} tensors missing, such as {missing[0]}")
         if unexpected := [name for name in self.shapes if name not in known]:
             raise self._error(f"{len(unexpected)} tensor(s) not part of this model, such as {unexpected[0]}")
-        for name, file in self._files.items():
-            if self.shapes[name] != tuple(known[name]):
-                shapes = f"shape {list(self.shapes[name])}, and {list(known[name])} by config.json"
+        for name, shape in self.shapes.items():
+            file, stored, _ = self._places[name]
+            if shape != tuple(known[name]):
+                shapes = f"shape {list(shape)}, and {list(known[name])} by config.json"
                 raise self._error(f"{name} has {shapes}")
-            if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
+            if (dtype := file.get_slice(stored).get_dtype()) not in DTYPES:
                 raise self._error(f"{name} has dtype {dtype}; supported are: {', '.join(DTYPES)}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor in fp32. Raises ConfigError if it is not finite."""
-        tensor = self._files[name].get_tensor(name).float()
+        file, stored, part = self._places[name]
+        tensor = (file.get_slice(stored)[part] if part else file.get_tensor(stored)).float()
         if not tensor.isfinite().all():
             raise self._error(f"{name} has values that are not finite")
-        return tensor
+        return tensor.t() if len(part) == 3 else tensor
 
     def _names(self, folder: Path) -> list[str]:
         """Return the names of the files."""
@@ -165,9 +186,9 @@ class SavedTensors:
         if (folder / INDEX_FILE).is_file():
             places = read_json(folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}").get("weight_map")
             names = places.values() if isinstance(places, dict) else []
-            if not names or any(not isinstance(name, str) or name != Path(name).name for name in names):
+            if not names or any(not isinstance(name, str) or Path(name) != Path(Path(name).name) for name in names):
                 raise self._error(f"{INDEX_FILE} is damaged: weight_map names no files of this folder")
-            return sorted(set(names))
+            return sorted({Path(name).name for name in names})
         if pickles := [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]:
             raise self._error(
                 f"{pickles[0]} is a pickle, which may run any code when it is read; save the model as safetensors first"

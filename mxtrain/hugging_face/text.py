@@ -3,17 +3,23 @@
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from mxtrain.data.tokenizer import special_tokens
+from mxtrain.data.tokenizer import load_tokenizer, special_tokens
 from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.block_layouts import LAYOUTS
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_NEW_TOKENS = 100
+AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
+"""How training encodes text: the spelling of a special token is plain text"""
+SAMPLE = "I'LL don't, 'naïve' 1234567 + 8.9;  \r\n\n\tf(a_b):\n        x \u3000数学 \ufb01 \U0001f600 e\u0301\u00a0 "
+"""What tokenizers treat differently: contractions, digits, spaces, line breaks, characters with several forms"""
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,9 @@ class Pretrained:
     def encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of ``text`` without ``first_token``, and where each begins and ends, in characters.
 
-        As in training, the spelling of a special token in the text is plain text. Tokens that are parts of one
-        character have the place of this character.
+        Tokens that are parts of one character have the place of this character.
         """
-        options = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
-        encoded = self.tokenizer(text, verbose=False, **options)
+        encoded = self.tokenizer(text, verbose=False, return_offsets_mapping=True, **AS_TRAINING)
         return encoded["input_ids"], encoded["offset_mapping"]
 
 
@@ -48,6 +52,15 @@ def require_transformers() -> None:
     """Raise ConfigError if transformers is not installed. Imports nothing."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError('transformers is not installed, and this command needs it: pip install "mxtrain[hf]"')
+
+
+@contextmanager
+def in_one_line(problem: str) -> Iterator[None]:
+    """Raise any exception as a ConfigError: transformers, safetensors and tokenizers have classes of their own."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(f"{problem}: {' '.join(str(error).split())[:300]}") from error
 
 
 def from_pretrained(kind: str, folder: Path, where: str, **options):
@@ -61,24 +74,44 @@ def from_pretrained(kind: str, folder: Path, where: str, **options):
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with in_one_line(f"{where}: transformers cannot load it"):
         load = getattr(transformers, kind).from_pretrained
         return load(folder, local_files_only=True, trust_remote_code=False, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers raise classes of their own
-        raise ConfigError(f"{where}: transformers cannot load it: {' '.join(str(error).split())[:300]}") from error
+
+
+def require_same_tokens(trained: Path, exported: Path, where: str) -> list[str]:
+    """Raise ConfigError if readers of ``exported`` cut a sample into other tokens than the tokenizer in ``trained``.
+
+    Returns a line for the user if transformers is not installed.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return ["transformers is not installed: its tokens were not compared with training's"]
+    expected = load_tokenizer(trained).encoder.encode(SAMPLE).ids
+    if from_pretrained("AutoTokenizer", exported, where)(SAMPLE, **AS_TRAINING)["input_ids"] != expected:
+        raise ConfigError(f"{where}: transformers cuts a sample into other tokens than training does")
+    return []
 
 
 def load(folder: Path) -> Pretrained:
     """Load the model in ``folder`` to the accelerator if there is one, in the dtype that its config.json names.
 
+    Of its generation_config.json only the eos tokens count.
+
     Raises:
-        ConfigError: as ``from_pretrained``; weights are missing or have another shape than in config.json; or the
-            tokenizer has neither bos nor eos.
+        ConfigError: as ``from_pretrained``; it has experts in a block format; weights are missing or have another shape
+            than in config.json; or the tokenizer has neither bos nor eos.
     """
     where = f"RUN = {str(folder)!r}"
+    config = from_pretrained("AutoConfig", folder, where)
+    stored = (getattr(config, "quantization_config", None) or {}).get("format")
+    if hasattr(config, "num_experts_per_tok") and stored in {layout.compression for layout in LAYOUTS.values()}:
+        raise ConfigError(
+            f"{where}: transformers misreads experts in {stored!r}; give the run, or an export with --format hf"
+        )
     if not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{where}: it has no tokenizer: {TOKENIZER_FILE} is missing")
-    tokenizer = from_pretrained("AutoTokenizer", folder, where)
+    # AutoTokenizer may take the model's own class, which replaces parts of tokenizer.json.
+    tokenizer = from_pretrained("PreTrainedTokenizerFast", folder, where)
     options = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     model, info = from_pretrained("AutoModelForCausalLM", folder, where, **options)
     # transformers would draw these weights at random.
@@ -87,12 +120,17 @@ def load(folder: Path) -> Pretrained:
             f"{where}: {len(absent)} of the model's weights are missing or have another shape than in config.json, "
             f"such as {absent[0]}"
         )
+    # The command line says how tokens are chosen.
+    model.generation_config = type(model.generation_config)(eos_token_id=model.generation_config.eos_token_id)
     tokens = special_tokens(folder, where)
     first_token = tokens["bos_token"] or tokens["eos_token"]
     if first_token is None:
         raise ConfigError(f"{where}: its tokenizer has neither a bos nor an eos token for a text to begin with")
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    return Pretrained(model.to(device).eval(), tokenizer, tokenizer.convert_tokens_to_ids(first_token))
+    model = model.to(device).eval()
+    with in_one_line(f"{where}: transformers cannot run it"), torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.long, device=device))
+    return Pretrained(model, tokenizer, tokenizer.convert_tokens_to_ids(first_token))
 
 
 @torch.inference_mode()

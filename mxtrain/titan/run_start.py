@@ -17,6 +17,10 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.layout import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
+from mxtrain.titan.engine import engine
+from mxtrain.titan.hugging_face.models import MODELS, require_computed_alike
+
+UNREADABLE = "'mxtrain export', 'eval' and 'generate' will refuse this run"
 
 
 def require_same_settings(settings: Settings, resolved: dict) -> None:
@@ -55,6 +59,11 @@ def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start 
     lines = [*start.notes, *start.changes, *other_versions(start)]
     if not job_config.checkpoint.enable:
         lines.append("no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints")
+    elif start.step == 0 and job_config.model.name in MODELS.values():
+        try:
+            require_computed_alike(engine().SizedModel.of_job(job_config), UNREADABLE)
+        except ConfigError as error:
+            lines.append(str(error))
     if start.step >= job_config.training.steps:
         lines.append(
             f"nothing is left to train: training.steps = {job_config.training.steps}; set it to more steps, such as "

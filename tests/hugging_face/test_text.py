@@ -92,6 +92,10 @@ def code_of_its_own(folder):
     edit(folder / "config.json", auto_map=auto, model_type="another")
 
 
+HALF_ROTATED = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 DAMAGE = {
     "special tokens": (
         lambda folder: edit(folder / "tokenizer_config.json", bos_token=None, eos_token=None),
@@ -104,9 +108,21 @@ DAMAGE = {
         "transformers cannot load it: ",
     ),
     "pickle": (a_pickle, "transformers cannot load it: "),
+    "rotation": (
+        lambda folder: edit(folder / "config.json", rope_parameters=HALF_ROTATED),
+        "transformers cannot run it: The size of tensor a (8) must match",
+    ),
     "config": (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot load it: "),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "it has no tokenizer"),
     "code": (code_of_its_own, "transformers cannot load it: "),
+    "experts": (
+        lambda folder: edit(
+            folder / "config.json",
+            num_experts_per_tok=2,
+            quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        ),
+        "transformers misreads experts in 'nvfp4-pack-quantized'; give the run, or an export with --format hf",
+    ),
 }
 
 
@@ -132,8 +148,9 @@ DRAWN = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 
 @pytest.fixture
 def text_of(pretrained, capsys):
-    def text_of(prompt="def main", max_new_tokens=12, seed=None, **sampling):
-        generate(pretrained, prompt, max_new_tokens, seed, **{**DRAWN, **sampling})
+    def text_of(prompt="def main", max_new_tokens=12, seed=None, model=pretrained, **sampling):
+        drawn = {} if sampling.get("do_sample") is False else DRAWN
+        generate(model, prompt, max_new_tokens, seed, **{**drawn, **sampling})
         return capsys.readouterr().out
 
     return text_of
@@ -153,6 +170,23 @@ def test_the_likeliest_token_is_taken_after_bos_and_prompt(pretrained, text_of):
             tokens.append(pretrained.model(torch.tensor([tokens])).logits[0, -1].argmax().item())
     expected = pretrained.tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
     assert text_of(do_sample=False) == text_of(top_p=1e-6) == text_of(temperature=1e-4) == expected
+
+
+STOPS = {"stop_strings": ["e"], "max_time": 1e-6}
+BEAMS = {"num_beams": 2, "num_return_sequences": 2}
+PENALTIES = {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": [*range(2, 300)], "min_p": 0.9}
+
+
+@pytest.mark.parametrize("given", [PENALTIES, BEAMS, STOPS], ids="-".join)
+def test_the_command_line_alone_says_how_tokens_are_chosen(given, copy, text_of):
+    """Of the model's own settings, in either file, only the eos tokens count."""
+    edit(copy / "generation_config.json", **given, do_sample=True, temperature=0.1, eos_token_id=[2, 3])
+    edit(copy / "config.json", **given)
+    own = load(copy)
+    assert own.model.generation_config.eos_token_id == [2, 3]
+    own.model.generation_config.eos_token_id = None
+    for sampling in ({"do_sample": False}, {}):
+        assert text_of(seed=1, model=own, **sampling) == text_of(seed=1, **sampling)
 
 
 def test_an_eos_token_ends_the_text(pretrained, text_of, monkeypatch):

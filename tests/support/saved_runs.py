@@ -31,7 +31,10 @@ FLAVORS = {
     "qwen3": {
         "small": ("debugmodel", {**_QWEN, "enable_weight_tying": False}),
         "small_tied": ("debugmodel", _QWEN),
-        "small_experts": ("debugmodel_moe_16", {**_QWEN, "moe_inter_dim": 32, "num_experts": 4, "top_k": 2}),
+        "small_experts": (
+            "debugmodel_moe_16",
+            {**_QWEN, "moe_inter_dim": 32, "num_experts": 4, "top_k": 2, "load_balance_coeff": 0},
+        ),
     },
     "deepseek_v3": {
         # A dense layer, and one with experts in 8 groups. Sequences of 32 tokens have a scaled rotation.
@@ -43,7 +46,7 @@ FLAVORS = {
 if RELEASE == "v02":
     _LLAMA4 = {
         "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "num_experts": 4, "top_k": 2, "multiple_of": 32,
-        "ffn_dim_multiplier": 0.5,
+        "ffn_dim_multiplier": 0.5, "load_balance_coeff": 0,
     }  # fmt: skip
     FLAVORS["llama4"] = {"small": ("debugmodel", _LLAMA4)}  # every second layer has experts
 """Model -> flavor -> the flavor that it follows, and what it has instead"""

@@ -40,6 +40,33 @@ def test_a_run_without_checkpoints_says_so(monkeypatch, flag, is_told):
     assert lines == ["starts", why][: 1 + is_told]
 
 
+NO_BIAS = "--model_args.load_balance_coeff=0"
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        (["qwen3", "debugmodel_moe_16"], "load_balance_coeff = 0.001"),
+        (["qwen3", "debugmodel_moe_16", NO_BIAS], None),
+        (["qwen3", "debugmodel"], None),
+        (["deepseek_v3", "16B"], "score_func = 'softmax', norm_eps = 1e-05"),
+        (["deepseek_v3", "671B", "--model_args.norm_eps=1e-6"], None),
+    ],
+)
+def test_a_model_that_cannot_be_exported_is_named_before_it_trains(flags, problem, tmp_path, monkeypatch):
+    name, flavor, *more = flags
+    job_config = parse_job_config([f"--model.name={name}", f"--model.flavor={flavor}", "--checkpoint.enable", *more])
+    lines = []
+    monkeypatch.setattr(run_start, "verified_start", lambda *arguments: Start())
+    monkeypatch.setattr(run_start.terminal, "note", lines.append)
+    begin_run(job_config, None, None)
+    where = "'mxtrain export', 'eval' and 'generate' will refuse this run"
+    assert lines == ([f"{where}: a {name} with {problem} has no counterpart in transformers"] if problem else [])
+    job_config.model.name = "own"  # a user's, whose sizes nobody looks up
+    begin_run(job_config, None, None)
+    assert len(lines) == bool(problem)
+
+
 @pytest.mark.parametrize("named", ["run", "{tmp}/run", "link", "other", "gone", "", None])
 def test_a_config_that_names_its_own_folder_goes_on_to_do_so(tmp_path, monkeypatch, named):
     monkeypatch.chdir(tmp_path)

@@ -18,10 +18,11 @@ from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint
-from mxtrain.hugging_face.export import BIAS, FORMATS, Exporter, Trained
+from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
 from mxtrain.hugging_face.held_out import HeldOutText, NoLoss, held_out_ids
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target
+from mxtrain.hugging_face.text import require_same_tokens
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
@@ -32,7 +33,7 @@ from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import active_settings, convert_on_meta
 from mxtrain.titan.engine import engine
-from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, require_exportable, shape_of
+from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
 from mxtrain.titan.job_config import parse_job_config
 
 
@@ -67,9 +68,10 @@ def export(
         ConfigError: for a wrong argument, and a run that cannot be exported. Nothing is written then.
     """
     require_one_of("--format", format, FORMATS)
+    where = f"RUN = {str(run)!r}"
     with new_target(target, "DIR") as folder:
         saved = open_run(run, step)
-        exporter = Exporter(_trained(saved, f"RUN = {str(run)!r}"), format, fold_gain, dtype)
+        exporter = Exporter(_trained(saved, where), format, fold_gain, dtype)
         loss, notes = None, []
         try:
             if loss_tokens:
@@ -77,6 +79,7 @@ def export(
         except NoLoss as error:
             notes.append(f"no loss is computed: {error}")
         size, missing = exporter.write(folder)
+        notes += missing or require_same_tokens(run / TOKENIZER_FOLDER, folder, where)
         report = {
             "run": str(run.absolute()),
             "step": saved.step,
@@ -85,7 +88,7 @@ def export(
             "dtype": str(exporter.dtype).removeprefix("torch."),
             "fold_gain": fold_gain,
             "loss": loss,
-            "notes": [*notes, *missing],
+            "notes": notes,
             "settings": resolved_settings(saved.job_config),
             "versions": package_versions(),
         }
@@ -182,18 +185,11 @@ def saved_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _trained(run: SavedRun, where: str) -> Trained:
     """Return the run's checkpoint as an export sees it. Raises ConfigError, beginning with ``where``, as ``export``."""
     model, training = run.model, run.job_config.training
-    require_exportable(model.name, where)
     require_computed_alike(model, where)
     shape = shape_of(model, given_in(run.job_config).get("max_seq_len", model.sizes["seq_len"]))
     found = parameters(model)
     tied = ("output.weight",) if shape.tie_word_embeddings else ()
     run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
-    for fqn, parameter in found.items():
-        if fqn.endswith(BIAS) and not parameter.names and run.weights[fqn].any():
-            raise ConfigError(
-                f"{where} cannot be exported: {fqn} is not zero, and transformers' {model.name} has no such bias, so "
-                "it would choose other experts; train with model_args.load_balance_coeff = 0"
-            )
     built = run.build(has_converters=True)
     modules = {engine().saved_name(name): module for name, module in built.named_modules()}
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}

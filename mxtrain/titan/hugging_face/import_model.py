@@ -54,7 +54,10 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
             raise ConfigError(
                 f"{where}: num_hidden_layers = {layers} in config.json, and the files have {found} tensors"
             )
-        notes = []
+        notes, after = [], f"model.layers.{layers}"
+        if f"{after}.eh_proj.weight" in saved.shapes:
+            saved.shapes = {name: shape for name, shape in saved.shapes.items() if not name.startswith(f"{after}.")}
+            notes.append(f"{after}, which predicts a second token, is left out, as by transformers")
         if shape.tie_word_embeddings and HEAD in saved.shapes and not torch.equal(saved[HEAD], saved[EMBEDDING]):
             shape = replace(shape, tie_word_embeddings=False)
             notes.append(f"{HEAD} is not tied to {EMBEDDING}: the files hold two, which transformers 5 does not tie")

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.export import BIAS
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling, YarnScaling
-from mxtrain.hugging_face.text import from_pretrained
+from mxtrain.hugging_face.text import from_pretrained, in_one_line
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.settings.model_sizes import wrong_sizes
 from mxtrain.titan.engine import engine
@@ -87,19 +86,17 @@ TOLERANCE = 1e-3
 """The largest difference of two logits, as a share of their standard deviation"""
 
 
-def require_exportable(name: str, where: str) -> None:
-    """Raise ConfigError, which begins with ``where``, for a model that transformers have no counterpart of."""
-    if name not in MODELS.values():
+def require_computed_alike(model, where: str) -> None:
+    """Raise ConfigError, which begins with ``where``, unless transformers has a model that computes the same."""
+    if model.name not in MODELS.values():
         raise ConfigError(
-            f"{where}: model.name = {name!r} has no Hugging Face form here; supported are: "
+            f"{where}: model.name = {model.name!r} has no Hugging Face form here; supported are: "
             f"{', '.join(dict.fromkeys(MODELS.values()))}"
         )
-
-
-def require_computed_alike(model, where: str) -> None:
-    """Raise ConfigError, which begins with ``where``, unless transformers' model of this name computes the same."""
-    required = REQUIRED.get(model.name, {})
-    wrong = [f"{name} = {model.sizes[name]!r}" for name, values in required.items() if model.sizes[name] not in values]
+    required, sizes = REQUIRED.get(model.name, {}), model.sizes
+    wrong = [f"{name} = {sizes[name]!r}" for name, values in required.items() if sizes[name] not in values]
+    if "num_experts" in sizes and model.name != "deepseek_v3" and sizes["load_balance_coeff"]:
+        wrong.append(f"load_balance_coeff = {sizes['load_balance_coeff']}")
     if wrong := [*wrong, *model.unlike_transformers()]:
         raise ConfigError(f"{where}: a {model.name} with {', '.join(wrong)} has no counterpart in transformers")
 
@@ -208,13 +205,13 @@ def _settings_of(shape: ModelShape) -> dict[str, object]:
 def parameters(model) -> dict[str, Parameter]:
     """Return the place of each parameter in Hugging Face's model, by TorchTitan's own adapter.
 
-    Hugging Face has neither the second of two tied weights nor, but for DeepSeek, the bias of a router.
+    Hugging Face does not have the second of two tied weights.
     """
     tied, adapter = model.sizes.get("enable_weight_tying", False), model.adapter()
     found, orders = {}, {}
     for name, weight in model.on_meta().state_dict().items():
         fqn = engine().saved_name(name)
-        if (model.name != "deepseek_v3" and fqn.endswith(BIAS)) or (tied and fqn == "output.weight"):
+        if tied and fqn == "output.weight":
             found[fqn] = Parameter(tuple(weight.shape), ())
             continue
         if model.name == "llama4":
@@ -268,7 +265,8 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     options = {"config": config, "dtype": torch.float32, "use_safetensors": True}
     module = from_pretrained("AutoModelForCausalLM", source, where, **options)
     # With a mask, because jumps of the positions would begin new documents without one.
-    theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
+    with in_one_line(f"{where}: transformers cannot run it"):
+        theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
     module = model.shortened(layers, positions).on_meta()  # the other model's memory is free before this one gets any
     engine().multiply_experts_in_fp32(module)
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory

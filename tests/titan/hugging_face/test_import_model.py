@@ -20,12 +20,16 @@ from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE, RopeScaling, read_shape
+from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.resume import resolved
 from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face import import_model as import_module
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.import_model import import_model
 from mxtrain.titan.hugging_face.models import find_model, require_computed_alike
+from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.run_start import write_resolved_config
 from tests.support import saved_runs
 
 LLAMA_ROPE = {
@@ -299,6 +303,59 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     assert manifest.versions["torch"] == version("torch") and len(manifest.tokenizer_sha256) == 64
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_run_that_is_moved_goes_on_where_it_lies(has_begun, models, tmp_path):
+    run, moved = tmp_path / "run", tmp_path / "other" / "name"
+    import_model(models["qwen3", "small_tied"], run)
+    if has_begun:
+        write_resolved_config(parse_job_config([f"--job.config_file={run / 'config.toml'}"]))
+    moved.parent.mkdir()
+    run.rename(moved)
+    for arguments in ([f"--job.config_file={moved / 'config.toml'}"], resolved(["--resume", str(moved)])):
+        settings = read_settings(arguments)
+        check_machine(settings, Machine(1, has_gpus=False))
+        assert settings["job.dump_folder"] == str(moved)
+        assert settings["model.hf_assets_path"] == str(moved / "tokenizer")
+        assert settings["checkpoint.initial_load_path"] == str(moved / "checkpoint" / "step-0")
+        assert find_start(moved, settings.values.checkpoint, 1).checkpoint == moved / "checkpoint" / "step-0"
+    write_resolved_config(parse_job_config(arguments))
+    assert tomli.loads((moved / "config.toml").read_text())["job"]["dump_folder"] == str(moved), "it may move again"
+    export(moved, tmp_path / "out")
+
+
+def other_names(source):
+    """Files as the base model and transformers 5 write them, and an index that other tools write."""
+    module = transformers.AutoModelForCausalLM.from_pretrained(source)
+    module.save_pretrained(source, save_original_format=False)
+    fused = tensors_of(source)
+    assert ("model.layers.1.mlp.experts.gate_up_proj" in fused) == hasattr(module.config, "num_experts_per_tok")
+    is_tied = module.config.tie_word_embeddings
+    layers = f"model.layers.{module.config.num_hidden_layers}"
+    if is_tied:
+        fused = {name.removeprefix("model."): tensor for name, tensor in fused.items()}
+    elif module.config.model_type == "deepseek_v3":
+        predicting = {"eh_proj": torch.ones(64, 128), "mlp.experts.3.up_proj": torch.ones(32, 64)}
+        fused |= {f"{layers}.{name}.weight": tensor for name, tensor in predicting.items()}
+    for file in source.glob("model*"):
+        file.unlink()
+    save_file(fused, source / "weights.safetensors")
+    places = dict.fromkeys(fused, "./weights.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize("name", [("qwen3", "experts"), ("deepseek_v3", "scaled"), ("qwen3", "small_tied")])
+def test_other_names_are_the_same_tensors(name, models, tmp_path):
+    source = shutil.copytree(models[name], tmp_path / "model")
+    other_names(source)
+    lines = import_model(source, tmp_path / "run")
+    note = "note      model.layers.2, which predicts a second token, is left out, as by transformers"
+    assert (note in lines) == (name[0] == "deepseek_v3")
+    import_model(models[name], tmp_path / "expected")
+    weights, expected = (open_run(tmp_path / run).weights for run in ("run", "expected"))
+    names = read_manifest(tmp_path / "expected" / "checkpoint" / "step-0").tensors
+    assert all(torch.equal(weights[fqn], expected[fqn]) for fqn in names) and len(names) > 20
+
+
 def test_half_precision_becomes_fp32(models, tmp_path):
     source = shutil.copytree(models["qwen3", "small"], tmp_path / "model")
     dtypes = [torch.bfloat16, torch.float16]
@@ -489,6 +546,10 @@ BAD = {
     "absurd base": (
         edit_config(rope_parameters={"rope_type": "default", "rope_theta": 10**400}),
         "rope_theta = 10000000000000000000 in config.json is too large",
+    ),
+    "rotation": (
+        edit_config(rope_parameters=LLAMA_ROPE | {"partial_rotary_factor": 0.5}),
+        "transformers cannot run it: The size of tensor a (16) must match",
     ),
     "heads": (
         edit_config(num_key_value_heads=3),

@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mxtrain.errors import ConfigError
+from mxtrain.hugging_face.text import load
 from mxtrain.nn import experts, three_gemms
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.titan.engine import RELEASE, engine
@@ -134,5 +136,8 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
     if model == "llama4":  # where vLLM looks for it
         generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
         assert generation["attn_temperature_tuning"] is False
+    is_mixture = RUNS[name][1] in (EXPERTS, "deepseek_v3", "llama4")
+    with pytest.raises(ConfigError, match="misreads experts in '" if is_mixture else "it has no tokenizer: "):
+        load(tmp_path / "out")
     report = json.loads((tmp_path / "out" / "mxtrain.json").read_text())
     assert (report["dtype"], report["format"]) == ("bfloat16", format)
