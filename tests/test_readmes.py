@@ -20,7 +20,6 @@ from torch.distributed.run import get_args_parser
 import mxtrain
 from mxtrain.analysis.numerics import wandb_key
 from mxtrain.cli import commands, compare_command
-from mxtrain.cli.paired_runs import planned, read_all
 from mxtrain.config import presets
 from mxtrain.settings import sections
 from mxtrain.settings.help import with_tables
@@ -92,7 +91,7 @@ def check_mxtrain(words: list[str]) -> None:
     options = commands._parser().parse_args(words)
     if words[0] == "compare":
         options, variants, flags = compare_command.separated(options)
-        assert options.resume or read_all(planned(variants, options.seeds or 1, [], flags))
+        assert options.table or compare_command.read_all(compare_command.planned(variants, options.seeds, [], flags))
     elif getattr(options, "resume", None):
         parse_job_config(options.resume[1:])  # the run's own config is not here
     elif "config" in options:

@@ -1,21 +1,42 @@
-"""Compares results: means over seeds and paired differences to a baseline, by variant and learning rate.
+"""Compares results: means over seeds, and differences to a baseline with confidence intervals.
 
-Results of different models, and rows of a CSV of different lengths, are compared apart. Runs of one model whose curves
-have different lengths are compared at the last number of tokens (or steps) that all of them have.
+A result is a row: a run's settings and final numbers, from its folder or from a CSV. A pair is a run and the
+baseline's run with the same learning rate and seed. Results of different models or lengths are compared apart.
 """
 
-import math
-import statistics
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from mxtrain.analysis.results import HASH_DIGITS, Result, curve_numbers, nonfinite_loss
-from mxtrain.analysis.runs import flat_settings
-from mxtrain.errors import ConfigError
+import numpy as np
+
+from mxtrain.analysis.runs import Run
+from mxtrain.errors import ConfigError, errors_begin_with
+from mxtrain.files import os_errors_as
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NUMBERS = {
+    "lr": float, "seed": int, "steps": int, "tokens": int, "validation": float, "validation_step": int,
+    "last_10_percent": float, "tokens_per_second": float, "memory_gib": float,
+}  # fmt: skip
+"""Columns with numbers, and their types. Losses are in nats, and tokens per second are per device"""
+COLUMNS = {
+    "date": "", "model": "", "flavor": "", "variant": "", "lr": "", "seed": "d", "steps": "d", "tokens": "d",
+    "validation": ".4f", "validation_step": "d", "last_10_percent": ".4f", "tokens_per_second": ".0f",
+    "memory_gib": ".2f", "device": "", "torch": "", "tokenizer": ".12", "train_text": ".12", "validation_text": ".12",
+}  # fmt: skip
+"""Column of a CSV -> format. A row of a run has more keys; a number that is not known is None, a text is empty"""
+REQUIRED = ("variant", "lr", "seed", "steps", "last_10_percent")
+"""Columns without which a row says nothing"""
+LOSSES = ("validation", "last_10_percent")
+DTYPES = dict.fromkeys([*NUMBERS, "spikes"], float) | {"seed": object}
 
 STEPS = "training.steps"
-"""Changes the learning rate's schedule. The steps of finished runs are compared by their curves instead"""
-
+MODEL_ARGS = "model_args."
 PAIRING_SETTINGS = (
     "training.dataset", "training.dataset_path", "training.seq_len", "training.global_batch_size",
     "training.local_batch_size", STEPS, "data.installed", "data.other_files", "data.vocab_size", "data.max_bytes",
@@ -25,10 +46,9 @@ PAIRING_SETTINGS = (
     "validation.seq_len", "validation.local_batch_size", "metrics.log_freq",
 )  # fmt: skip
 """
-Settings in which paired runs must agree: they read the same text in the same steps, start from equal weights, are
-validated on the same text, and log the same steps. So are all of ``MODEL_ARGS``
+Settings in which paired runs must agree, beside all of MODEL_ARGS: they read the same text in the same steps, start
+from equal weights, are validated on the same text, and log the same steps
 """
-MODEL_ARGS = "model_args."
 
 NOT_PAIRED = "their runs are not paired step by step"
 OTHER_VALIDATION = "their validation losses are not of the same text"
@@ -39,92 +59,134 @@ EFFECTS = {
     "checkpoint.": "their runs do not start from equal weights",
 }
 """Beginning of a setting's name -> the effect of a difference; of other settings it is NOT_PAIRED"""
-
 TEXT = {
     "tokenizer": ("tokenizer", "their losses are per token of different tokenizers"),
-    "train": ("training text", NOT_PAIRED),
-    "validation": ("validation text", OTHER_VALIDATION),
+    "train_text": ("training text", NOT_PAIRED),
+    "validation_text": ("validation text", OTHER_VALIDATION),
     "sequences": ("number of sequences per validation", OTHER_VALIDATION),
     "stream": ("version of a stream", "they may have read other text, and are then not paired step by step"),
     "held_out": ("share held out of a stream", NOT_PAIRED),
 }
-"""
-Key in a run's ``data.json`` -> what it identifies, and the effect of a difference. Files may change between two runs of
-equal settings
-"""
-OPTIONAL = ("validation", "sequences", "stream")
+"""Key of a row -> what it identifies, and the effect of a difference. Runs of equal settings may read other files"""
+OPTIONAL = ("validation_text", "sequences", "stream")
 """Keys of TEXT that a run may lack: it was not validated, streams no text, or an earlier version made it"""
 
 CONFIDENCE = 0.95
-T_UP_TO_9 = (12.7062047, 4.3026527, 3.1824463, 2.7764451, 2.5705818, 2.4469119, 2.3646243, 2.3060041, 2.2621572)
-"""Student's t for 1 to 9 degrees of freedom: [-t, t] holds the share CONFIDENCE of the distribution"""
+
+WINDOW, DEVIATIONS, HEIGHT = 20, 6.0, 0.1
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The mean of independent values, and how well they determine it."""
+def spikes(losses: Iterable[float]) -> int:
+    """Count the spikes in logged losses (nats). Losses that are not finite are no spikes, and are left out of windows.
+
+    A spike is more than DEVIATIONS standard deviations, by the median absolute deviation, and more than HEIGHT above
+    the median of the WINDOW losses before it. Neighbours count as one, and the first WINDOW losses are none.
+    """
+    import pandas as pd
+
+    values = pd.Series(losses, dtype=float).replace([np.inf, -np.inf], np.nan)
+    before = values.shift().rolling(WINDOW, min_periods=1)
+    deviation = 1.4826 * before.apply(lambda own: np.nanmedian(np.abs(own - np.nanmedian(own))), raw=True)
+    is_high = values - before.median() > (DEVIATIONS * deviation).clip(lower=HEIGHT)
+    is_high[:WINDOW] = False
+    return int((is_high & ~is_high.shift(fill_value=False)).sum())
+
+
+def row_of(run: Run, variant: str | None = None) -> dict:
+    """Return the row of a run: COLUMNS, TEXT, and four keys more.
+
+    ``name`` is that of its folder, ``spikes`` their number, ``problem`` says why the run does not count in means, and
+    ``changes`` are the events of settings that changed when the run resumed.
+
+    Args:
+        variant: its name in a comparison; None for the converter and its settings (``Run.variant``), or the folder's
+            name where the run does not tell them.
+    """
+    last, facts, text = run.training[-1], run.facts, run.text
+    sizes = (f"{name}={value}" for name, value in sorted(run.settings.get("model_args", {}).items()))
+    return {
+        "date": date.fromtimestamp(last["time"]).isoformat() if last.get("time") is not None else "",
+        "model": str(facts.get("model") or run.setting("model", "name") or ""),
+        "flavor": " ".join([str(facts.get("flavor") or run.setting("model", "flavor") or ""), *sizes]),
+        "variant": variant or run.variant or run.name,
+        "lr": run.learning_rate,
+        "seed": run.setting("debug", "seed"),
+        "steps": last["step"],
+        "tokens": last.get("tokens_seen"),
+        "validation": run.validation_loss,
+        "validation_step": run.validation[-1]["step"] if run.validation else None,
+        "last_10_percent": run.tail_loss,
+        "tokens_per_second": run.tokens_per_second,
+        "memory_gib": run.peak_memory_gib,
+        "device": str(facts.get("device") or ""),
+        "torch": str((facts.get("versions") or {}).get("torch") or ""),
+        **{key: text.get(key.removesuffix("_text"), "") for key in TEXT},
+        "name": run.name,
+        "spikes": spikes(row["loss"] for row in run.training),
+        "problem": run.problem,
+        "changes": run.changed_settings,
+    }
+
+
+def read_results(path: Path) -> list[dict]:
+    """Return the rows of a CSV with COLUMNS, in any order.
+
+    Raises ConfigError if the file cannot be read, lacks a column of REQUIRED, or has a row that cannot be used.
+    """
+    import pandas as pd
+
+    try:
+        with os_errors_as(f"{path} cannot be read"):
+            table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig").fillna("")
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a CSV file: {error}") from error
+    if missing := [name for name in REQUIRED if name not in table]:
+        raise ConfigError(f"{path} has no column {missing[0]!r}; allowed are the columns {', '.join(COLUMNS)}")
+    if not isinstance(table.index, pd.RangeIndex):  # pandas takes the first values for names of the rows
+        raise ConfigError(f"{path}: rows have more values than the header has columns")
+    rows = []
+    for line, cells in enumerate(table.to_dict("records"), start=2):  # the header is line 1
+        with errors_begin_with(f"{path}, line {line}: "):
+            rows.append(_row_in(cells) | {"name": f"{path.name}, line {line}"})
+    return rows
+
+
+def _row_in(cells: dict[str, str]) -> dict:
+    row = dict.fromkeys(TEXT, "") | {name: cells.get(name, "").strip() for name in COLUMNS}
+    if empty := [name for name in ("variant", "steps", "last_10_percent") if not row[name]]:
+        raise ConfigError(f"{empty[0]} is empty")
+    for name, type_ in NUMBERS.items():
+        try:
+            row[name] = type_(row[name]) if row[name] else None
+        except ValueError:
+            raise ConfigError(f"{name} = {row[name]!r} is not a number") from None
+    if row["lr"] is not None and not np.isfinite(row["lr"]):
+        raise ConfigError(f"lr = {row['lr']} is not finite")
+    is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
+    return row | {"spikes": None, "problem": "" if is_finite else "its loss is not finite", "changes": []}
+
+
+class Estimate(NamedTuple):
+    """The mean of independent values, and how well they determine it. All but the mean are NaN for one value."""
 
     mean: float
+    error: float
+    """Standard error of the mean: the sample's standard deviation / sqrt(count)"""
+    low: float
+    """``low`` and ``high`` are the ends of the confidence interval of Student's t around the mean"""
+    high: float
     count: int
-    error: float | None
-    """Standard error of the mean: the sample's standard deviation / sqrt(count). None for one value"""
-    by_seed: Mapping[Hashable, float] = field(default_factory=dict)
-    """Of paired differences: seed -> difference"""
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """The ends of the confidence interval of Student's t around the mean; for one value, twice this value."""
-        half_width = 0.0 if self.error is None else student_t(self.count - 1) * self.error
-        return self.mean - half_width, self.mean + half_width
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the mean of ``values`` and its standard error; None if there are no values."""
-    if not values:
+def estimate(values: "pd.Series") -> Estimate | None:
+    """Return the mean of ``values``, its standard error and its interval; None if there are no values."""
+    from scipy.stats import t
+
+    if values.empty:
         return None
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return Estimate(statistics.fmean(values), len(values), error)
-
-
-def student_t(degrees: int) -> float:
-    """Return t for so many degrees of freedom, at least 1; see T_UP_TO_9. The relative error is below 1e-5.
-
-    Source of the series: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5, for the 97.5th percentile.
-    """
-    if degrees <= len(T_UP_TO_9):
-        return T_UP_TO_9[degrees - 1]
-    return 1.959964 + 2.372271 / degrees + 2.822502 / degrees**2 + 2.555852 / degrees**3 + 1.589536 / degrees**4
-
-
-def paired_difference(values: Mapping[Hashable, float], baseline: Mapping[Hashable, float]) -> Estimate | None:
-    """Return the mean of ``values[seed] - baseline[seed]`` over the seeds in both; None if they share none.
-
-    What a seed does to both runs of a pair cancels, so the difference is known better than each mean.
-    """
-    by_seed = {seed: value - baseline[seed] for seed, value in values.items() if seed in baseline}
-    found = estimate(list(by_seed.values()))
-    return found and replace(found, by_seed=by_seed)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One variant at one learning rate. Losses are in nats, and their differences are to the baseline."""
-
-    variant: str
-    lr: float | None
-    count: int
-    """Number of runs, one per seed"""
-    validation: Estimate | None
-    tail: Estimate
-    validation_difference: Estimate | None
-    """None without a pair, and for the baseline"""
-    tail_difference: Estimate | None
-    spikes: int | None
-    """In all runs; None if none of them has a curve"""
-    tokens_per_second: float | None
-    """Mean over the runs, per device"""
-    memory_gib: float | None
-    """The largest of the runs' peaks"""
+    mean, error = values.mean(), values.sem()
+    half_width = t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * error
+    return Estimate(mean, error, mean - half_width, mean + half_width, len(values))
 
 
 @dataclass(frozen=True)
@@ -133,214 +195,142 @@ class Group:
 
     title: str
     baseline: str
-    results: list[Result]
-    """Those that count; of equal length"""
-    cells: list[Cell]
-    """By learning rate, then in the order in which the variants came"""
+    results: "pd.DataFrame"
+    """The rows that count, and each loss minus that of the baseline's run with the same learning rate and seed.
+
+    The columns ``validation_difference`` and ``last_10_percent_difference`` are NaN without a pair, and for the
+    baseline.
+    """
+    cells: "pd.DataFrame"
+    """A row per learning rate and variant, the variants in the order in which they came.
+
+    ``count`` is the number of runs. ``validation`` and ``last_10_percent`` are Estimates over all of them, and the
+    differences over pairs, or None. ``spikes`` are those of all runs, ``tokens_per_second`` is the mean,
+    ``memory_gib`` the largest; NaN if not known.
+    """
     notes: list[str]
-    """What a reader must know: results that do not count, other settings, shorter curves, seeds without a pair"""
+    """What a reader must know: results that do not count, other settings, seeds without a pair"""
+
+    @property
+    def loss(self) -> str:
+        """The loss that figures show: "validation" if all runs have it, else "last_10_percent"."""
+        return next(loss for loss in LOSSES if self.cells[loss].notna().all())
 
 
-def compare(results: list[Result], baseline: str | None = None) -> list[Group]:
-    """Return the groups of ``results`` that can be compared, in the order in which they came.
+def compare(rows: list[dict], baseline: str | None = None) -> list[Group]:
+    """Return the groups of ``rows`` that can be compared, in the order in which they came.
 
     Args:
-        baseline: name of a variant; None for the first variant of each group.
+        baseline: name of a variant; None for the first one.
 
-    Raises ConfigError if no result counts, or no variant has the name ``baseline``.
+    Raises ConfigError if no row counts, or no variant has the name ``baseline``.
     """
-    variants = list(dict.fromkeys(result.variant for result in results))
-    if baseline is not None and baseline not in variants:
-        raise ConfigError(f"--baseline {baseline!r} is not one of the variants: {', '.join(map(repr, variants))}")
-    parts: dict[tuple, list[Result]] = {}
-    for result in results:
-        # A curve can be cut to another's length, and a row of a CSV cannot.
-        length = None if result.run else result.tokens or result.steps
-        parts.setdefault((result.model, result.flavor, length), []).append(result)
-    groups, lost = [], []
-    for part in parts.values():
-        counted, notes = _counted(part)
-        if counted:
-            groups.append(_group(counted, notes, list(dict.fromkeys(result.variant for result in part)), baseline))
-        else:  # no run of this part counts
-            lost += notes
-    if not groups:
-        problems = "; ".join(f"{result.name}: {result.problem}" for result in results)
-        raise ConfigError(f"no run has finite losses to compare: {problems}" if results else "there are no runs")
-    groups[0].notes.extend(lost)
+    names = list(dict.fromkeys(row["variant"] for row in rows))
+    if baseline is not None and baseline not in names:
+        raise ConfigError(f"--baseline {baseline!r} is not one of the variants: {', '.join(map(repr, names))}")
+    if all(row["problem"] for row in rows):
+        problems = "; ".join(f"{row['name']}: {row['problem']}" for row in rows)
+        raise ConfigError(f"no run has finite losses to compare: {problems}" if rows else "there are no runs")
+    notes = [f"{row['name']} ({row['variant']}): does not count: {row['problem']}" for row in rows if row["problem"]]
+    parts: dict[tuple, list[dict]] = {}
+    for row in rows:
+        if not row["problem"]:
+            parts.setdefault((row["model"], row["flavor"], row["tokens"] or row["steps"]), []).append(row)
+    groups = [
+        _group(part, [name for name in names if name in {row["variant"] for row in part}], baseline or names[0])
+        for part in parts.values()
+    ]
+    groups[0].notes[:0] = notes
     return groups
 
 
-def _counted(results: list[Result]) -> tuple[list[Result], list[str]]:
-    """Return the results that count in means, one per variant, learning rate and seed, and a line for each other."""
-    notes, found = [], {}
-    has_ended = any(not result.problem for result in results)
-    for result in results:
-        # A curve that is cut may end where its loss is not finite.
-        is_finite = result.is_finite and not (result.run and nonfinite_loss(result.run))
-        if result.problem and (has_ended or not is_finite):
-            notes.append(f"{result.name} ({result.variant}): does not count: {result.problem}")
-            continue
-        if result.problem:
-            notes.append(f"{result.name} ({result.variant}): {result.problem}; no run has ended yet")
-        # Runs without a seed are different draws.
-        key = (result.variant, result.lr, _place_of(result) if result.seed is None else result.seed)
+def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
+    import pandas as pd
+
+    rows, notes = _last_of_each_seed(rows)
+    notes += other_texts(rows)
+    notes += [f"{row['name']} ({row['variant']}): {line}" for row in rows for line in row["changes"]]
+    batches = [(row["name"], f"{row['tokens'] / row['steps']:,.10g}") for row in rows if row["tokens"] and row["steps"]]
+    if shown := differing(batches):
+        notes.append(f"runs differ in tokens per step ({shown}): they are not paired step by step")
+    places = {(row["validation_step"], row["steps"]) for row in rows if row["validation_step"] is not None}
+    if early := ", ".join(f"{step:,} of {steps:,}" for step, steps in sorted(places) if step < steps):
+        notes.append(f"validation losses are not from the end: the last validation was after step {early}")
+    chosen = baseline if baseline in variants else variants[0]
+    if chosen != baseline:
+        notes.append(f"no run of the baseline {baseline!r} counts here: differences are to {chosen!r}")
+    # Seeds stay exact integers, or None.
+    columns = {key: pd.Series([row[key] for row in rows], dtype=DTYPES.get(key, object)) for key in rows[0]}
+    columns["variant"] = pd.Categorical(columns["variant"], variants)  # groups are in this order
+    table = pd.DataFrame(columns)
+    # What a seed does to both runs of a pair cancels, so the difference is known better than each mean.
+    base = table.loc[(table.variant == chosen) & table.seed.notna(), ["lr", "seed", *LOSSES]]
+    table = table.merge(base, "left", ["lr", "seed"], suffixes=("", "_base"), indicator="partner")
+    for loss in LOSSES:
+        table[f"{loss}_difference"] = (table[loss] - table.pop(f"{loss}_base")).where(table.variant != chosen)
+    cells = []
+    for (rate, variant), own in table.groupby(["lr", "variant"], dropna=False, observed=True):
+        means = {loss: estimate(own[loss]) if own[loss].notna().all() else None for loss in LOSSES}
+        differences = {f"{loss}_difference": estimate(own[f"{loss}_difference"].dropna()) for loss in LOSSES}
+        own_numbers = {
+            "spikes": own.spikes.sum(min_count=1), "tokens_per_second": own.tokens_per_second.mean(),
+            "memory_gib": own.memory_gib.max(),
+        }  # fmt: skip
+        cells.append({"lr": rate, "variant": variant, "count": len(own), **means, **differences, **own_numbers})
+        alone = own.seed[own.partner == "left_only"].map(lambda seed: "none" if seed is None else str(seed))
+        if variant != chosen and len(alone):
+            at = "" if pd.isna(rate) else f" at learning rate {rate:g}"
+            notes.append(f"{variant}{at}: no pair with the baseline for seed {', '.join(alone)}")
+    first = rows[0]
+    length = f"{first['tokens']:,} tokens" if first["tokens"] else f"{first['steps']:,} steps"
+    title = f"{first['model']} {first['flavor']}".strip()
+    return Group(f"{title}, {length}" if title else length, chosen, table, pd.DataFrame(cells), notes)
+
+
+def _last_of_each_seed(rows: list[dict]) -> tuple[list[dict], list[str]]:
+    """Keep the last row of a variant, learning rate and seed, and return a line for each other one."""
+    found, notes = {}, []
+    for row in rows:
+        key = row["name"] if row["seed"] is None else (row["variant"], row["lr"], row["seed"])
         if earlier := found.get(key):
-            place = _place_of(result)
             notes.append(
-                f"{_place_of(earlier)} and {place} have the same variant ({result.variant}), learning rate and seed: "
-                f"only {place}, which came last, counts"
+                f"{earlier['name']} and {row['name']} have the same variant ({row['variant']}), learning rate and "
+                f"seed: only {row['name']}, which came last, counts"
             )
-        found[key] = result
+        found[key] = row
     return list(found.values()), notes
 
 
-def _place_of(result: Result) -> str:
-    """Return a run's folder, or the line of a CSV."""
-    return str(result.run.folder.resolve()) if result.run else result.name
-
-
-def _group(counted: list[Result], notes: list[str], variants: list[str], baseline: str | None) -> Group:
-    """The comparison of the results that count; ``variants`` are those of all results, in their order."""
-    settings = [(r.variant, flat_settings(r.run)) for r in counted if r.run and r.run.settings]
-    notes += unpaired(settings, left_out=(STEPS,))
-    notes += [f"{r.name} ({r.variant}): {line}" for r in counted if r.run for line in r.run.changed_settings]
-    notes += other_texts((r.name, r.text) for r in counted)
-    batches = [(r.name, f"{r.tokens / r.steps:,.10g}") for r in counted if r.tokens and r.steps]
-    if shown := _differing(batches):
-        notes.append(f"runs differ in tokens per step ({shown}): they are not paired step by step")
-    counted, more = _cut_to_one_length(counted)
-    more += _early_validation(counted)
-    names = [name for name in variants if any(result.variant == name for result in counted)]
-    wanted = variants[0] if baseline is None else baseline
-    chosen = wanted if wanted in names else names[0]
-    if chosen != wanted:
-        notes.append(f"no run of the baseline {wanted!r} counts here: differences are to {chosen!r}")
-    cells = []
-    for lr in sorted({result.lr for result in counted}, key=lambda lr: (lr is not None, lr)):
-        at_rate = {name: [r for r in counted if r.variant == name and r.lr == lr] for name in names}
-        cells += [_cell(members, at_rate[chosen]) for members in at_rate.values() if members]
-        more += _unpaired_seeds(at_rate, chosen, lr)
-    first = counted[0]
-    length = f"{first.tokens:,} tokens" if first.tokens else f"{first.steps:,} steps"
-    title = ", ".join(word for word in (f"{first.model} {first.flavor}".strip(), length) if word)
-    return Group(title, chosen, counted, cells, notes + more)
-
-
-def _cut_to_one_length(results: list[Result]) -> tuple[list[Result], list[str]]:
-    """Cut longer curves to the shortest. Results without a curve are of one length."""
-    if any(result.run is None for result in results):
-        return results, []
-    unit, key = ("tokens", "tokens_seen") if all(result.tokens for result in results) else ("steps", "step")
-    lengths = [getattr(result, unit) for result in results]
-    length = min(lengths)
-    notes = []
-    if length < max(lengths):
-        notes.append(
-            f"curves have different lengths ({length:,} to {max(lengths):,} {unit}): all are compared after "
-            f"{length:,} {unit}, where {results[lengths.index(length)].name} ends. Where the learning rate decays, "
-            "longer runs had a higher one there"
-        )
-    # Where each run was validated, on the axis of tokens or steps.
-    places = [
-        {row["step"] if unit == "steps" else round(row["step"] * r.tokens / r.steps): row for row in r.run.validation}
-        for r in results
-    ]
-    common = set.intersection(*[set(own) for own in places if own]) if any(places) else set()
-    last = max(common, default=None)
-    if any(places) and last is None:
-        notes.append("the runs were not validated after the same number of tokens: validation is not compared")
-    cut = []
-    for result, own in zip(results, places):
-        rows = [row for row in result.run.training if row.get(key) is not None and row[key] <= length]
-        numbers = curve_numbers(replace(result.run, training=rows or result.run.training[:1]))
-        validated = own.get(last, {})
-        numbers |= {"validation": validated.get("validation_loss"), "validation_step": validated.get("step")}
-        cut.append(replace(result, **numbers, **({"tokens": length} if unit == "tokens" else {})))
-    return cut, notes
-
-
-def _early_validation(results: list[Result]) -> list[str]:
-    """Return a line if validation losses are from before the last logged step."""
-    places = {(result.validation_step, result.steps) for result in results if result.validation_step is not None}
-    shown = ", ".join(f"{step:,} of {steps:,}" for step, steps in sorted(places) if step < steps)
-    return [f"validation losses are not from the end: the last common validation was after step {shown}"] * bool(shown)
-
-
-def _cell(members: list[Result], baseline: list[Result]) -> Cell:
-    losses, differences = {}, {}
-    for name in ("validation", "tail"):
-        known = _known(members, name)
-        losses[name] = estimate(known) if len(known) == len(members) else None
-        pairs = (_by_seed(members, name), _by_seed(baseline, name))
-        differences[f"{name}_difference"] = None if members is baseline else paired_difference(*pairs)
-    spikes, rates = _known(members, "spikes"), _known(members, "tokens_per_second")
-    return Cell(
-        variant=members[0].variant,
-        lr=members[0].lr,
-        count=len(members),
-        **losses,
-        **differences,
-        spikes=sum(spikes) if spikes else None,
-        tokens_per_second=statistics.fmean(rates) if rates else None,
-        memory_gib=max(_known(members, "memory_gib"), default=None),
-    )
-
-
-def _known(results: Iterable[Result], name: str) -> list[float]:
-    return [value for result in results if (value := getattr(result, name)) is not None]
-
-
-def _by_seed(results: Iterable[Result], name: str) -> dict[int, float]:
-    values = {result.seed: getattr(result, name) for result in results}
-    return {seed: value for seed, value in values.items() if seed is not None and value is not None}
-
-
-def _unpaired_seeds(at_rate: dict[str, list[Result]], baseline: str, lr: float | None) -> list[str]:
-    """Return a line for each variant that has runs without a partner of the same seed in the baseline."""
-    seeds = {result.seed for result in at_rate[baseline]} - {None}
-    lines = []
-    for name, members in at_rate.items():
-        alone = [str("none" if m.seed is None else m.seed) for m in members if m.seed not in seeds]
-        if name != baseline and alone:
-            at = "" if lr is None else f" at learning rate {lr:g}"
-            lines.append(f"{name}{at}: no pair with the baseline for seed {', '.join(alone)}")
-    return lines
-
-
-def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]], left_out: tuple[str, ...] = ()) -> list[str]:
+def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]]) -> list[str]:
     """Return a line for each of PAIRING_SETTINGS, and of MODEL_ARGS, in which runs differ.
 
     Args:
         runs: variant and settings by full name, per run. A setting that is missing has its default.
-        left_out: settings that are not compared.
     """
     runs, lines = list(runs), []
     sizes = sorted({name for _, own in runs for name in own if name.startswith(MODEL_ARGS)})
     for name in (*PAIRING_SETTINGS, *sizes):
         values = dict.fromkeys((variant, repr(own[name]) if name in own else "default") for variant, own in runs)
-        if name not in left_out and (shown := _differing(values)):
+        if shown := differing(values):
             effect = next((effect for begin, effect in EFFECTS.items() if name.startswith(begin)), NOT_PAIRED)
             lines.append(f"variants differ in {name} ({shown}): {effect}")
     return lines
 
 
-def other_texts(runs: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Return a line for each part of TEXT in which runs differ.
+def other_texts(rows: list[dict]) -> list[str]:
+    """Return a line for each part of TEXT in which rows differ.
 
-    Args:
-        runs: name and hashes per run. A run without hashes is not compared, and one without a key of OPTIONAL
-            not by that key.
+    A row without any is not compared, and one without a key of OPTIONAL not by that key.
     """
-    runs, lines = [(name, own) for name, own in runs if own], []
+    rows, lines = [row for row in rows if any(row[key] for key in TEXT)], []
     for key, (what, effect) in TEXT.items():
-        compared = [(name, own.get(key, "none")) for name, own in runs if key in own or key not in OPTIONAL]
-        if shown := _differing((name, value[:HASH_DIGITS]) for name, value in compared):
+        values = [(row["name"], (row[key] or "none")[:12]) for row in rows if row[key] or key not in OPTIONAL]
+        if shown := differing(values):
             lines.append(f"runs differ in their {what} ({shown}): {effect}")
     return lines
 
 
-def _differing(values: Iterable[tuple[str, str]]) -> str:
+def differing(values: Iterable[tuple[str, str]]) -> str:
     """Return every value with the runs that have it, "64 in a and 2 more, 128 in b"; empty if there is one value."""
     having: dict[str, list[str]] = {}
     for name, value in values:

@@ -2,9 +2,7 @@
 
 import math
 import os
-import re
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,16 +14,19 @@ from mxtrain.run_folder.files import (
     DATA_FILE,
     FACTS_FILE,
     LEARNING_RATE,
+    LOG_FREQ,
     METRICS_FILE,
     PROCESSES,
     SETTING_CHANGES,
+    STEPS,
 )
-from mxtrain.settings.known import known_fields
-from mxtrain.settings.types import Resume
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
 FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
+
+LABELED = {"model": "model.flavor", "lr": "optimizer.lr", "seed": "debug.seed"}
+"""Word in a label -> setting"""
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -113,6 +114,25 @@ class Run:
         """Why and where the run ended, such as "weights are not finite after step 3"; empty for other ends."""
         ends = (f"{row[EVENT]} after step {row['step']}" for row in self.events if row[EVENT].endswith(NONFINITE))
         return next(ends, "")
+
+    @property
+    def nonfinite_loss(self) -> str:
+        """What is not finite, such as "its loss is not finite at step 3"; empty if all is finite."""
+        if self.first_nonfinite_step is not None:
+            return f"its loss is not finite at step {self.first_nonfinite_step}"
+        if self.nonfinite_end:
+            return f"its {self.nonfinite_end}"
+        # Training losses are from before a step's update, so the last update may show in the validation alone.
+        step = next((row["step"] for row in self.validation if not math.isfinite(row["validation_loss"])), None)
+        return "" if step is None else f"its validation loss is not finite at step {step}"
+
+    @property
+    def problem(self) -> str:
+        """Why the run does not count in means: it is not finite, or has not ended; or empty."""
+        last, planned = self.training[-1]["step"], self.setting("training", "steps", STEPS)
+        # The last logged step may be so many before the end, less one. Without settings, the end is not known.
+        is_early = self.settings and last + self.setting("metrics", "log_freq", LOG_FREQ) <= planned
+        return self.nonfinite_loss or (f"it ends at step {last} of {planned}" if is_early else "")
 
     @property
     def changed_settings(self) -> list[str]:
@@ -210,12 +230,11 @@ def names(runs: list[Run]) -> list[str]:
 
 
 def labels(runs: list[Run]) -> list[str]:
-    """Return a label per run: its name, its variant, and settings with a ``Label.word`` in which the runs differ.
+    """Return a label per run: its name, its variant, and LABELED settings in which the runs differ.
 
     For example "a (mxnorm mxfp8 p=2, lr 0.001, default seed)".
     """
-    worded = {one.label.word: name for name, one in known_fields().items() if one.label and one.label.word}
-    settings = {word: [run.setting(*name.split(".")) for run in runs] for word, name in worded.items()}
+    settings = {word: [run.setting(*name.split(".")) for run in runs] for word, name in LABELED.items()}
     found = []
     for index, (run, name) in enumerate(zip(runs, names(runs), strict=True)):
         words = [run.variant] if run.variant else []
@@ -223,47 +242,4 @@ def labels(runs: list[Run]) -> list[str]:
             if any(value != values[0] for value in values):
                 words.append(f"default {word}" if values[index] is None else f"{word} {values[index]}")
         found.append(f"{name} ({', '.join(words)})" if words else name)
-    return found
-
-
-def variants(runs: list[Run], given: Sequence[str | None] | None = None) -> list[str]:
-    """Return the name of each run's variant: what it trains, whatever its learning rate, seed and length.
-
-    Runs of one name that differ in settings are told apart by these: "mxnorm mxfp8 p=2, optimizer.beta2 0.99".
-
-    Args:
-        given: names of variants in a comparison; None for the converter, or else the folder's name.
-    """
-    bases = [name or run.variant or run.name for run, name in zip(runs, given or [None] * len(runs), strict=True)]
-    settings = [compared_settings(run) for run in runs]
-    found = []
-    for base, own in zip(bases, settings, strict=True):
-        others = [other for name, other in zip(bases, settings, strict=True) if name == base]
-        differing = sorted({key for o in others for key in o.keys() | own.keys() if o.get(key) != own.get(key)})
-        found.append(", ".join([base, *(f"{key} {own.get(key, 'default')}" for key in differing)]))
-    return found
-
-
-def flat_settings(run: Run) -> dict[str, object]:
-    """Return the settings in config.toml by full name: "mxnorm.guard.recipe", "mxnorm.schedule[0].modules"."""
-    return {name: value for section in run.settings.items() for name, value in _flat(*section).items()}
-
-
-def _flat(name: str, value: object) -> dict[str, object]:
-    if isinstance(value, dict):
-        parts = [(f"{name}.{key}", part) for key, part in value.items()]
-    elif isinstance(value, list) and any(isinstance(part, dict) for part in value):
-        parts = [(f"{name}[{index}]", part) for index, part in enumerate(value)]
-    else:
-        return {name: value}
-    return {full: leaf for part in parts for full, leaf in _flat(*part).items()}
-
-
-def compared_settings(run: Run) -> dict[str, str]:
-    """Return the settings that make a variant, by full name."""
-    known, found = known_fields(), {}
-    for name, value in flat_settings(run).items():
-        rule = known.get(re.sub(r"\[.*", "", name))  # None: a setting of the user's own
-        if rule is None or (rule.label.variant if rule.label else rule.resume is not Resume.FREE):
-            found[name] = " ".join(map(str, value)) if isinstance(value, list) else str(value)
     return found

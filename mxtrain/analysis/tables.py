@@ -5,7 +5,6 @@ import os
 from textwrap import indent
 
 from mxtrain.analysis.plots import plot
-from mxtrain.analysis.results import nonfinite_loss
 from mxtrain.analysis.runs import Run, load_run, names
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import PICTURE_FILE
@@ -89,7 +88,7 @@ def closing_summary(folder: str | os.PathLike) -> str:
 
 
 def _verdict(run: Run) -> str:
-    if problem := nonfinite_loss(run):
+    if problem := run.nonfinite_loss:
         return problem.removeprefix("its ").replace("not finite", "NOT FINITE")
     steps = run.training[-1]["step"]
     if len(run.training) == 1:

@@ -1,47 +1,69 @@
-"""``mxtrain compare``: paired runs of several configs, one per GPU side by side, and a report."""
+"""``mxtrain compare``: paired runs of several configs, and a table and figures of their differences."""
 
 import argparse
+import json
 import os
+import re
 import shlex
+import subprocess
 import sys
-from dataclasses import replace
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
+from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from mxtrain.cli.path_parser import PathParser, positive
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, errors_begin_with
+from mxtrain.files import os_errors_as, replace_file
+from mxtrain.json_toml import read_json, read_toml
+from mxtrain.launched import COMPARISON_VARIABLE, import_flags
+from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.lock import locked
+
+if TYPE_CHECKING:
+    from mxtrain.settings.fields import Settings
 
 DESCRIPTION = """\
-Train variants with the same seeds, and report how their losses differ. Runs of one seed start from the same weights
+Train variants with the same seeds, and show how their losses differ. Runs of one seed start from the same weights
 and read the same text in the same order, so their difference says more than their losses.
 
   mxtrain compare llama3_125m_bf16 llama3_125m_mx_linear llama3_125m --seeds 3 --steps 4000
   mxtrain compare llama3_125m_mx_linear "p1=llama3_125m --mxnorm.p 1" "exact=llama3_125m --mxnorm.estimator exact"
   mxtrain compare llama3_125m_bf16 llama3_125m --lr 3e-4,1e-3,3e-3 --seeds 2 -o outputs/rates --dry-run
-  mxtrain compare --resume outputs/rates
+  mxtrain compare --from scripts/evidence/llama3_1b.csv -o outputs/llama3_1b
 
 A VARIANT is a config or a preset, or in quotes '[NAME=]CONFIG FLAGS'. Variants come first; all flags that are not
 listed below go to every run: --training.local_batch_size 16 --checkpoint.enable. The first variant is the baseline.
 
 Every run is an 'mxtrain train' with a folder and a log of its own in the comparison's folder. A run that fails is
-reported, and the others go on. Ctrl-C stops all of them, and the same command or --resume goes on: finished runs stay,
-others resume from their checkpoints (with --checkpoint.enable) or start again. More seeds, rates and variants may come
-to the same folder later. The report is drawn at the end; 'mxtrain report FOLDER' draws it again.
+reported, and the others go on. Ctrl-C stops all of them. The same command with -o FOLDER goes on: finished runs stay,
+others resume from their checkpoints (with --checkpoint.enable). More seeds, rates and variants may come to the same
+folder. At the end, the folder gets a table, comparison.md, and a figure, differences.svg.
 
 Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the settings, 128 + n after signal n.
 """
+TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
+COMPARISON_FILE, TABLE_FILE = "comparison.json", "comparison.md"
+OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
+"""Settings that the comparison itself gives every run"""
 
 
 def add(commands) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "compare",
-        help="train variants with the same seeds, and report the differences",
+        help="train variants with the same seeds, and show the differences",
         description=DESCRIPTION,
         parents=[_options()],
         allow_abbrev=False,  # "--seed" is a mistake for "--debug.seed", and not "--seeds"
     )
-    parser.usage = "mxtrain compare VARIANT... [options] [FLAGS]\n       mxtrain compare --resume FOLDER [options]"
+    parser.usage = "mxtrain compare VARIANT... [options] [FLAGS]\n       mxtrain compare --from CSV [options]"
     parser.set_defaults(run=_compare)
     # argparse does not know TorchTitan's flags, which may stand between the options.
     parser.add_argument("words", metavar="VARIANT", nargs=argparse.REMAINDER, help="config, or '[NAME=]CONFIG FLAGS'")
@@ -49,19 +71,27 @@ def add(commands) -> None:
 
 def _options() -> argparse.ArgumentParser:
     parser = PathParser("mxtrain compare", add_help=False, allow_abbrev=False)
-    parser.add_argument("--seeds", metavar="N", type=positive, help="seeds 0 to N - 1 (default: 1)")
-    parser.add_argument("--lr", metavar="A,B,...", default="", help="learning rates (default: that of each config)")
+    parser.add_argument("--seeds", metavar="N", type=positive, default=1, help="seeds 0 to N - 1 (default: 1)")
+    that = "learning rates (default: that of each config)"
+    parser.add_argument("--lr", metavar="A,B,...", type=_rates, default=[], help=that)
     parser.add_argument("--steps", metavar="N", type=positive, help="the same as --training.steps N")
-    parser.add_argument(
-        "--gpus", metavar="N", type=positive, help="GPUs (on a CPU: processes) of each run (default: as so far, or 1)"
+    sharing = (
+        "GPUs of each run; every such share of the machine does one run at a time (on a CPU: processes; default: 1)"
     )
-    fitting = "runs at a time (default: as many as there are GPUs for; CPU: 1)"
-    parser.add_argument("--side-by-side", metavar="N", type=positive, help=fitting)
+    parser.add_argument("--devices", metavar="N", type=positive, default=1, help=sharing)
     parser.add_argument("--baseline", metavar="NAME", help="variant to compare with (default: the first one)")
+    parser.add_argument("--from", metavar="CSV", type=Path, dest="table", help="train nothing: compare rows of results")
     parser.add_argument("-o", "--output", metavar="FOLDER", type=Path, help="default: outputs/compare-TIME")
-    parser.add_argument("--resume", metavar="FOLDER", type=Path, help="go on with the comparison in this folder")
     parser.add_argument("--dry-run", action="store_true", help="check the settings, print the runs, and train nothing")
     return parser
+
+
+def _rates(text: str) -> list[str]:
+    """Return the learning rates as their shortest exact texts; the type of an option."""
+    try:
+        return list(dict.fromkeys(repr(float(word)) for word in text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a list of numbers such as 3e-4,1e-3") from None
 
 
 def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
@@ -73,105 +103,114 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 
 def _compare(options) -> int:
-    """Do the runs and write the report; see DESCRIPTION. Returns the exit status."""
-    from mxtrain.cli.paired_runs import joined, read_all, unpaired_settings
-    from mxtrain.run_folder.comparison import read_comparison
+    """Do the runs and show their differences; see DESCRIPTION. Returns the exit status."""
+    from mxtrain.analysis.comparison import read_results, row_of
+    from mxtrain.analysis.runs import load_run
 
     options, variants, flags = separated(options)
-    setting = "--output" if options.resume is None else "--resume"
-    folder = options.resume or options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
-    # A run whose folder was removed has not ended.
-    earlier = {
-        name: run if (folder / name).is_dir() else replace(run, status=None)
-        for name, run in read_comparison(folder).items()
-    }
-    plan = _plan(options, variants, flags, earlier)
-    # Another number may change the sequences per step, and with them what the runs that are left would train on.
-    left = [run for run in earlier.values() if run.status != 0] or list(earlier.values())
-    gpus = options.gpus or (left[-1].gpus if left else 1)
-    runs = {
-        name: run if run.status == 0 else replace(run, gpus=gpus)
-        for name, run in joined(earlier, plan, f"{setting} = {str(folder)!r}").items()
-    }
+    folder = options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+    if options.table is not None:
+        if variants or flags:
+            raise ConfigError(f"--from {options.table} trains nothing: leave out {' '.join([*variants, *flags])}")
+        show(read_results(options.table), [], folder, options.baseline)
+        return 0
+    if not variants:
+        raise ConfigError("VARIANT is missing: give configs, or --from and a CSV of results")
+    steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
+    runs = planned(variants, options.seeds, options.lr, [*flags, *steps])
     names = dict.fromkeys(run.variant for run in runs.values())
     if options.baseline is not None and options.baseline not in names:
         raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {', '.join(names)}")
-    devices = _devices(gpus, options.side_by_side)
+    shares = device_shares(options.devices)
     # A dry run may plan runs for another machine.
-    settings = read_all(runs, has_gpus=options.dry_run or devices[0] is not None)
-    for line in unpaired_settings(runs, settings):
+    settings = read_all(runs, options.devices, has_gpus=options.dry_run or shares[0] is not None)
+    finished = finished_runs(folder)
+    for name in finished & set(runs):
+        require_same_settings(folder / name, settings[name])
+    notes = unpaired_settings(runs, settings, options.devices)
+    for line in notes:
         print(f"mxtrain: note: {line}", file=sys.stderr)
+    print(f"mxtrain: {len(runs)} runs in {folder}, {len(shares)} at a time", flush=True)
     if options.dry_run:
-        print(f"{len(runs)} runs in {folder}, {len(devices)} at a time")
-        for run in runs.values():
-            command = shlex.join(["mxtrain", "train", *run.arguments])
-            print(f"{run.name}: {'finished' if run.status == 0 else command}")
+        for name, run in runs.items():
+            print(f"{name}: {'finished' if name in finished else shlex.join(['mxtrain', 'train', *run.arguments])}")
         return 0
-    from mxtrain.cli.side_by_side import SideBySide
-
-    return _train(SideBySide(folder, runs, settings, devices, gpus), setting, options.baseline)
-
-
-def _plan(options, variants: list[str], flags: list[str], earlier: dict) -> dict:
-    """Return the runs that the command asks for, by name; ``earlier`` holds the runs of the folder so far."""
-    from mxtrain.cli.paired_runs import planned, planned_again
-
-    if options.resume is None:
-        if not variants:
-            raise ConfigError("VARIANT is missing: give configs, or --resume and the folder of a comparison")
-        steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
-        return planned(variants, options.seeds or 1, _rates(options.lr), [*flags, *steps])
-    if variants or flags or options.steps or options.lr or options.seeds or options.output:
-        raise ConfigError(
-            "--resume takes the variants, seeds and flags of the comparison, in its folder; allowed are "
-            "--side-by-side, --gpus, --baseline and --dry-run. To add seeds, repeat the first command with --seeds"
-        )
-    if not earlier:
-        raise ConfigError(f"--resume {options.resume}: no comparison has been here, comparison.json is missing")
-    return planned_again(earlier)
-
-
-def _train(side_by_side, setting: str, baseline: str | None) -> int:
-    """Do the runs that are not finished, write the report, and return the exit status."""
-    from mxtrain.cli import report_command
-    from mxtrain.run_folder.comparison import write_comparison
-    from mxtrain.run_folder.lock import locked
-
-    folder, runs = side_by_side.folder, side_by_side.runs
-    with locked(folder, setting) as warning:
+    with locked(folder, "--output") as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr)
-        write_comparison(folder, runs)
-        print(f"mxtrain: {len(runs)} runs in {folder}, {len(side_by_side.devices)} at a time", flush=True)
-        side_by_side.finish()
-    try:
-        print(report_command.write([folder], baseline, folder))
-    except ConfigError as error:
-        print(f"mxtrain: no report: {error}", file=sys.stderr)
-    if failed := [run.name for run in runs.values() if run.status != 0]:
-        print(f"mxtrain: {len(failed)} of {len(runs)} runs are not finished: {', '.join(failed)}", file=sys.stderr)
-        print(f"mxtrain: go on with: mxtrain compare --resume {shlex.quote(str(folder))}", file=sys.stderr)
-    if side_by_side.stopped_by is not None:
-        return 128 + side_by_side.stopped_by
-    return 1 if failed else 0
-
-
-def _rates(text: str) -> list[str]:
-    """Return the learning rates as their shortest exact texts. Raises ConfigError for what is not a positive number."""
-    rates = []
-    for word in filter(None, text.split(",")):
+        is_stopped = train_all(folder, runs, shares, options.devices, finished)
+    rows = []
+    for name, run in runs.items():
         try:
-            rate = float(word)
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate < float("inf"):
-            raise ConfigError(f"--lr {text}: {word!r} is not a positive number")
-        rates.append(repr(rate))
-    return list(dict.fromkeys(rates))
+            rows.append(row_of(load_run(folder / name), run.variant))
+        except ConfigError as error:
+            notes.append(f"{name}: not read: {error}")
+    try:
+        show(rows, notes, folder, options.baseline)
+    except ConfigError as error:
+        print(f"mxtrain: no comparison: {error}", file=sys.stderr)
+    if left := [name for name in runs if name not in finished]:
+        print(f"mxtrain: {len(left)} of {len(runs)} runs are not finished: {', '.join(left)}", file=sys.stderr)
+        print(f"mxtrain: the same command with -o {shlex.quote(str(folder))} goes on", file=sys.stderr)
+    return 130 if is_stopped else 1 if left else 0
 
 
-def _devices(gpus: int, side_by_side: int | None) -> list[str | None]:
-    """Return the GPUs of each run that goes on at a time; None on a CPU.
+class Run(NamedTuple):
+    variant: str
+    """Runs of one variant differ in seed and learning rate only"""
+    arguments: list[str]
+    """Config and flags of 'mxtrain train', without the folder"""
+
+
+def variant_of(words: str) -> tuple[str, str, list[str]]:
+    """Return name, config and flags of ``[NAME=]CONFIG [FLAGS]``, which is one word of the command line.
+
+    Without NAME, the name is that of the config file, followed by the flags.
+
+    Raises ConfigError if CONFIG is missing, or a quote is not closed.
+    """
+    try:
+        first, *flags = shlex.split(words) or [""]
+    except ValueError as error:
+        raise ConfigError(f"VARIANT = {words!r} cannot be split into words: {error}") from error
+    name, equals, config = first.partition("=")
+    if not equals or not re.fullmatch(r"[\w.+-]+", name) or Path(first).is_file():
+        name, config = "", first
+    if not config or config.startswith("-"):
+        raise ConfigError(f"VARIANT = {words!r} names no config: write CONFIG, or '[NAME=]CONFIG FLAGS' in quotes")
+    path = Path(config)
+    stem = path.resolve().parent.name if path.name == CONFIG_FILE else path.stem  # a run's folder holds config.toml
+    return name or re.sub(r"[^\w.+-]+", "-", "-".join([stem, *(flag.lstrip("-") for flag in flags)])), config, flags
+
+
+def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str]) -> dict[str, Run]:
+    """Return the runs by name, seed after seed: after the first ones, every variant has a result.
+
+    Args:
+        variants: see ``variant_of``.
+        seeds: number of seeds: 0, 1, ...
+        rates: learning rates; empty for that of each config.
+        flags: for every run; those of a variant override them.
+
+    Raises ConfigError for two runs of one name, and for a flag that the comparison sets itself.
+    """
+    found = [variant_of(words) for words in variants]
+    own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
+    for flag in [flag.partition("=")[0] for flag in (*flags, *(flag for _, _, more in found for flag in more))]:
+        if flag.removeprefix("--").replace("-", "_") in own:
+            raise ConfigError(f"{flag}: 'mxtrain compare' sets it for every run")
+    runs = {}
+    for seed, rate, (variant, config, more) in product(range(seeds), rates or [""], found):
+        name = f"{variant}{f'-lr{rate}' if rate else ''}-seed{seed}"
+        if name in runs:
+            raise ConfigError(f"two runs have the name {name!r}: write NAME=CONFIG to name variants apart")
+        last = [f"--optimizer.lr={rate}"] * bool(rate) + [f"--debug.seed={seed}"]
+        runs[name] = Run(variant, [config, *flags, *more, *last])
+    return runs
+
+
+def device_shares(devices: int) -> list[str | None]:
+    """Cut the machine into shares of ``devices`` GPUs: values of CUDA_VISIBLE_DEVICES; one None on a CPU.
 
     Raises ConfigError if there are too few GPUs.
     """
@@ -179,11 +218,151 @@ def _devices(gpus: int, side_by_side: int | None) -> list[str | None]:
 
     count = accelerator_count()
     if count == 0:
-        return [None] * (side_by_side or 1)
+        return [None]
+    if devices > count:
+        raise ConfigError(f"--devices {devices}: PyTorch sees {count} GPUs, which are too few")
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = visible or [str(number) for number in range(count)]
-    places = side_by_side or count // gpus
-    if places < 1 or places * gpus > count:
-        asked = f"--side-by-side {side_by_side} of " if side_by_side else ""
-        raise ConfigError(f"{asked}--gpus {gpus}: PyTorch sees {count} GPUs, which are too few")
-    return [",".join(names[place * gpus : (place + 1) * gpus]) for place in range(places)]
+    return [",".join(names[first : first + devices]) for first in range(0, count - devices + 1, devices)]
+
+
+def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True) -> "dict[str, Settings]":
+    """Return the settings of all runs by name. Raises ConfigError for a mistake in them."""
+    from mxtrain.settings.machine import Machine
+    from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
+    from mxtrain.titan.check_job import check_job  # takes seconds
+
+    found, checked = {}, set()
+    for name, run in runs.items():
+        config, *flags = run.arguments
+        arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
+        with errors_begin_with(f"{name}: "), places(arguments):
+            found[name] = read_settings(arguments)
+            if run.variant not in checked:
+                check_job(found[name], Machine(processes, has_gpus))
+                checked.add(run.variant)
+    return found
+
+
+def unpaired_settings(runs: Mapping[str, Run], settings: "Mapping[str, Settings]", processes: int = 1) -> list[str]:
+    """Return a line for each setting in which variants differ and paired runs must not."""
+    from mxtrain.analysis.comparison import PAIRING_SETTINGS, unpaired
+    from mxtrain.settings.layout import global_batch_size
+    from mxtrain.settings.resume import BATCH
+
+    found = {}
+    for name, run in runs.items():
+        own = settings[name]
+        # With defaults, but for [model_args], whose defaults are the flavor's.
+        values = {setting: own[setting] for setting in PAIRING_SETTINGS} | own.given
+        # Unset, it follows from the layout: tensor parallelism leaves fewer processes that read different text.
+        found.setdefault(run.variant, (run.variant, values | {BATCH: global_batch_size(own, processes)}))
+    return unpaired(found.values())
+
+
+def finished_runs(folder: Path) -> set[str]:
+    """Return the names of the runs in ``folder`` that have ended with status 0.
+
+    Raises ConfigError if the file that says so is damaged.
+    """
+    path = folder / COMPARISON_FILE
+    try:
+        ended = [row["name"] for row in read_json(path, kind=list) if row["status"] == 0]
+        return {name for name in ended if (folder / name).is_dir()}
+    except FileNotFoundError:
+        return set()
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: it is not a JSON list of runs with name and status") from error
+
+
+def require_same_settings(folder: Path, settings: "Settings") -> None:
+    """Raise ConfigError if the finished run in ``folder`` had other settings that change what is trained."""
+    from mxtrain.settings.resume import settings_before
+    from mxtrain.settings.types import Resume
+
+    before = settings_before(read_toml(folder / CONFIG_FILE), settings.known)
+    for name, field in settings.known.items():
+        if field.resume is not Resume.FREE and before[name] != settings[name]:
+            raise ConfigError(
+                f"{name} = {settings[name]!r}, but the run in {folder} was made with {before[name]!r}; choose another "
+                "--output folder"
+            )
+
+
+def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], processes: int, finished: set[str]) -> bool:
+    """Do the runs that are not in ``finished``, one at a time on each share of the machine, and add them to it.
+
+    A run that fails is reported, and the others go on. Returns whether Ctrl-C has stopped them.
+    """
+    waiting, lock = deque(name for name in runs if name not in finished), threading.Lock()
+
+    def work(share: str | None) -> None:
+        with suppress(IndexError):  # none is left
+            while True:
+                name = waiting.popleft()
+                begin, log = time.monotonic(), folder / f"{name}.log"
+                _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
+                status = _train(runs[name], folder / name, log, share, len(shares), processes)
+                how = f"after {(time.monotonic() - begin) / 60:.1f} min"
+                if status == 0:
+                    with lock:
+                        finished.add(name)
+                        _write(folder, finished)
+                    _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
+                else:
+                    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+                    _say(f"{name}: FAILED {how} with exit status {status}: {last}")
+
+    with ThreadPoolExecutor(len(shares)) as threads:
+        try:
+            list(threads.map(work, shares))
+        except KeyboardInterrupt:  # the terminal has sent the signal to the runs, too: they save and stop
+            waiting.clear()
+            return True
+    return False
+
+
+def _train(run: Run, folder: Path, log: Path, share: str | None, shares: int, processes: int) -> int:
+    """Do a run in a process of its own, and return its exit status."""
+    environment = {**os.environ, COMPARISON_VARIABLE: str(os.getpid()), "NGPU": str(processes)}
+    if share is not None:
+        cores = len(os.sched_getaffinity(0)) // (shares * processes)
+        environment = {"OMP_NUM_THREADS": str(max(1, cores)), **environment, "CUDA_VISIBLE_DEVICES": share}
+    command = [*TRAIN, *run.arguments, f"--job.dump_folder={folder}"]
+    with open(log, "ab") as output:
+        # subprocess.run would kill the run a moment after Ctrl-C.
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        ).wait()
+
+
+def _write(folder: Path, finished: set[str]) -> None:
+    with os_errors_as(f"{folder / COMPARISON_FILE} cannot be written"):
+        rows = [{"name": name, "status": 0} for name in sorted(finished)]
+        replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
+
+
+def _say(text: str) -> None:
+    print(f"mxtrain: {text}\n", end="", flush=True)
+
+
+def show(rows: list[dict], notes: list[str], folder: Path, baseline: str | None) -> None:
+    """Print the tables of ``rows`` with ``notes``, and write them and the figures into ``folder``.
+
+    Raises ConfigError if nothing can be compared, or a file cannot be written.
+    """
+    from mxtrain.analysis.comparison import compare
+    from mxtrain.analysis.comparison_figures import differences_svg, markdown
+
+    groups, parts = compare(rows, baseline), []
+    with os_errors_as(f"the comparison in {str(folder)!r} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, group in enumerate(groups, start=1):
+            parts += [f"{group.title}, baseline {group.baseline}", markdown(group)]
+            notes = [*notes, *group.notes]
+            if svg := differences_svg(group):
+                name = "differences.svg" if len(groups) == 1 else f"differences_{number}.svg"
+                replace_file(folder / name, svg.encode())
+        text = "\n\n".join([*parts, *["\n".join(f"- {line}" for line in notes)] * bool(notes)])
+        replace_file(folder / TABLE_FILE, f"{text}\n".encode())
+    print(f"{text}\nmxtrain: the table and differences.svg are in {folder}")

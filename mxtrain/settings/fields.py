@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.types import Label, Resume
+from mxtrain.settings.types import Resume
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,12 @@ class Field:
         type: its type, with the allowed values.
         default: its value where nothing is given.
         resume: what a resumed run may do with it; None for a setting of the user's own module.
-        label: how plots name it; None for the rule of ``Label``.
     """
 
     name: str
     type: Any
     default: Any
     resume: Resume | None = None
-    label: Label | None = None
 
     def checked(self, value):
         """Return a value from a TOML file: of the exact type, and in range.
@@ -194,8 +192,8 @@ def fields_of(job_config: type, section: str = "", own: bool = False) -> dict[st
     """Every field of a job config and of its sections, by full name.
 
     Args:
-        own: the classes are mxtrain's: each may say in ``resume`` and ``label`` what holds for its fields, and the type
-            of a field what holds for this one.
+        own: the classes are mxtrain's: each says in ``resume`` what holds for its fields, and the type of a field may
+            say what holds for this one.
     """
     found = {}
     for f in fields(job_config):
@@ -204,16 +202,14 @@ def fields_of(job_config: type, section: str = "", own: bool = False) -> dict[st
             found |= fields_of(f.type, name, own)
         else:
             default = f.default_factory() if f.default is MISSING else f.default
-            rules = rules_in(f.type, job_config.resume, getattr(job_config, "label", None)) if own else ()
-            found[name] = Field(name, f.type, default, *rules)
+            found[name] = Field(name, f.type, default, rule_in(f.type, job_config.resume) if own else None)
     return found
 
 
-def rules_in(annotation, resume: Resume, label: Label | None) -> tuple[Resume, Label | None]:
-    """What a type says about resumed runs and plots; ``resume`` and ``label`` where it says nothing."""
+def rule_in(annotation, resume: Resume) -> Resume:
+    """What a type says about resumed runs; ``resume`` where it says nothing."""
     metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    found = {type(part): part for part in metadata}
-    return found.get(Resume, resume), found.get(Label, label)
+    return next((part for part in metadata if isinstance(part, Resume)), resume)
 
 
 def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:

@@ -24,8 +24,8 @@ def known_fields(custom: type | None = None) -> dict[str, Field]:
     """
     known = titan_fields() | own_fields()
     others = fields_of(custom) if custom is not None else {}
-    rules = {name: {"resume": known[name].resume, "label": known[name].label} for name in others if name in known}
-    return known | {name: replace(field, **rules.get(name, {})) for name, field in others.items()}
+    same = {name: replace(field, resume=known[name].resume) for name, field in others.items() if name in known}
+    return known | others | same
 
 
 def settings_of(job_config) -> Settings:

@@ -3,8 +3,8 @@
 The sections are ``[mxnorm]``, ``[fused_norm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]``, ``[model_args]`` and
 ``[data]``.
 
-``resume`` and ``label`` of a class say what a resumed run and a plot do with its fields. The type of a field says it
-for this one where that is something else.
+``resume`` of a class says what a resumed run does with its fields. The type of a field says it for this one where that
+is something else.
 
 With ``job.custom_config_module = "mxtrain.titan.job_config"`` TorchTitan merges ``JobConfig`` into its own job config,
 and shows the docstring under each field in ``--help``. This file must not postpone annotations: TorchTitan's merge of
@@ -23,7 +23,6 @@ from mxtrain.settings.types import (
     FinitePositive,
     Free,
     Groups,
-    Label,
     LocalPath,
     Names,
     NotNegative,
@@ -127,7 +126,7 @@ class MXNorm:
     high_precision_share: ShareBelowOne | None = None
     """Share of the blocks, counted from the last, that stay in high precision. Unset: 0.15 for NVFP4, else 0"""
 
-    mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE, Label(variant=True)] = "auto"
+    mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE] = "auto"
     """
     Products are "native" (MX tensor cores), "emulated" (exact bf16 images, any GPU), "reference" (fp32 in plain
     PyTorch, any device) or "auto" (the first that the hardware supports)
@@ -185,7 +184,7 @@ class MXNorm:
 
 @dataclass
 class FusedNorm:
-    resume, label = Resume.FREE, Label(variant=True)
+    resume = Resume.FREE
 
     when_compiled: Literal["auto", "kernel", "formula"] = "auto"
     """
@@ -212,7 +211,7 @@ class ModelArgs:
     ``mxtrain.settings.model_settings`` lists which of them each model has. The vocabulary is ``data.vocab_size``.
     """
 
-    resume, label = Resume.REFUSED, Label()
+    resume = Resume.REFUSED
 
     dim: Positive | None = None
     """Features of the residual stream"""
@@ -323,7 +322,7 @@ class Data:
 class Model:
     resume = Resume.FREE
 
-    hf_assets_path: Annotated[LocalPath, Label(variant=True)] = ""
+    hf_assets_path: LocalPath = ""
     """Folder with a Hugging Face tokenizer. Empty: a byte-level BPE tokenizer is built from the training text"""
 
 

@@ -7,12 +7,11 @@ So types here are narrower where some values cannot work.
 from functools import cache
 from typing import Annotated, Literal
 
-from mxtrain.settings.fields import Field, rules_in
+from mxtrain.settings.fields import Field, rule_in
 from mxtrain.settings.types import (
     Amount,
     Applied,
     Free,
-    Label,
     LocalPath,
     NotNegative,
     OpOrPositive,
@@ -57,14 +56,14 @@ TITAN = {
     "metrics.save_tb_folder": (LocalPath, "tb"),
     "metrics.save_for_all_ranks": (bool, False),
     "metrics.enable_wandb": (bool, False),
-    "model.name": (Annotated[str, Label()], "llama3"),  # other models are compared apart
-    "model.flavor": (Annotated[str, Label("model")], "debugmodel"),
+    "model.name": (str, "llama3"),
+    "model.flavor": (str, "debugmodel"),
     "model.hf_assets_path": (str, "./tests/assets/tokenizer"),
-    "model.tokenizer_path": (Annotated[str | None, Resume.FREE, Label(variant=True)], None),
+    "model.tokenizer_path": (Annotated[str | None, Resume.FREE], None),
     "model.converters": (list[str], []),
     "model.print_after_conversion": (Free[bool], False),
     "optimizer.name": (Refused[Literal["Adam", "AdamW"]], "AdamW"),
-    "optimizer.lr": (Annotated[Amount, Label("lr")], 0.0008),
+    "optimizer.lr": (Amount, 0.0008),
     "optimizer.beta1": (ShareBelowOne, 0.9),
     "optimizer.beta2": (ShareBelowOne, 0.95),
     "optimizer.eps": (Amount, 1e-08),
@@ -78,11 +77,11 @@ TITAN = {
     "lr_scheduler.min_lr_factor": (Share, 0.0),
     "training.dataset": (Annotated[str, Resume.DATA], "c4_test"),
     "training.dataset_path": (Annotated[str | None, Resume.DATA], None),
-    "training.local_batch_size": (Annotated[Positive, Resume.FREE, Label(variant=True)], 8),
+    "training.local_batch_size": (Annotated[Positive, Resume.FREE], 8),
     "training.global_batch_size": (PositiveOrMinusOne, -1),
     "training.seq_len": (Positive, 2048),
     "training.max_norm": (Applied[PositiveNumber], 1.0),
-    "training.steps": (Annotated[Positive, Resume.APPLIED, Label()], 10000),
+    "training.steps": (Annotated[Positive, Resume.APPLIED], 10000),
     "training.enable_cpu_offload": (Free[bool], False),
     "training.dtype": (Literal["bfloat16", "float32"], "float32"),
     "training.mixed_precision_param": (Literal["bfloat16", "float32"], "bfloat16"),
@@ -187,7 +186,7 @@ TITAN = {
     "validation.dataloader.persistent_workers": (bool, False),
     "validation.dataloader.pin_memory": (bool, False),
     "validation.dataloader.prefetch_factor": (Positive | None, None),
-    "debug.seed": (Annotated[Seed | None, Label("seed")], None),
+    "debug.seed": (Seed | None, None),
     "debug.deterministic": (Free[bool], False),
     "debug.deterministic_warn_only": (Free[bool], False),
     "debug.moe_force_load_balance": (bool, False),
@@ -202,5 +201,5 @@ def titan_fields() -> dict[str, Field]:
     found = {}
     for name, (kind, default) in TITAN.items():
         above = max((section for section in sections if name.startswith(f"{section}.")), key=len)
-        found[name] = Field(name, kind, default, *rules_in(kind, sections[above], None))
+        found[name] = Field(name, kind, default, rule_in(kind, sections[above]))
     return found

@@ -1,10 +1,9 @@
-"""Types of settings: which values are allowed, and what a resumed run and a plot do with a change.
+"""Types of settings: which values are allowed, and what a resumed run does with a change.
 
 ``pydantic`` checks the values; tyro shows them in the ``--help`` of plain ``-m torchtitan.train``.
 """
 
 import json
-from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from itertools import zip_longest
@@ -38,21 +37,6 @@ class Resume(Enum):
     """Says which text is read: free where the text has a hash, which is compared; refused where it is streamed"""
     REFUSED = "refused"
     """Makes the rest of the curve another experiment; refused unless checkpoint.may_change names it"""
-
-
-@dataclass(frozen=True)
-class Label:
-    """How a plot names a setting in which runs differ.
-
-    Without a label, settings that a resumed run may change freely are not named, and all others name a variant.
-
-    Attributes:
-        word: stands in the legend before the value, also for runs of one variant: "lr". Empty names nothing.
-        variant: whether runs that differ in it are variants of their own.
-    """
-
-    word: str = ""
-    variant: bool = False
 
 
 T = TypeVar("T")

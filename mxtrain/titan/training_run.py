@@ -130,7 +130,7 @@ class TrainingRun:
     def _log_end(self, error: NonFiniteError) -> None:
         """Log what ends the run; a loss unless its row or that of the step after it is there, as a validation's is.
 
-        A comparison does not start such a run again, and a report does not count it.
+        A comparison does not count such a run.
         """
         if error.what:
             log_event(self.metrics_processor, error.step, f"{error.what}{NONFINITE}")

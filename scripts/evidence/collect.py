@@ -4,7 +4,7 @@ python scripts/evidence/collect.py scripts/evidence/llama3_125m.csv outputs/a ou
 
 --no-speed leaves out the speed of runs that shared their GPU.
 A run that has not ended is left out with a line. A run whose loss or weights are not finite has nan as its losses.
-``mxtrain report`` draws the CSV.
+``mxtrain compare --from`` draws the CSV.
 """
 
 import argparse
@@ -12,11 +12,10 @@ import csv
 import math
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.results import COLUMNS, FIELDS, HASH_DIGITS, HASHES, Result, nonfinite_loss, result_of
+from mxtrain.analysis.comparison import COLUMNS, row_of
 from mxtrain.errors import ConfigError
 
 
@@ -26,39 +25,36 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--no-speed", action="store_true")
     args = parser.parse_args(argv)
-    results = []
+    rows = []
     for folder in args.folders:
         try:
-            result = result_of(load_run(folder))
+            run = load_run(folder)
         except ConfigError as error:
             print(f"{folder}: skipped: {error}", file=sys.stderr)
             continue
-        if args.no_speed:
-            result = replace(result, tokens_per_second=None)
-        if nonfinite_loss(result.run):
-            # Left out, it would be missing in the report without a line, as if every seed had come to its end.
-            results.append(replace(result, tail=math.nan, validation=None, validation_step=None))
-        elif result.problem:
-            print(f"{folder}: skipped: {result.problem}", file=sys.stderr)
+        row = row_of(run) | ({"tokens_per_second": None} if args.no_speed else {})
+        if run.nonfinite_loss:
+            # Left out, it would be missing in the table without a line, as if every seed had come to its end.
+            rows.append(row | {"last_10_percent": math.nan, "validation": None, "validation_step": None})
+        elif row["problem"]:
+            print(f"{folder}: skipped: {row['problem']}", file=sys.stderr)
         else:
-            results.append(result)
+            rows.append(row)
     try:
-        append_results(args.csv, results)
+        append_results(args.csv, rows)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def row_of(result: Result) -> dict[str, str]:
-    """Return the result as a row of a CSV with ``COLUMNS``; "" where a number is not known."""
-    values = {column: (getattr(result, name), form) for column, (name, _, form) in FIELDS.items()}
-    row = {column: "" if value is None else f"{value:{form}}" for column, (value, form) in values.items()}
-    return row | {column: result.text.get(key, "")[:HASH_DIGITS] for column, key in HASHES.items()}
+def cells_of(row: dict) -> dict[str, str]:
+    """Return a row as text by COLUMNS; "" where a number is not known."""
+    return {name: "" if row[name] is None else f"{row[name]:{form}}" for name, form in COLUMNS.items()}
 
 
-def append_results(path: str | os.PathLike, results: list[Result]) -> None:
-    """Append a row per result to a CSV, which is created if it does not exist.
+def append_results(path: str | os.PathLike, rows: list[dict]) -> None:
+    """Append rows of results to a CSV, which is created if it does not exist.
 
     Raises ConfigError if the CSV has other columns: rows would not fit under its header.
     """
@@ -72,7 +68,7 @@ def append_results(path: str | os.PathLike, results: list[Result]) -> None:
             writer.writeheader()
         elif not before.endswith("\n"):  # an editor has left the last line open
             file.write("\n")
-        writer.writerows(map(row_of, results))
+        writer.writerows(map(cells_of, rows))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mxtrain.analysis import Run, load_run
-from mxtrain.analysis.runs import labels, names, variant_of, variants
+from mxtrain.analysis.runs import labels, names, variant_of
 from mxtrain.errors import ConfigError
 
 
@@ -158,19 +158,3 @@ def test_a_label_has_the_settings_in_which_runs_differ():
     ]
     same = [named_run(name, P[0], {"debug": {"seed": 1}}) for name in "ab"]
     assert labels(same) == ["a (mxnorm mxfp8 p=1)", "b (mxnorm mxfp8 p=1)"]
-
-
-def test_a_variant_names_settings_in_tables_one_by_one_and_not_what_changes_no_training():
-    guard = {"guard": {"recipe": "bf16"}, "schedule": [{"recipe": "bf16", "modules": ["layers.0", "*.w2"]}]}
-    same = {"diagnostics": {"every": 5}, "gather": "quantized"}
-    runs = [
-        named_run("a", P[1], {"mxnorm": guard}),
-        named_run("b", P[1], {"mxnorm": guard | same, "model": {"flavor": "1B"}, "model_args": {"n_layers": 2}}),
-        named_run("c", P[1], {}),
-    ]
-    own = "mxnorm.guard.recipe bf16, mxnorm.schedule[0].modules layers.0 *.w2, mxnorm.schedule[0].recipe bf16"
-    without = own.replace("bf16", "default").replace("layers.0 *.w2", "default")
-    assert variants(runs) == [f"mxnorm mxfp8 p=2, {text}" for text in (own, own, without)]
-    assert variants(runs[:2]) == ["mxnorm mxfp8 p=2"] * 2
-    users_own = [named_run("a", P[1], {"mine": {"depth": 1}}), runs[2]]
-    assert variants(users_own) == [f"mxnorm mxfp8 p=2, mine.depth {depth}" for depth in (1, "default")]

@@ -11,7 +11,7 @@ from mxtrain import cli
 
 
 @pytest.mark.parametrize(
-    "command", ["export RUN {}", "import MODEL {}", "compare A -o {}", "plot A -o {}", "report A -o {}", "generate {}"]
+    "command", ["export RUN {}", "import MODEL {}", "compare A -o {}", "plot A -o {}", "generate {}"]
 )
 def test_an_address_in_the_place_of_a_folder_is_refused(capsys, command):
     with pytest.raises(SystemExit) as exit:
@@ -24,7 +24,7 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--help"])
     assert exit.value.code == 0
-    names = "train prepare configs init cache plot compare report export import generate eval doctor completion"
+    names = "train prepare configs init cache plot compare export import generate eval doctor completion"
     commands = names.split()
     text = capsys.readouterr().out
     assert all(re.search(rf"^    {command}\s", text, re.MULTILINE) for command in commands)
@@ -44,7 +44,7 @@ def test_a_command_whose_stdout_is_closed_does_its_work():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("words", [["plot"], ["report"], ["train", "--resume"]])
+@pytest.mark.parametrize("words", [["plot"], ["train", "--resume"]])
 def test_a_name_that_is_too_long_is_one_line(words, capsys):
     name = "x" * 300
     assert cli.main([*words, name]) == 2
@@ -64,9 +64,9 @@ def test_help_whose_reader_has_enough_ends_without_a_word(tmp_path):
     "line, why",
     [
         ("", "required: COMMAND"), ("trian", "invalid choice: 'trian'"), ("prepare", "required: CONFIG"),
-        ("plot", "required: RUN"), ("report", "required: RUN"), ("plot a --x epochs", "--x: invalid choice: 'epochs'"),
+        ("plot", "required: RUN"), ("plot a --x epochs", "--x: invalid choice: 'epochs'"),
         ("plot a --smooth 0", "--smooth: 0 is not an integer of at least 1"), ("compare a --seeds 0", "--seeds: 0 is"),
-        ("compare a --side-by-side=-1", "--side-by-side: -1 is"), ("compare a --gpus 1.5", "--gpus: 1.5 is"),
+        ("compare a --devices=-1", "--devices: -1 is"), ("compare a --lr 1e-3,fast", "--lr: 1e-3,fast is not"),
         ("generate a x --max-new-tokens 0", "--max-new-tokens: 0 is"), ("eval a b --seq-len 0", "--seq-len: 0 is"),
         ("eval a b --stride -1", "--stride: -1 is"), ("export a b --dtype float8", "--dtype: invalid choice: 'float8'"),
         ("export a b --device tpu", "--device: invalid choice: 'tpu'"),
