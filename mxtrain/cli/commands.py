@@ -20,6 +20,7 @@ from mxtrain.cli import (
 from mxtrain.cli.path_parser import PathParser
 from mxtrain.cli.quiet import open_closed_streams
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.settings.removed import refuse_removed_command
 from mxtrain.settings.resume import separated
 
 COMMANDS = (
@@ -42,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         open_closed_streams()
-        options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
+        words = separated(sys.argv[1:] if arguments is None else arguments)
+        refuse_removed_command(words)
+        options = _parser().parse_args(words)
         status = options.run(options)
         _flush()
         return status

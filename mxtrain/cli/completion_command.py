@@ -76,7 +76,7 @@ def completion_script(parsers: dict[str, argparse.ArgumentParser]) -> str:
     for name in WITH_SETTINGS:
         values += [_case(f"{name} --{f.name}", list(f.choices)) for f in known.values() if f.choices]
     values += [_case(f"{name} {name}", list(presets())) for name in WITH_PRESETS]
-    values += [_case(before, list(presets())) for before in ("doctor --model", "doctor --nccl", "import --config")]
+    values += [_case(before, list(presets())) for before in ("doctor --model", "import --config")]
     values.append(_case("completion completion", list(SHELLS)))
     return SCRIPT.format(commands=quote(" ".join(parsers)), options="\n".join(options), values="\n".join(values))
 

@@ -37,6 +37,18 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         assert f"\n  mxtrain {command}" in text, command
 
 
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ("doctor --timeout 60 --nccl llama3_debug", "'mxtrain doctor --nccl' no longer exists: all_reduce_perf"),
+    ],
+)
+def test_what_an_earlier_version_had_is_refused_by_name(line, error, capsys):
+    assert cli.main(line.split()) == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"mxtrain: error: {error}")
+
+
 def test_a_command_whose_stdout_is_closed_does_its_work():
     command = f"{shlex.quote(sys.executable)} -m mxtrain.cli configs"
     repository = Path(cli.__file__).parents[2]

@@ -59,7 +59,6 @@ def test_presets_and_files(offered, tmp_path):
     assert set(offered("init", "")) == {*presets(), "llama3_mine.toml"}
     assert offered("train", "my.toml", "--job.dump_folder", "lla") == ["llama3_mine.toml"]
     assert set(offered("doctor", "--model", "llama3_debug_p")) == {"llama3_debug_p1"}
-    assert set(offered("doctor", "--nccl", "llama3_debug_p")) == {"llama3_debug_p1"}
     (tmp_path / "my run").mkdir()
     assert offered("plot", "my") == ["my run"]
 

@@ -1,0 +1,18 @@
+"""What earlier versions had, and what to do instead."""
+
+from collections.abc import Sequence
+
+from mxtrain.errors import ConfigError
+
+COMMANDS = {
+    "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",
+}
+"""Command and option -> what to do instead"""
+
+
+def refuse_removed_command(words: Sequence[str]) -> None:
+    """Raise ConfigError for a command line, without its first word, that an earlier version had."""
+    for command, instead in COMMANDS.items():
+        name, *options = command.split()
+        if list(words[:1]) == [name] and set(options) <= set(words):
+            raise ConfigError(f"'mxtrain {command}' no longer exists: {instead}")
