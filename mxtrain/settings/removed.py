@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mxtrain.errors import ConfigError
 
 COMMANDS = {
+    "completion": "'mxtrain train --help' lists all settings",
     "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",
 }
 """Command and option -> what to do instead"""
