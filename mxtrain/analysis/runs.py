@@ -25,7 +25,7 @@ from mxtrain.settings.types import Resume
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
+FACT_TYPES |= {"schedule": list, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -150,8 +150,8 @@ def load_run(folder: str | os.PathLike) -> Run:
 def variant_of(facts: dict) -> str:
     """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
 
-    Recipes for single layers and entries of a schedule are counted, a guard is named, and other converters are listed:
-    "mxnorm mxfp8 + 2 by name p=2 + 1 scheduled + guard, fused_rmsnorm". Empty if ``facts`` name no converter.
+    Recipes for single layers and entries of a schedule are counted, and other converters are listed:
+    "mxnorm mxfp8 + 2 by name p=2 + 1 scheduled, fused_rmsnorm". Empty if ``facts`` name no converter.
     """
     converter = facts.get("converter")
     if converter is None:
@@ -170,7 +170,6 @@ def variant_of(facts: dict) -> str:
         words.append(None if estimator == "pre_round" else estimator)
     if scheduled := facts.get("schedule"):
         words.append(f"+ {len(scheduled)} scheduled")
-    words.append("+ guard" if facts.get("guard") else None)
     return ", ".join([" ".join(word for word in words if word), *others])
 
 
@@ -245,7 +244,7 @@ def variants(runs: list[Run], given: Sequence[str | None] | None = None) -> list
 
 
 def flat_settings(run: Run) -> dict[str, object]:
-    """Return the settings in config.toml by full name: "mxnorm.guard.recipe", "mxnorm.schedule[0].modules"."""
+    """Return the settings in config.toml by full name: "mxnorm.diagnostics.every", "mxnorm.schedule[0].modules"."""
     return {name: value for section in run.settings.items() for name, value in _flat(*section).items()}
 
 

@@ -19,7 +19,6 @@ from mxtrain.recipes.schedule import (
     LayerState,
     RecipeChange,
     ScheduleEntry,
-    SpikeGuard,
     Timeline,
 )
 from mxtrain.reports import terminal
@@ -28,20 +27,12 @@ GRAPHS = 8
 """Graphs of a function that torch.compile allows by default"""
 # The recipe of a plain norm and its linears.
 _PLAIN = RECIPES[HIGH_PRECISION]
-# Name of the guard's change among those that are in effect.
-_GUARD = "guard"
 # What a change sets: a GEMM or one of NORM_KEYS, and the FQN of the layer -> a recipe, or the value of the key.
 Values = Mapping[tuple[str, str], Recipe | int | str | None]
 
 
-def attach_schedule(
-    model: nn.Module,
-    feeds: Mapping[str, Sequence[str]],
-    entries: Sequence[ScheduleEntry],
-    fallback: RecipeChange | None = None,
-    guard: str = "guard",
-) -> None:
-    """Give every swapped layer its timeline: the states that entries and the guard's change lead to.
+def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entries: Sequence[ScheduleEntry]) -> None:
+    """Give every swapped layer its timeline: the states that the entries lead to.
 
     A pattern selects linears and experts by their names, and norms by their own names or those of the layers that they
     feed. So a norm and its layers, which share the recipe of fprop, are selected together.
@@ -50,8 +41,6 @@ def attach_schedule(
         model: a model whose modules are swapped, before it is split or wrapped.
         feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
         entries: of the schedule.
-        fallback: the change of the guard, in all swapped layers; None without a guard.
-        guard: name of the guard's table in error messages.
 
     Raises:
         ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
@@ -61,38 +50,26 @@ def attach_schedule(
     layers = _Layers(model, feeds)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]
     _refuse_overlaps(changes)
-    always = [] if fallback is None else [ScheduleEntry(guard, 1, 1, None, fallback)]
-    on_top = [(entry, layers.changed_by(entry)) for entry in always]
-    for entry, values in (*changes, *on_top):
-        has_effect = any(layers.own[part] != value for part, value in values.items())
-        if not has_effect and not (entry in always and any(values.keys() & others.keys() for _, others in changes)):
+    for entry, values in changes:
+        if all(layers.own[part] == value for part, value in values.items()):
             raise ConfigError(f"{entry.name} changes nothing: all layers have {entry.change} without it")
     states: dict[str, dict[int, LayerState]] = defaultdict(dict)
-    fallbacks: dict[str, dict[int, LayerState]] = defaultdict(dict)
     for step in sorted({1, *(step for entry in entries for step in (entry.first, entry.last + 1))}):
         active = [(entry, values) for entry, values in changes if entry.covers(step)]
         for fqn, state in layers.states(active).items():
             states[fqn][step] = state
-        if on_top:
-            for fqn, state in layers.states([*active, *on_top]).items():
-                fallbacks[fqn][step] = state
     for fqn, of_steps in states.items():
         module = model.get_submodule(fqn)
-        module.timeline = Timeline(of_steps, fallbacks[fqn])
+        module.timeline = Timeline(of_steps)
         # All later states have the attributes that this one sets, so that torch.compile knows a state that comes back.
         module.take(module.timeline.at(1))
 
 
-def set_step(model: nn.Module, step: int, falls_back: bool = False) -> None:
-    """Give every swapped layer of a model, or of a part of one, its state of this step.
-
-    Args:
-        step: from 1.
-        falls_back: whether the guard's change is in effect, too.
-    """
+def set_step(model: nn.Module, step: int) -> None:
+    """Give every swapped layer of a model, or of a part of one, its state of this step, counted from 1."""
     for module in model.modules():
         if isinstance(module, RecipeModule) and module.timeline is not None:
-            state = module.timeline.at(step, falls_back)
+            state = module.timeline.at(step)
             if state != module.layer_state:
                 module.take(state)
 
@@ -111,11 +88,10 @@ def allow_graphs(graphs: int) -> None:
 class RecipeSwitch:
     """Switches the layers of a run's model, or of this rank's stages, between steps, and tells the user.
 
-    Every rank decides by the number of the step and, for the guard, by losses that all ranks have. So no rank waits.
+    Every rank decides by the number of the step, so no rank waits.
 
     Args:
         entries: of the run's schedule.
-        guard: with its change; None for a run without a guard.
         model_parts: modules with the timelines of ``attach_schedule``.
         log_event: (step, text) logs the beginning or end of a change.
         moved: entries whose steps are others than before the run resumed: as before, and now.
@@ -124,17 +100,15 @@ class RecipeSwitch:
     def __init__(
         self,
         entries: Sequence[ScheduleEntry],
-        guard: tuple[SpikeGuard, RecipeChange] | None,
         model_parts: Sequence[nn.Module],
         log_event: Callable[[int, str], None],
         moved: Sequence[tuple[ScheduleEntry, ScheduleEntry]] = (),
     ):
         self._entries, self._parts, self._log_event = entries, model_parts, log_event
-        self._guard, self._fallback = guard or (None, None)
         self._as_before = {now.name: before for before, now in moved}
         self._in_effect: dict[str, ScheduleEntry] | None = None
-        if entries or guard:
-            states = (len({step for e in entries for step in (e.first, e.last + 1)}) + 1) * (2 if guard else 1)
+        if entries:
+            states = len({step for e in entries for step in (e.first, e.last + 1)}) + 1
             modules = (module for part in model_parts for module in part.modules())
             # A graph more of every block for every state of its layers.
             allow_graphs(GRAPHS + states * sum(getattr(module, "timeline", None) is not None for module in modules))
@@ -142,49 +116,39 @@ class RecipeSwitch:
     def return_to(self, step: int) -> None:
         """Give the layers of a run that resumes their states of its last step, for a validation, and tell nobody."""
         for part in self._parts:
-            set_step(part, step, self._guard is not None and self._guard.falls_back(step))
+            set_step(part, step)
 
     def begin_step(self, step: int) -> None:
         """Give the layers their states of ``step``, before its first forward."""
         entries = {entry.name: entry for entry in self._entries}
-        now, before, is_first = self._at(step, entries), self._in_effect, self._in_effect is None
+        now, before, is_first = _at(step, entries), self._in_effect, self._in_effect is None
         if is_first:
-            before = self._at(step - 1, {**entries, **self._as_before})
+            before = _at(step - 1, {**entries, **self._as_before})
         if is_first or now.keys() != before.keys():
             for part in self._parts:
-                set_step(part, step, _GUARD in now)
+                set_step(part, step)
         for name, entry in before.items():
             if name not in now:
-                self._tell(step, f"end of {_words(entry)}", _place(entry))
+                self._tell(step, f"end of {_words(entry)}", f" ({name})")
         for name, entry in now.items():
             if name not in before:
-                why = f": {self._guard.reason}" if name == _GUARD else _place(entry)
-                self._tell(step, _words(entry), f", to step {entry.last}{why}")
+                self._tell(step, _words(entry), f", to step {entry.last} ({name})")
             elif is_first:
-                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)}{_place(entry)}")
+                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)} ({name})")
         self._in_effect = now
-
-    def _at(self, step: int, entries: Mapping[str, ScheduleEntry]) -> dict[str, ScheduleEntry]:
-        """What is in effect at a step, by name; the guard as an entry."""
-        now = {name: entry for name, entry in entries.items() if entry.covers(step)}
-        if self._guard is not None and self._guard.falls_back(step):
-            now[_GUARD] = ScheduleEntry(_GUARD, self._guard.first, self._guard.last, None, self._fallback)
-        return now
 
     def _tell(self, step: int, text: str, details: str) -> None:
         terminal.note(f"step {step}: {text}{details}")
         self._log_event(step, text)
 
 
+def _at(step: int, entries: Mapping[str, ScheduleEntry]) -> dict[str, ScheduleEntry]:
+    """What is in effect at a step, by name."""
+    return {name: entry for name, entry in entries.items() if entry.covers(step)}
+
+
 def _words(entry: ScheduleEntry) -> str:
-    if entry.name == _GUARD:
-        return f"guard: {entry.change}"
     return str(entry.change) if entry.modules is None else f"{entry.change} in {', '.join(entry.modules)}"
-
-
-def _place(entry: ScheduleEntry) -> str:
-    """Where the settings have the entry, for the user."""
-    return "" if entry.name == _GUARD else f" ({entry.name})"
 
 
 class _Layers:

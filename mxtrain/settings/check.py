@@ -4,10 +4,9 @@ import math
 import os
 from itertools import chain
 
-from mxtrain.recipes.schedule import CHANGE_KEYS
 from mxtrain.settings.fields import Problems, Settings, raise_first, unknown
 from mxtrain.settings.model_settings import model_problems
-from mxtrain.settings.mxnorm_section import GUARD, check_recipes, quantizing_among
+from mxtrain.settings.mxnorm_section import check_recipes, quantizing_among
 
 DIAGNOSTICS = "mxnorm.diagnostics"
 IN_HF = "checkpoint.initial_load_in_hf"
@@ -105,8 +104,6 @@ def _problems(settings: Settings) -> Problems:
 def _without_effect(settings: Settings) -> Problems:
     """Settings that do nothing, because the one that they need is not set."""
     s = settings.values
-    changes = [f"{GUARD}.{key}" for key in CHANGE_KEYS]
-    has_guard = not quantizing_among(s.model.converters) or any(settings[name] is not None for name in changes)
     every = f"{DIAGNOSTICS}.every"
     is_measured = every in settings.given  # a run may switch diagnostics off, with 0
     of_start = "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf"
@@ -114,7 +111,6 @@ def _without_effect(settings: Settings) -> Problems:
         ("checkpoint", f"{of_start} may_change", s.checkpoint.enable, "checkpoint.enable = true"),
         ("checkpoint", "initial_load_in_hf_quantized", s.checkpoint.initial_load_in_hf, f"{IN_HF} = true"),
         (DIAGNOSTICS, "fqns tokens", is_measured, f"{every}: set it to 50, for example, to measure every 50th step"),
-        (GUARD, "window sigmas steps", has_guard, f"a guard: set one of {', '.join(changes)}"),
     )
     for section, names, is_set, needed in needs:
         for name in names.split():

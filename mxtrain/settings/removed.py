@@ -4,6 +4,11 @@ from collections.abc import Sequence
 
 from mxtrain.errors import ConfigError
 
+SETTINGS = {
+    "mxnorm.guard": "an entry of mxnorm.schedule changes the recipe, from a step before the spike",
+}
+"""Setting or table -> what to do instead"""
+
 COMMANDS = {
     "completion": "'mxtrain train --help' lists all settings",
     "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",

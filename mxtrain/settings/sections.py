@@ -16,10 +16,8 @@ from typing import Annotated, Literal
 
 from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
 from mxtrain.recipes.recipe import ESTIMATORS, TENSOR_SCALES
-from mxtrain.recipes.schedule import RMSNORM
 from mxtrain.settings.types import (
     Amount,
-    AtLeastTwo,
     FinitePositive,
     Free,
     Groups,
@@ -52,30 +50,6 @@ class Diagnostics:
 
     tokens: Groups = 512
     """Tokens per process that are measured, a multiple of 32, spread over the first sequences"""
-
-
-@dataclass
-class Guard:
-    resume = Resume.REFUSED
-
-    recipe: str | None = None
-    """
-    Recipe of all swapped layers after a spike of the loss, as in mxnorm.schedule. There is a guard if this, p,
-    estimator or norm is set
-    """
-
-    p: Literal[P_VALUES] | None = None
-    """p of all norms after a spike"""
-    estimator: Literal[ESTIMATORS] | None = None
-    """Estimator of all norms after a spike"""
-    norm: Literal[RMSNORM] | None = None
-    """After a spike, "rmsnorm": norms and the linears that they feed are in high precision"""
-    window: AtLeastTwo = 100
-    """Number of losses, one a step, that a loss is compared with"""
-    sigmas: FinitePositive = 6.0
-    """A loss is a spike if it is more than so many standard deviations above their mean"""
-    steps: Positive = 100
-    """Number of steps with the other recipe"""
 
 
 @dataclass
@@ -171,8 +145,6 @@ class MXNorm:
     training.steps), until_step or until_share (else to the end), modules (else all swapped layers), and recipe, p,
     estimator or norm = "rmsnorm"
     """
-
-    guard: Guard = field(default_factory=Guard)
 
     filter_fqns: Names = None
     """

@@ -61,7 +61,6 @@ Applied = Annotated[T, Resume.APPLIED]
 Refused = Annotated[T, Resume.REFUSED]
 
 Positive = Annotated[int, Ge(1)]
-AtLeastTwo = Annotated[int, Ge(2)]
 NotNegative = Annotated[int, Ge(0)]
 VocabularySize = Annotated[int, Interval(ge=0, le=LARGEST_VOCABULARY)]
 Groups = Annotated[int, Ge(32), MultipleOf(32)]

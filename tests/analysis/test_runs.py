@@ -103,8 +103,8 @@ PLAIN = {"converter": "none", "recipe": None, "p": None, "estimator": None}
         (MXNORM | {"estimator": "exact"}, "mxnorm mxfp8 exact"),
         (MXNORM | {"recipes": {"wo": "bf16", "w2": "bf16"}}, "mxnorm mxfp8 + 2 by name p=2"),
         (LINEAR, "mx_linear mxfp8"),
-        (LINEAR | {"converters": ["fused_rmsnorm"], "guard": "bf16", "schedule": ["step 3: bf16 in w2"]},
-         "mx_linear mxfp8 + 1 scheduled + guard, fused_rmsnorm"),
+        (LINEAR | {"converters": ["fused_rmsnorm"], "schedule": ["step 3: bf16 in w2"]},
+         "mx_linear mxfp8 + 1 scheduled, fused_rmsnorm"),
     ],
 )  # fmt: skip
 def test_variant(facts, variant):

@@ -14,12 +14,11 @@ from mxtrain.settings.read import places
 OUT_OF_RANGE = {
     "1": """training.steps=-5 training.steps=0 training.dataloader.prefetch_factor=0 lr_scheduler.total_steps=0
         optimizer.beta1=1 lr_scheduler.decay_ratio=1.5 lr_scheduler.min_lr_factor=2 data.package_share=1.1
-        data.validation_share=1 mxnorm.high_precision_share=1 model_args.dim=0 mxnorm.guard.steps=0""",
+        data.validation_share=1 mxnorm.high_precision_share=1 model_args.dim=0""",
     "0": """mxnorm.diagnostics.every=-1 training.max_norm=0 training.max_norm=nan training.dataloader.num_workers=-1
         optimizer.lr=-1 optimizer.beta2=-0.1 optimizer.eps=-1e-8 debug.seed=-1 data.vocab_size=-1 data.package_share=0
         mxnorm.eps=-1 model_args.rope_factor=0 model_args.norm_eps=-1""",
     "-1": "training.global_batch_size=0 training.global_batch_size=-2 checkpoint.load_step=-2 validation.steps=0",
-    "2": "mxnorm.guard.window=1",
     "32": "mxnorm.diagnostics.tokens=0 mxnorm.diagnostics.tokens=100",
     "finite": "optimizer.lr=inf optimizer.lr=nan mxnorm.eps=inf model_args.rope_theta=inf",
     str(2**64): f"debug.seed={2**64}",
@@ -45,7 +44,6 @@ NOT_ALLOWED = {
     "mxnorm.scale_rounding=up": "rceil floor",
     "mxnorm.tensor_scale=both": "static dynamic",
     "mxnorm.mode=warp": "auto native emulated reference",
-    "mxnorm.guard.recipe=fp4": "mxfp8 nvfp4",
     "fused_rmsnorm.when_compiled=never": "auto kernel formula",
     "metrics.on_nonfinite_loss=maybe": "stop continue",
     "optimizer.name=Lion": "Adam AdamW",
@@ -106,7 +104,7 @@ FLAGS = {
     "--mxnorm.hadamard": ["mxnorm.hadamard = True", "nvfp4"],
     "--mxnorm.recipe=nvfp4 --mxnorm.scale_rounding=floor": ["mxnorm.scale_rounding = 'floor'", "nvfp4"],
     "--mxnorm.recipe=nvfp4 --mxnorm.estimator=post_round": ["mxnorm.estimator = 'post_round'"],
-    # Schedules and guards
+    # Schedules
     "--mxnorm.schedule 0.9": ["mxnorm.schedule[0] = 0.9", "dictionary"],
     "--mxnorm.schedule {from_step=": ["mxnorm.schedule[0] = '{from_step='", "inline table"],
     '--mxnorm.schedule {from_step=3,p=1} {from_step=3,modulez=["wo"]}': ["mxnorm.schedule[1]", "modulez", "modules"],
@@ -116,10 +114,8 @@ FLAGS = {
     "--training.steps=9 --mxnorm.schedule {from_step=10,p=1}": ["mxnorm.schedule[0].from_step = 10", "1 to 9"],
     '--mxnorm.schedule {from_share=1.1,recipe="bf16"}': ["mxnorm.schedule[0].from_share = 1.1"],
     "--model.converters=mx_linear --mxnorm.schedule {from_step=1,p=1}": ["mxnorm.schedule[0].p = 1", "'mxnorm'"],
-    "--model.converters=mx_linear --mxnorm.guard.norm=rmsnorm": ["mxnorm.guard.norm = 'rmsnorm'", "'mxnorm'"],
-    "--mxnorm.guard.window=5": ["mxnorm.guard.window = 5", "mxnorm.guard.recipe"],
-    "--model.converters=mx_linear --mxnorm.guard.steps=9": ["mxnorm.guard.steps = 9", "mxnorm.guard.recipe"],
-    "--mxnorm.guard.norm=rmsnorm --mxnorm.guard.p=1": ["mxnorm.guard.p = 1", 'norm = "rmsnorm"'],
+    # Settings of earlier versions
+    "--mxnorm.guard.window=5": ["mxnorm.guard.window no longer exists: an entry of mxnorm.schedule changes"],
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": ["model.converters = ['mxnorm', 'mxnorm']", "twice"],
     "--model.converters=mxnorm,mx_linear": ["model.converters = ", "choose one of ['mxnorm', 'mx_linear']"],

@@ -78,8 +78,8 @@ def test_defaults_that_have_changed_are_tables_for_a_file():
     kept = kept_defaults(KNOWN)
     assert other_defaults(KNOWN, kept) == {}
     unset = next(name for name, field in KNOWN.items() if field.default is not None and name.startswith("training."))
-    had = {**kept, "mxnorm.p": 1, "mxnorm.guard.window": 7, unset: None, "gone.by": 1}
-    assert other_defaults(KNOWN, had) == {"mxnorm": {"p": 1, "guard": {"window": 7}}}
+    had = {**kept, "mxnorm.p": 1, "mxnorm.diagnostics.tokens": 64, unset: None, "gone.by": 1}
+    assert other_defaults(KNOWN, had) == {"mxnorm": {"p": 1, "diagnostics": {"tokens": 64}}}
 
 
 def test_applied_and_reported(lines):

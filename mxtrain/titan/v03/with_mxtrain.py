@@ -31,7 +31,7 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
             return config
 
     Converted layers know tensor parallelism, FSDP and selective activation checkpointing. Initial weights are the same
-    on every layout. What needs mxtrain's trainer is refused: schedule, guard, diagnostics.
+    on every layout. What needs mxtrain's trainer is refused: schedule and diagnostics.
 
     Args:
         spec: of any model; its linears and norms are those of ``torchtitan.models.common``. It does not change.
