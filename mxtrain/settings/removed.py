@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from mxtrain.errors import ConfigError
 
 SETTINGS = {
+    "mxnorm.combine_backward": "gradients of the experts' results travel in high precision; leave it out",
     "mxnorm.guard": "an entry of mxnorm.schedule changes the recipe, from a step before the spike",
 }
 """Setting or table -> what to do instead"""

@@ -119,12 +119,6 @@ class MXNorm:
     same results) or "auto" (codes where fprop is MXFP8)
     """
 
-    combine_backward: Literal["high_precision", "quantized"] = "high_precision"
-    """
-    Expert parallelism: gradients of the experts' results are sent in "high_precision" or "quantized" (MXFP8 codes by
-    dgrad's recipe, half the bytes; wgrad of w2 casts rounded gradients)
-    """
-
     graph_passes: Free[bool] = True
     """
     torch.compile fuses SwiGLU with its casts and residual adds with MXNorm; a rotation is one kernel. Last bits of fp32

@@ -115,6 +115,7 @@ FLAGS = {
     '--mxnorm.schedule {from_share=1.1,recipe="bf16"}': ["mxnorm.schedule[0].from_share = 1.1"],
     "--model.converters=mx_linear --mxnorm.schedule {from_step=1,p=1}": ["mxnorm.schedule[0].p = 1", "'mxnorm'"],
     # Settings of earlier versions
+    "--mxnorm.combine_backward=quantized": ["mxnorm.combine_backward no longer exists: gradients", "leave it out"],
     "--mxnorm.guard.window=5": ["mxnorm.guard.window no longer exists: an entry of mxnorm.schedule changes"],
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": ["model.converters = ['mxnorm', 'mxnorm']", "twice"],

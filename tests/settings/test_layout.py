@@ -23,7 +23,7 @@ GOOD = [
     (f"{MXNORM} --training.seq_len=34", 2),
     (f"{EP}=4 {TP}=2 {FUSED}", 4),
     (f"{EP}=2 {ETP}=2 {TP}=2 {FUSED}", 4),
-    (f"{EP}=2 {MXNORM} --mxnorm.dispatch=quantized --mxnorm.combine_backward=quantized", 2),
+    (f"{EP}=2 {MXNORM} --mxnorm.dispatch=quantized", 2),
     (f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=192", 2),
     (f"{TP}=2 {MXNORM} --training.seq_len=96", 2),
     (f"{MXNORM} --mxnorm.gather=quantized --training.seq_len=34", 1),
