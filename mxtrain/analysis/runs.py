@@ -151,7 +151,7 @@ def variant_of(facts: dict) -> str:
     """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
 
     Recipes for single layers and entries of a schedule are counted, and other converters are listed:
-    "mxnorm mxfp8 + 2 by name p=2 + 1 scheduled, fused_rmsnorm". Empty if ``facts`` name no converter.
+    "mxnorm mxfp8 + 2 by name p=2 + 1 scheduled, fused_norm". Empty if ``facts`` name no converter.
     """
     converter = facts.get("converter")
     if converter is None:

@@ -71,7 +71,7 @@ def convert(
 @overload
 def convert(
     model: nn.Module,
-    converter: Literal["fused_norm", "fused_rmsnorm"],
+    converter: Literal["fused_norm"],
     *,
     example_inputs: ExampleInputs = None,
     prefix: str = "",
@@ -105,11 +105,10 @@ def convert(
       other linears into MXLinear.
     - ``"mx_linear"`` turns every linear into MXLinear and keeps the norms.
     - ``"fused_norm"`` turns every RMSNorm into a FusedRMSNorm and every LayerNorm into a FusedLayerNorm.
-    - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
     - ``"decompose_k_router"`` turns every linear that is the gate of a router of experts into a DecomposeKRouter.
 
     The first two also turn TorchTitan's ``GroupedExperts`` into ``QuantizedExperts``.
-    The last three may run before or after the first two, with the same result.
+    The last two may run before or after the first two, with the same result.
 
     Args:
         model: any module tree, on any device, meta included.

@@ -7,10 +7,10 @@ from itertools import chain
 from mxtrain.settings.fields import Problems, Settings, raise_first, unknown
 from mxtrain.settings.model_settings import model_problems
 from mxtrain.settings.mxnorm_section import check_recipes, quantizing_among
+from mxtrain.settings.removed import CONVERTERS
 
 DIAGNOSTICS = "mxnorm.diagnostics"
 IN_HF = "checkpoint.initial_load_in_hf"
-NORM_CONVERTERS = ("fused_norm", "fused_rmsnorm")
 ROUTER_CONVERTER = "decompose_k_router"
 TITAN_QUANTIZING = "quantize."
 """How the names of TorchTitan's own converters begin"""
@@ -24,13 +24,14 @@ def check_settings(settings: Settings) -> None:
 
 
 def conflict_of_converters(names: list[str]) -> str | None:
-    """What is wrong with these converters beside one another; None if all is well."""
+    """What is wrong with these converters, or with one beside another; None if all is well."""
+    if removed := next((name for name in names if name in CONVERTERS), None):
+        return f"has {removed!r}, which no longer exists: {CONVERTERS[removed]}"
     if twice := next((name for name in names if names.count(name) > 1), None):
         return f"has {twice!r} twice: name it once"
     ours = quantizing_among(names)
-    for same in (ours, [name for name in names if name in NORM_CONVERTERS]):
-        if len(same) > 1:
-            return f"choose one of {same}"
+    if len(ours) > 1:
+        return f"choose one of {ours}"
     theirs = [name for name in names if name.startswith(TITAN_QUANTIZING)]
     if ours and theirs:
         return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize: remove one of them"

@@ -1,6 +1,6 @@
 """mxtrain's TOML sections, and its fields in TorchTitan's sections.
 
-The sections are ``[mxnorm]``, ``[fused_norm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]``, ``[model_args]`` and
+The sections are ``[mxnorm]``, ``[fused_norm]``, ``[decompose_k_router]``, ``[model_args]`` and
 ``[data]``.
 
 ``resume`` and ``label`` of a class say what a resumed run and a plot do with its fields. The type of a field says it
@@ -340,7 +340,6 @@ class Checkpoint:
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
     fused_norm: FusedNorm = field(default_factory=FusedNorm)
-    fused_rmsnorm: FusedNorm = field(default_factory=FusedNorm)
     decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
     model_args: ModelArgs = field(default_factory=ModelArgs)
     data: Data = field(default_factory=Data)

@@ -43,7 +43,7 @@ PARTS = "parallelism.module_fqns_per_model_part"
         ("--checkpoint.enable=false", "checkpoint.enable", False),
         ("--checkpoint.no-enable", "checkpoint.enable", False),
         ("--metrics.no-enable_wandb", "metrics.enable_wandb", False),
-        ("--model.converters=mxnorm,fused_rmsnorm", "model.converters", ["mxnorm", "fused_rmsnorm"]),
+        ("--model.converters=mxnorm,fused_norm", "model.converters", ["mxnorm", "fused_norm"]),
         ("--model.converters=", "model.converters", []),
         ("--debug.seed None", "debug.seed", None),
         ("--training.dataset_path None", "training.dataset_path", None),

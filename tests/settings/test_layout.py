@@ -9,7 +9,7 @@ from mxtrain.settings.read import read_settings
 
 CP, TP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline"))
 EP, ETP = "--parallelism.expert_parallel_degree", "--parallelism.expert_tensor_parallel_degree"
-FUSED, MXNORM = "--model.converters=fused_rmsnorm", "--model.converters=mxnorm"
+FUSED, MXNORM = "--model.converters=fused_norm", "--model.converters=mxnorm"
 CHUNK = "--parallelism.pipeline_parallel_microbatch_size"
 VALIDATED = "--validation.enable --validation.local_batch_size"
 

@@ -52,7 +52,7 @@ FREE = [
     {"parallelism.data_parallel_replicate_degree": 2, "parallelism.tensor_parallel_degree": 2},
     {"compile.enable": True, "activation_checkpoint.mode": "full", "validation.enable": True},
     {"training.local_batch_size": 4, "training.enable_cpu_offload": True, "training.dataloader.num_workers": 2},
-    {"mxnorm.mode": "reference", "fused_rmsnorm.when_compiled": "kernel"},
+    {"mxnorm.mode": "reference", "fused_norm.when_compiled": "kernel"},
     {"data.prepared": "files-0", "data.cache_dir": "elsewhere", "model.hf_assets_path": "tokenizer"},
     {"training.dataset": "files", "training.dataset_path": "moved", "data.seed": 0},
 ]
@@ -167,6 +167,43 @@ def test_settings_before_leave_out_what_this_version_does_not_know():
     assert before.given == {"mxnorm.p": 1, "mxnorm.recipe": 8, "training.dataloader.num_workers": 2}
     assert before["training.steps"] == KNOWN["training.steps"].default  # as the manifest holds no defaults
     assert settings_before({"optimizer": {"lr": 1}}, KNOWN)["optimizer.lr"] == 1.0
+
+
+def kept(converters: list[str], **tables) -> dict:
+    return {"model": {"name": "llama3", "flavor": "debugmodel", "converters": converters}, **tables}
+
+
+@pytest.mark.parametrize(
+    "before, now",
+    [
+        (
+            kept(["fused_rmsnorm"], fused_rmsnorm={"filter_fqns": ["norm"]}, fused_norm={"filter_fqns": ["w"]}),
+            kept(["fused_norm"], fused_norm={"filter_fqns": ["norm"]}),
+        ),
+        (kept(["mxnorm"], fused_rmsnorm={"when_compiled": "kernel"}), kept(["mxnorm"])),
+        (kept([], mxnorm={"guard": {"p": 1}, "combine_backward": "quantized", "p": 1}), kept([], mxnorm={"p": 1})),
+        (kept(["mxnorm"], mxnorm={"combine_backward": "quantized"}), kept(["mxnorm"])),
+        (kept(["mxnorm"], mxnorm={"guard": {"recipe": "bf16"}}), "mxnorm.guard no longer exists"),
+        (
+            kept(["mxnorm"], mxnorm={"combine_backward": "quantized"}, parallelism={"expert_parallel_degree": 2}),
+            "mxnorm.combine_backward no longer exists",
+        ),
+    ],
+)
+def test_a_run_of_an_earlier_version_goes_on_without_what_changes_no_number(tmp_path, before, now):
+    config = tmp_path / "config.toml"
+    config.write_text(tomli_w.dumps(before))
+    with pytest.raises(ConfigError, match="no longer exists"):  # a config of the user's
+        read_settings([f"--job.config_file={config}"])
+    (tmp_path / "run.json").touch()
+    if isinstance(now, str):
+        with pytest.raises(ConfigError, match=f"^{now}.*config.toml, line"):
+            read_settings([f"--job.config_file={config}"])
+        return
+    settings = read_settings([f"--job.config_file={config}"])
+    assert settings.tables() == {**now, "job": {"config_file": str(config)}}
+    saved(tmp_path, 100, settings=before)
+    assert check_resume(Start(100, (), tmp_path), settings, 1) == []
 
 
 def test_every_setting_has_a_rule():

@@ -46,7 +46,7 @@ CONFIG = {
 }
 
 BF16 = "--model.converters="
-FUSED = "--model.converters=fused_rmsnorm"
+FUSED = "--model.converters=fused_norm"
 NVFP4 = "--mxnorm.recipe=nvfp4"
 GATES = ["--model.name=deepseek_v3", "--model.converters=decompose_k_router"]
 MIXED_RECIPE = "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"

@@ -30,7 +30,7 @@ mxtrain.convert(model, converter="mx_linear", recipe=recipe, scale_rounding="flo
 mxtrain.convert(model, "mx_linear", recipe="nvfp4", tensor_scale="dynamic", weight_tiles=False, hadamard=True)
 mxtrain.convert(model, "mx_linear", stochastic_rounding=None, high_precision_share=0, graph_passes=False)
 mxtrain.convert(model, "fused_norm", filter_fqns=["norm"], when_compiled="kernel", example_inputs={"tokens": x})
-mxtrain.convert(model, "fused_rmsnorm", filter_fqns=(f"layers.{i}" for i in range(3)))
+mxtrain.convert(model, "fused_norm", filter_fqns=(f"layers.{i}" for i in range(3)))
 mxtrain.convert(model, "decompose_k_router", prefix="layers.0", filter_fqns=None)
 
 

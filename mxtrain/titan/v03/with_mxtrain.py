@@ -9,7 +9,7 @@ from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 
-from mxtrain.conversion.converters import CONVERTERS
+from mxtrain.conversion.converters import require_converter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import settings_in
@@ -43,7 +43,7 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
             parallelized: DTensors, or a pipeline's schedule that computes gradients of inputs and of weights apart.
     """
     for name in converters:
-        require_one_of("model.converters", name, CONVERTERS)
+        require_converter("model.converters", name)
     sections = ["mxnorm" if quantizing_among([name]) else name for name in converters]
     for table in tables:
         require_one_of("with_mxtrain: table", table, sections)

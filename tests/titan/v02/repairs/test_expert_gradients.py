@@ -18,7 +18,7 @@ SIZES = {"n_layers": 2, "dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 3
 MODELS = {
     "experts, unquantized": [
         "--model.name=qwen3",
-        "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router",
+        "--model.converters=mxnorm,fused_norm,decompose_k_router",
         "--mxnorm.recipe=unquantized",
     ],
     "experts, mxfp8": [
