@@ -13,22 +13,15 @@ from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLayer, check_features
 from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, RMSEstimate, recipe_of_norm
-from mxtrain.recipes.schedule import (
-    NORM_KEYS,
-    RMSNORM,
-    LayerState,
-    RecipeChange,
-    ScheduleEntry,
-    Timeline,
-)
+from mxtrain.recipes.schedule import RMSNORM, LayerState, RecipeChange, ScheduleEntry, Timeline
 from mxtrain.reports import terminal
 
 GRAPHS = 8
 """Graphs of a function that torch.compile allows by default"""
 # The recipe of a plain norm and its linears.
 _PLAIN = RECIPES[HIGH_PRECISION]
-# What a change sets: a GEMM or one of NORM_KEYS, and the FQN of the layer -> a recipe, or the value of the key.
-Values = Mapping[tuple[str, str], Recipe | int | str | None]
+# What a change sets: a GEMM or "norm", and the FQN of the layer -> a recipe, or RMSNORM.
+Values = Mapping[tuple[str, str], Recipe | str | None]
 
 
 def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entries: Sequence[ScheduleEntry]) -> None:
@@ -167,28 +160,22 @@ class _Layers:
         self._norm_of = {fqn: norm for norm, fed in feeds.items() for fqn in fed if not are_experts[fqn]}
         self.own: Values = {
             **{(gemm, fqn): getattr(layer.recipe, gemm) for fqn, layer in self._layers.items() for gemm in GEMMS},
-            **{(key, norm): getattr(e, key, None) for norm, e in self._estimates.items() for key in NORM_KEYS},
+            **{("norm", norm): None for norm in feeds},
         }
 
     def changed_by(self, entry: ScheduleEntry) -> Values:
         """What an entry sets."""
         change, values = entry.change, {}
-        keys = {key: value for key in NORM_KEYS if (value := getattr(change, key)) is not None}
         for where, hits in self._selections(entry):
             of_hits = {(gemm, fqn): new for gemm, new in change.gemms.items() for fqn in self._layers if fqn in hits}
-            for norm, fed in self._feeds.items():
+            for norm, fed in self._feeds.items() if change.norm is not None else ():
                 if norm in hits or hits.intersection(fed):
-                    if change.norm is not None:  # which leaves nothing else to change
-                        of_hits |= {(key, norm): RMSNORM for key in NORM_KEYS}
-                        of_hits |= {(gemm, fqn): _PLAIN for fqn in fed if fqn in self._norm_of for gemm in GEMMS}
-                    of_hits |= {(key, norm): value for key, value in keys.items()}
+                    of_hits["norm", norm] = RMSNORM
+                    of_hits |= {(gemm, fqn): _PLAIN for fqn in fed if fqn in self._norm_of for gemm in GEMMS}
             if not of_hits:
-                raise _nothing_to_change(where, "linear" if change.gemms else "norm", change)
+                kind = "linear" if change.gemms else "norm"
+                raise ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
             values |= of_hits
-        for kind, wanted in (("linear", change.gemms), ("norm", keys)):
-            if wanted and not any(key in wanted for key, _ in values):
-                where = "" if entry.modules is None else f".modules = {list(entry.modules)}"
-                raise _nothing_to_change(f"{entry.name}{where}", kind, change)
         return values
 
     def _selections(self, entry: ScheduleEntry) -> Iterator[tuple[str, set[str]]]:
@@ -231,9 +218,8 @@ class _Layers:
                     f"{names} gives the layers behind {norm} different recipes of fprop ({fprops}): name all of them"
                 )
             recipe = recipe_of_norm([recipes[fqn] for fqn in fed])
-            p, estimator = (changed.get((key, norm), getattr(own, key)) for key in ("p", "estimator"))
             with errors_begin_with(f"{names}: {norm}: "):
-                states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, p, estimator, own.eps))
+                states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, own.p, own.estimator, own.eps))
         return states
 
 
@@ -244,10 +230,6 @@ def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
         check_experts(layer, recipe, layer.mode)
     else:
         check_features(layer.in_features, layer.out_features, recipe)
-
-
-def _nothing_to_change(where: str, kind: str, change: RecipeChange) -> ConfigError:
-    return ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
 
 
 def _refuse_overlaps(changes: Sequence[tuple[ScheduleEntry, Values]]) -> None:

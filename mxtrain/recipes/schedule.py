@@ -1,4 +1,4 @@
-"""The precision schedule: which steps of a run have another recipe, estimate or norm than the rest, as a value.
+"""The precision schedule: which steps of a run have another recipe or norm than the rest, as a value.
 
 Steps are counted from 1, as in the log. ``mxtrain.conversion.schedule`` applies the entries to the layers of a model,
 whose states by step are a ``Timeline``.
@@ -14,9 +14,6 @@ from mxtrain.recipes.parse import parse_gemms, with_switches
 from mxtrain.recipes.recipe import GEMMS, LinearRecipe, Recipe, RMSEstimate, linear_recipe
 
 RMSNORM = "rmsnorm"
-NORM_KEYS = ("p", "estimator", "norm")
-"""What an entry may say of norms. Linears without an MXNorm have none of it"""
-CHANGE_KEYS = ("recipe", *NORM_KEYS)
 
 
 @dataclass(frozen=True)
@@ -25,39 +22,34 @@ class RecipeChange:
 
     Attributes:
         gemms: GEMM -> its recipe; GEMMs that are not named keep theirs.
-        p, estimator: as for ``RMSEstimate``; None keeps the norm's.
         norm: "rmsnorm" runs norms and the linears that they feed in high precision, as before the conversion; None
             keeps them.
     """
 
     gemms: Mapping[str, Recipe] = field(default_factory=dict)
-    p: int | None = None
-    estimator: str | None = None
     norm: str | None = None
 
     @classmethod
     def parse(cls, name: str, given: Mapping, switches: Mapping) -> "RecipeChange":
-        """Parse the keys of ``CHANGE_KEYS`` in ``given``.
+        """Parse "recipe" or "norm" in ``given``.
 
         Args:
             name: of the entry in error messages, "mxnorm.schedule[0]".
             switches: as for ``mxtrain.recipes.parse.get_recipe``; they hold for these recipes, too.
 
         Raises:
-            ConfigError: nothing is changed, a recipe is unknown, or "rmsnorm" is combined with another change.
+            ConfigError: nothing is changed, a recipe is unknown, or both are given.
         """
-        given = {key: given[key] for key in CHANGE_KEYS if key in given}
-        if not given:
-            raise ConfigError(f"{name} changes nothing: set one of: {', '.join(CHANGE_KEYS)}")
-        if "norm" in given and len(given) > 1:
-            other = next(key for key in given if key != "norm")
+        recipe, norm = given.get("recipe"), given.get("norm")
+        if recipe is None and norm is None:
+            raise ConfigError(f"{name} changes nothing: set one of: recipe, norm")
+        if norm is not None and recipe is not None:
             raise ConfigError(
-                f'{name}.{other} = {given[other]!r} has no meaning beside norm = "{RMSNORM}", which leaves the norm '
-                "and the linears that it feeds in high precision: write two entries for different modules"
+                f'{name}.recipe = {recipe!r} has no meaning beside norm = "{RMSNORM}", which leaves the norm and the '
+                "linears that it feeds in high precision: write two entries for different modules"
             )
-        recipe = given.pop("recipe", None)
         gemms = {} if recipe is None else parse_gemms(f"{name}.recipe", recipe)
-        return cls({gemm: with_switches(gemms[gemm], switches) for gemm in GEMMS if gemm in gemms}, **given)
+        return cls({gemm: with_switches(gemms[gemm], switches) for gemm in GEMMS if gemm in gemms}, norm)
 
     def of_recipe(self, base: LinearRecipe) -> LinearRecipe:
         """Return the recipe of a linear that had ``base``.
@@ -77,9 +69,7 @@ class RecipeChange:
             return self.norm
         names = {gemm: recipe.name for gemm, recipe in self.gemms.items()}
         same = len(names) == len(GEMMS) and len(set(names.values())) == 1
-        words = [names["fprop"]] if same else [f"{gemm}={name}" for gemm, name in names.items()]
-        words += [f"p={self.p}"] if self.p is not None else []
-        return ", ".join(words + ([self.estimator] if self.estimator is not None else []))
+        return names["fprop"] if same else ", ".join(f"{gemm}={name}" for gemm, name in names.items())
 
 
 @dataclass(frozen=True)
@@ -150,13 +140,6 @@ def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> Schedule
 def _done(share: float, steps: int) -> int:
     """The number of steps in the first ``share`` of a run, of the decimal number as written: 0.29 of 100 are 29."""
     return math.floor(Fraction(str(share)) * steps)
-
-
-def require_no_norm_keys(given: Mapping, name: str, converter: str) -> None:
-    """Raise ConfigError for a change of norms in an entry of a run whose converter has no MXNorm."""
-    for key in NORM_KEYS:
-        if key in given:
-            raise ConfigError(f"{name}.{key} = {given[key]!r} needs the converter 'mxnorm', not {converter!r}")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
-from mxtrain.errors import errors_begin_with
+from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.recipes.schedule import ScheduleEntry, parse_entries, require_no_norm_keys
+from mxtrain.recipes.schedule import ScheduleEntry, parse_entries
 
 SCHEDULE = "mxnorm.schedule"
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
@@ -28,7 +28,9 @@ def check_recipes(s) -> None:
     converter, *_ = quantizing_among(s.model.converters)
     if converter != "mxnorm":
         for index, entry in enumerate(s.mxnorm.schedule):
-            require_no_norm_keys(entry, f"{SCHEDULE}[{index}]", converter)
+            if "norm" in entry:
+                norm = f"{SCHEDULE}[{index}].norm = {entry['norm']!r}"
+                raise ConfigError(f"{norm} needs the converter 'mxnorm', not {converter!r}")
 
 
 def switches_of(section) -> dict:

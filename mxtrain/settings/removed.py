@@ -11,11 +11,12 @@ SETTINGS = {
     "mxnorm.combine_backward": "gradients of the experts' results travel in high precision; remove it",
     "mxnorm.guard": "remove it; entries of mxnorm.schedule change the recipe by step",
 }
+SCHEDULE_KEYS = dict.fromkeys(("p", "estimator"), "remove it; norms have that of [mxnorm] in all steps")
 COMMANDS = {
     "completion": "'mxtrain train --help' lists all settings",
     "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",
 }
-"""Converter; setting or table; command and option -> what to do instead"""
+"""Converter; setting or table; key of mxnorm.schedule; command and option -> what to do instead"""
 
 
 def in_this_version(tables: Mapping) -> dict:

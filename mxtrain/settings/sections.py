@@ -136,8 +136,8 @@ class MXNorm:
     schedule: Schedule = field(default_factory=list)
     """
     Other recipes for some steps: entries [[mxnorm.schedule]] with from_step or from_share (0.9: after 90 % of
-    training.steps), until_step or until_share (else to the end), modules (else all swapped layers), and recipe, p,
-    estimator or norm = "rmsnorm"
+    training.steps), until_step or until_share (else to the end), modules (else all swapped layers), and recipe or
+    norm = "rmsnorm"
     """
 
     filter_fqns: Names = None

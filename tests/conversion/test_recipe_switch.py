@@ -10,7 +10,7 @@ from mxtrain.conversion.schedule import GRAPHS, RecipeSwitch, allow_graphs, atta
 from mxtrain.recipes.recipe import RECIPES
 from mxtrain.recipes.schedule import parse_entries
 
-NORM_P1 = {"from_step": 5, "until_step": 6, "p": 1}
+PLAIN = {"from_step": 5, "until_step": 6, "norm": "rmsnorm"}
 
 
 def entries(table, steps=10):
@@ -49,16 +49,16 @@ def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(lines,
     "step, expected, events",
     [
         (1, [], 0),
-        (5, ["step 5: p=1, to step 6 (mxnorm.schedule[0])"], 1),
-        (6, ["in effect from step 5 to 6: p=1 (mxnorm.schedule[0])"], 0),
-        (7, ["step 7: end of p=1 (mxnorm.schedule[0])"], 1),
+        (5, ["step 5: rmsnorm, to step 6 (mxnorm.schedule[0])"], 1),
+        (6, ["in effect from step 5 to 6: rmsnorm (mxnorm.schedule[0])"], 0),
+        (7, ["step 7: end of rmsnorm (mxnorm.schedule[0])"], 1),
     ],
 )
 def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(lines, monkeypatch, step, expected, events):
     """And gives all parts of a model the state of the step."""
     given, (noted, logged, log_event) = [], lines
     monkeypatch.setattr("mxtrain.conversion.schedule.set_step", lambda part, step: given.append(step))
-    switch = RecipeSwitch(entries(NORM_P1), [nn.Identity(), nn.Identity()], log_event)
+    switch = RecipeSwitch(entries(PLAIN), [nn.Identity(), nn.Identity()], log_event)
     switch.return_to(step)
     switch.begin_step(step)
     assert given == [step] * 4
@@ -101,7 +101,7 @@ def test_blocks_with_many_recipes_train_and_are_validated(allows):
 def test_numbers_that_change_are_constants_of_compiled_graphs_and_every_state_may_be_compiled():
     model, graphs, x = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)), [], torch.randn(4, 32)
     plan = mxtrain.convert(model, mode="reference", filter_fqns=[], example_inputs=(x,))
-    attach_schedule(model, plan.norms, entries({"from_step": 2, "until_step": 2, "p": 1}))
+    attach_schedule(model, plan.norms, entries({"from_step": 2, "until_step": 2, "norm": "rmsnorm"}))
 
     def keep(graph, inputs):
         graphs.append(graph)
@@ -113,7 +113,7 @@ def test_numbers_that_change_are_constants_of_compiled_graphs_and_every_state_ma
         allow_graphs(2)
         assert config.recompile_limit == 1000, "a user's larger limit stays"
     with config.patch(recompile_limit=1, accumulated_recompile_limit=1):
-        RecipeSwitch(entries(NORM_P1), [model], None)
+        RecipeSwitch(entries(PLAIN), [model], None)
         # Before, in and after the entry: a graph each for both layers.
         assert config.recompile_limit == config.accumulated_recompile_limit == GRAPHS + 2 * 3
         compiled = torch.compile(model, backend=keep, fullgraph=True)

@@ -53,8 +53,6 @@ def same(ours, theirs):
         ),
         ({"recipe": "dgrad=bf16"}, {"recipe": "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"}),
         ({"recipe": "fprop=bf16"}, {"recipe": "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"}),
-        ({"p": 1}, {"p": 1}),
-        ({"estimator": "exact"}, {"estimator": "exact"}),
     ],
 )
 def test_a_step_computes_what_a_model_with_its_recipe_computes(change, settings):
@@ -86,15 +84,15 @@ def test_a_forward_in_high_precision_keeps_the_estimate():
 def test_a_pattern_selects_a_norm_with_its_linears():
     model = scheduled(
         {"from_step": 2, "modules": ["layers.1.attention_norm"], "norm": "rmsnorm"},
-        {"from_step": 2, "modules": ["layers.0.*.wq"], "p": 1},
+        {"from_step": 2, "modules": ["layers.0.*.w1"], "norm": "rmsnorm"},
         {"from_step": 2, "modules": ["w2"], "recipe": "nvfp4"},
     )
     set_step(model, 2)
     first, second = model.layers
     assert second.attention_norm.is_plain and second.attention.wk.is_plain and not second.ffn_norm.is_plain
-    assert (first.attention_norm.estimate.p, first.ffn_norm.estimate.p) == (1, 2)
+    assert first.ffn_norm.is_plain and not first.attention_norm.is_plain
     assert [layer.feed_forward.w2.recipe.name for layer in model.layers] == ["nvfp4"] * 2
-    assert first.feed_forward.w1.recipe.name == second.attention.wo.recipe.name == "mxfp8"
+    assert first.attention.wq.recipe.name == second.attention.wo.recipe.name == "mxfp8"
 
 
 def test_entries_of_mx_linear():
@@ -110,24 +108,21 @@ def at_2(**keys):
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([at_2(modules=["layer.0"], p=1)], "mxnorm.schedule[0].modules: 'layer.0' matches no module; the top-level"),
+        ([at_2(modules=["layer.0"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'layer.0' matches no module; t"),
         ([at_2(modules=["w2", "output"], recipe="bf16")], "mxnorm.schedule[0].modules: 'output' selects no swapped "),
         (
-            [at_2(modules=["layers.0", "w2"], p=1)],
-            "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, which its p=1 could change",
+            [at_2(modules=["layers.0", "w2"], norm="rmsnorm")],
+            "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, which its rmsnorm could change",
         ),
-        ([at_2(modules=["w2", "wo"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, whi"),
         ([at_2(modules=["wq", "ffn_norm"], recipe="bf16")], "mxnorm.schedule[0].modules: 'ffn_norm' selects no swapp"),
-        ([at_2(modules=["w2", "wo"], recipe="bf16", p=1)], "mxnorm.schedule[0].modules = ['w2', 'wo'] selects no swap"),
         (
             [at_2(recipe="fprop=bf16", until_step=5), {"from_step": 5, "modules": ["layers.1"], "recipe": "nvfp4"}],
             "mxnorm.schedule[1] and mxnorm.schedule[0] both change fprop of layers.1.attention.wk and 6 more at steps "
             "5 to 5: end one",
         ),
-        ([at_2(p=1), at_2(modules=["wq"], p=1)], "mxnorm.schedule[1] and mxnorm.schedule[0] both change p of layers.0"),
+        ([at_2(norm="rmsnorm"), at_2(modules=["wq"], norm="rmsnorm")], "mxnorm.schedule[1] and mxnorm.schedule[0] bo"),
         ([at_2(norm="rmsnorm"), at_2(modules=["w1"], recipe="bf16")], "mxnorm.schedule[1] and mxnorm.schedule[0] both"),
         ([at_2(modules=["wq"], recipe="fprop=bf16")], "mxnorm.schedule[0] gives the layers behind layers.0.attention"),
-        ([at_2(recipe="nvfp4", estimator="post_round")], "mxnorm.schedule[0]: layers.0.attention_norm: estimator = "),
     ],
 )  # fmt: skip
 def test_mistakes_that_take_the_model_to_see(tables, message):
@@ -136,21 +131,23 @@ def test_mistakes_that_take_the_model_to_see(tables, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+def test_the_estimator_of_the_run_holds_for_the_recipes_of_entries():
+    with pytest.raises(ConfigError, match=r"^mxnorm.schedule\[0\]: layers.0.attention_norm: estimator = 'post_round'"):
+        scheduled(at_2(recipe="nvfp4"), estimator="post_round")
+
+
 @pytest.mark.parametrize(
-    ("tables", "settings", "message"),
+    ("tables", "message"),
     [
-        ([at_2(recipe="mxfp8")], {}, "mxnorm.schedule[0] changes nothing: all layers have mxfp8 without it"),
-        (
-            [at_2(recipe="wgrad=mxfp8", p=2)],
-            {},
-            "mxnorm.schedule[0] changes nothing: all layers have wgrad=mxfp8, p=2 ",
-        ),
-        ([at_2(p=1), {**at_2(modules=["w2"]), "recipe": "mxfp8"}], {}, "mxnorm.schedule[1] changes nothing: all"),
+        ([at_2(recipe="mxfp8")], "mxnorm.schedule[0] changes nothing: all layers have mxfp8 without it"),
+        ([at_2(recipe="wgrad=mxfp8")], "mxnorm.schedule[0] changes nothing: all layers have wgrad=mxfp8 without it"),
+        ([at_2(recipe="nvfp4"), {"from_step": 1, "until_step": 1, "modules": ["w2"], "recipe": "mxfp8"}],
+         "mxnorm.schedule[1] changes nothing: all"),
     ],
-)
-def test_what_changes_nothing(tables, settings, message):
+)  # fmt: skip
+def test_what_changes_nothing(tables, message):
     with pytest.raises(ConfigError) as error:
-        scheduled(*tables, **settings)
+        scheduled(*tables)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -159,7 +156,6 @@ def test_what_changes_nothing(tables, settings, message):
     [
         # A part of the layers, or of the steps, has the change without the entry.
         ([at_2(modules=["layers.0", "w2"], recipe="nvfp4")], {"recipes": {"layers.0": "nvfp4"}}),
-        ([at_2(p=1), {"from_step": 5, "estimator": "exact"}], {}),
         # Neither entry can be without the other.
         ([at_2(modules=["wq"], recipe="fprop=bf16"), at_2(modules=["wk", "wv"], recipe="fprop=bf16")], {}),
     ],
@@ -169,9 +165,8 @@ def test_what_changes_a_part_or_is_needed_by_another(tables, settings):
 
 
 def test_different_things_may_change_at_the_same_step():
-    scheduled(
-        at_2(recipe="fprop=bf16"), at_2(recipe="wgrad=nvfp4"), at_2(p=1), {"from_step": 1, "until_step": 1, "p": 1}
-    )
+    first = {"from_step": 1, "until_step": 1, "recipe": "bf16"}
+    scheduled(at_2(recipe="fprop=bf16"), at_2(recipe="wgrad=nvfp4"), first)
 
 
 def test_features_that_a_later_recipe_cannot_divide_are_found_before_training():

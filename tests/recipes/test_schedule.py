@@ -57,8 +57,8 @@ def test_shares_that_meet_leave_no_step_out_and_share_none():
         ({"from_share": 1, **BF16_FORWARD}, "mxnorm.schedule[0].from_share = 1 is past the last step, 1000"),
         ({"from_share": 0.5, "until_share": 0.5, **BF16_FORWARD}, "mxnorm.schedule[0].until_share = 0.5 ends the entr"),
         ({"from_step": 1, "modules": [], **BF16_FORWARD}, "mxnorm.schedule[0].modules = [] names no module"),
-        ({"from_step": 1}, "mxnorm.schedule[0] changes nothing: set one of: recipe, p, estimator, norm"),
-        ({"from_step": 1, "norm": "rmsnorm", "p": 1}, "mxnorm.schedule[0].p = 1 has no meaning beside norm"),
+        ({"from_step": 1}, "mxnorm.schedule[0] changes nothing: set one of: recipe, norm"),
+        ({"from_step": 1, "norm": "rmsnorm", **BF16_FORWARD}, "mxnorm.schedule[0].recipe = 'fprop=bf16' has no meanin"),
         ({"from_step": 1, "recipe": "fp4"}, "mxnorm.schedule[0].recipe = 'fp4' is not one of: 'mxfp8'"),
         ({"from_step": 1, "recipe": "fprop=bf16, fprop=mxfp8"}, "mxnorm.schedule[0].recipe = 'fprop=bf16, fprop=mxfp8"),
         ({"from_step": 1, "recipe": "forward=bf16"}, "mxnorm.schedule[0].recipe = 'forward=bf16': GEMM = 'forward' is"),
@@ -96,7 +96,7 @@ def test_settings_of_the_run_hold_for_the_recipes_of_entries():
     [
         (BF16_FORWARD, "fprop=bf16"),
         ({"recipe": "nvfp4"}, "nvfp4"),
-        ({"recipe": "fprop=nvfp4, wgrad=mxfp8", "p": 1, "estimator": "exact"}, "fprop=nvfp4, wgrad=mxfp8, p=1, exact"),
+        ({"recipe": "fprop=nvfp4, wgrad=mxfp8"}, "fprop=nvfp4, wgrad=mxfp8"),
         ({"norm": "rmsnorm"}, "rmsnorm"),
     ],
 )

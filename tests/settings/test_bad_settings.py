@@ -107,13 +107,16 @@ FLAGS = {
     # Schedules
     "--mxnorm.schedule 0.9": ["mxnorm.schedule[0] = 0.9", "dictionary"],
     "--mxnorm.schedule {from_step=": ["mxnorm.schedule[0] = '{from_step='", "inline table"],
-    '--mxnorm.schedule {from_step=3,p=1} {from_step=3,modulez=["wo"]}': ["mxnorm.schedule[1]", "modulez", "modules"],
-    "--mxnorm.schedule {from_step=3,p=7}": ["mxnorm.schedule[0].p = 7", "1 or 2"],
+    '--mxnorm.schedule {from_step=3,recipe="bf16"} {from_step=3,modulez=["wo"]}': ["schedule[1]", "modulez", "modules"],
+    '--mxnorm.schedule {from_step=3,norm="x"}': ["mxnorm.schedule[0].norm = 'x'", "'rmsnorm'"],
+    "--mxnorm.schedule {from_step=3,p=1}": ["mxnorm.schedule[0] = ", "key p, which no longer exists", "[mxnorm]"],
     '--mxnorm.schedule {from_step=3,modules="wo,w2"}': ["mxnorm.schedule[0].modules = 'wo,w2'", "list"],
     "--mxnorm.schedule {from_step=3}": ["mxnorm.schedule[0]"],
-    "--training.steps=9 --mxnorm.schedule {from_step=10,p=1}": ["mxnorm.schedule[0].from_step = 10", "1 to 9"],
+    '--training.steps=9 --mxnorm.schedule {from_step=10,recipe="bf16"}': ["mxnorm.schedule[0].from_step = 10", "to 9"],
     '--mxnorm.schedule {from_share=1.1,recipe="bf16"}': ["mxnorm.schedule[0].from_share = 1.1"],
-    "--model.converters=mx_linear --mxnorm.schedule {from_step=1,p=1}": ["mxnorm.schedule[0].p = 1", "'mxnorm'"],
+    '--model.converters=mx_linear --mxnorm.schedule {from_step=1,norm="rmsnorm"}': [
+        "mxnorm.schedule[0].norm = 'rmsnorm' needs the converter 'mxnorm', not 'mx_linear'"
+    ],
     # Settings of earlier versions
     "--mxnorm.combine_backward=quantized": ["mxnorm.combine_backward no longer exists: gradients"],
     "--model.converters=fused_rmsnorm": ["model.converters = ['fused_rmsnorm'] has 'fused_rmsnorm'", "'fused_norm'"],

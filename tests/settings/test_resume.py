@@ -263,7 +263,7 @@ def test_the_defaults_of_its_version_count(start):
 
 
 def test_entries_of_the_schedule_that_move_with_the_number_of_steps_are_reported(start):
-    entries = [{"from_share": 0.9, "recipe": "bf16"}, {"from_step": 1, "until_step": 2, "p": 1}]
+    entries = [{"from_share": 0.9, "recipe": "bf16"}, {"from_step": 1, "until_step": 2, "norm": "rmsnorm"}]
     model, mxnorm = {"converters": ["mxnorm"]}, {"schedule": entries}
     settings = {"optimizer": {"lr": 0.5}, "model": model, "mxnorm": mxnorm, "training": {"steps": 100}}
     saved(start.checkpoint, 5, settings=settings, processes=2)

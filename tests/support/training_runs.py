@@ -146,7 +146,9 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "killed in the last validation": Resumed("validated", 4, is_validated=False),
             "scheduled": [*SCHEDULE_ENTRIES, *SAVE_SECOND, steps(7)],
             "scheduled, resumed": Resumed("scheduled", 4),
-            "scheduled, another entry": Resumed("scheduled", 4, ["--mxnorm.schedule", "{from_step = 4, p = 1}"]),
+            "scheduled, another entry": Resumed(
+                "scheduled", 4, ["--mxnorm.schedule", '{from_step = 4, norm = "rmsnorm"}']
+            ),
             "unscheduled": [*SAVE_SECOND, steps(3)],
             "tied": [*TIED, steps(2)],
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],

@@ -46,7 +46,7 @@ def test_a_run_resumes_in_the_middle_of_an_entry(one):
 def test_other_entries_are_another_experiment(one):
     refused = one["scheduled, another entry"]
     assert refused.statuses == [2]
-    assert "error: mxnorm.schedule = [{'from_step': 4, 'p': 1}], but" in refused.output[0]
+    assert "error: mxnorm.schedule = [{'from_step': 4, 'norm': 'rmsnorm'}], but" in refused.output[0]
 
 
 def convert(*flags):
