@@ -304,7 +304,7 @@ def test_names_in_profiles_are_those_of_the_code():
 
 def test_settings_name_every_field():
     found = Counter(re.findall(r"^`([\w.]+)`[*†]? \| ", DOCUMENTS[SETTINGS], flags=re.MULTILINE))
-    assert found == Counter(own_fields())
+    assert found == Counter(list(own_fields()))
 
 
 def test_settings_name_every_converter_and_file():

@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from textwrap import fill
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch.nn as nn
-from typing_extensions import overload  # before Python 3.11, typing's cannot be listed
+from typing_extensions import Unpack  # Python 3.10 has none
 
 from mxtrain.conversion.converters import CONVERTERS, Converter, get_converter
 from mxtrain.conversion.plan import Plan
@@ -22,78 +22,35 @@ from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
-# For editors and type checkers. tests/conversion/test_overloads.py compares settings, types and defaults with the
-# fields of the converters.
-@overload
+class Settings(TypedDict, total=False):
+    """The settings of all converters, for editors and type checkers. A converter refuses those of others."""
+
+    filter_fqns: Iterable[str] | None
+    recipe: str | LinearRecipe | None
+    recipes: Mapping[str, str | LinearRecipe] | None
+    scale_rounding: ScaleRounding | None
+    tensor_scale: TensorScale | None
+    weight_tiles: bool | None
+    hadamard: bool | None
+    stochastic_rounding: bool | None
+    high_precision_share: float | None
+    mode: Mode | None
+    seed: int | None
+    graph_passes: bool | None
+    p: P | None
+    estimator: Estimator | None
+    eps: float | None
+    group_linears: bool | None
+    when_compiled: WhenCompiled | None
+
+
 def convert(
     model: nn.Module,
-    converter: Literal["mxnorm"] = "mxnorm",
+    converter: Literal["mxnorm", "mx_linear", "fused_norm", "decompose_k_router"] = "mxnorm",
     *,
     example_inputs: ExampleInputs = None,
     prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-    recipe: str | LinearRecipe | None = "mxfp8",
-    recipes: Mapping[str, str | LinearRecipe] | None = {},
-    scale_rounding: ScaleRounding | None = None,
-    tensor_scale: TensorScale | None = None,
-    weight_tiles: bool | None = None,
-    hadamard: bool | None = None,
-    stochastic_rounding: bool | None = None,
-    high_precision_share: float | None = None,
-    mode: Mode | None = "auto",
-    seed: int | None = 0,
-    graph_passes: bool | None = True,
-    p: P | None = 2,
-    estimator: Estimator | None = "pre_round",
-    eps: float | None = None,
-    group_linears: bool | None = True,
-) -> Plan: ...
-@overload
-def convert(
-    model: nn.Module,
-    converter: Literal["mx_linear"],
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-    recipe: str | LinearRecipe | None = "mxfp8",
-    recipes: Mapping[str, str | LinearRecipe] | None = {},
-    scale_rounding: ScaleRounding | None = None,
-    tensor_scale: TensorScale | None = None,
-    weight_tiles: bool | None = None,
-    hadamard: bool | None = None,
-    stochastic_rounding: bool | None = None,
-    high_precision_share: float | None = None,
-    mode: Mode | None = "auto",
-    seed: int | None = 0,
-    graph_passes: bool | None = True,
-) -> Plan: ...
-@overload
-def convert(
-    model: nn.Module,
-    converter: Literal["fused_norm"],
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-    when_compiled: WhenCompiled | None = "auto",
-) -> Plan: ...
-@overload
-def convert(
-    model: nn.Module,
-    converter: Literal["decompose_k_router"],
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-) -> Plan: ...
-def convert(
-    model: nn.Module,
-    converter: str = "mxnorm",
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    **settings,
+    **settings: Unpack[Settings],
 ) -> Plan:
     """Swap modules of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 

@@ -1,4 +1,7 @@
 import copy
+from dataclasses import fields
+from inspect import signature
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from mxtrain import (
     MXNormLinear,
     convert,
 )
+from mxtrain.conversion.convert import Settings
+from mxtrain.conversion.converters import CONVERTERS
 from tests.support.conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
 
@@ -257,3 +262,18 @@ def test_advice_to_name_a_module_keeps_the_output_head():
         convert(model, "mx_linear")
     with pytest.raises(ConfigError, match="^layers.0.gate: .* to leave it in high precision$"):
         convert(model, "mx_linear", filter_fqns=["output"])
+
+
+def test_editors_and_type_checkers_see_the_settings_of_the_converters():
+    assert Settings.__annotations__ == {
+        field.name: field.type | None for converter in CONVERTERS.values() for field in fields(converter)
+    }
+    assert get_args(signature(convert).parameters["converter"].annotation) == tuple(CONVERTERS)
+
+
+def test_help_shows_the_settings_of_every_converter():
+    shown = " ".join(convert.__doc__.partition("Settings and their defaults:")[2].split())
+    assert shown.startswith("\"mxnorm\": filter_fqns=None, recipe='mxfp8', recipes={}, ")
+    for name, converter in CONVERTERS.items():
+        settings = ", ".join(f"{field.name}={getattr(converter(), field.name)!r}" for field in fields(converter))
+        assert f'"{name}": {settings}' in shown

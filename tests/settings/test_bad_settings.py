@@ -107,7 +107,9 @@ FLAGS = {
     # Schedules
     "--mxnorm.schedule 0.9": ["mxnorm.schedule[0] = 0.9", "dictionary"],
     "--mxnorm.schedule {from_step=": ["mxnorm.schedule[0] = '{from_step='", "inline table"],
-    '--mxnorm.schedule {from_step=3,recipe="bf16"} {from_step=3,modulez=["wo"]}': ["schedule[1]", "modulez", "modules"],
+    '--mxnorm.schedule {from_step=3,norm="rmsnorm"} {from_step=3,modulez=["wo"]}': [
+        "mxnorm.schedule[1]", "modulez", "modules",
+    ],
     '--mxnorm.schedule {from_step=3,norm="x"}': ["mxnorm.schedule[0].norm = 'x'", "'rmsnorm'"],
     "--mxnorm.schedule {from_step=3,p=1}": ["mxnorm.schedule[0] = ", "key p, which no longer exists", "[mxnorm]"],
     '--mxnorm.schedule {from_step=3,modules="wo,w2"}': ["mxnorm.schedule[0].modules = 'wo,w2'", "list"],

@@ -42,8 +42,6 @@ mxtrain.convert("model")  # type: ignore
 mxtrain.convert(model, "mx_norm")  # type: ignore
 mxtrain.convert(model, p="2")  # type: ignore
 mxtrain.convert(model, estimator="pre-round")  # type: ignore
-mxtrain.convert(model, "mx_linear", p=1)  # type: ignore
-mxtrain.convert(model, "fused_norm", recipe="mxfp8")  # type: ignore
 mxtrain.convert(model, filters=["output"])  # type: ignore
 mxtrain.convert(model, filter_fqns=[1])  # type: ignore
 mxtrain.convert(model, example_inputs=x)  # type: ignore
