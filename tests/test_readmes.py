@@ -21,7 +21,6 @@ import mxtrain
 from mxtrain.analysis.numerics import wandb_key
 from mxtrain.cli import commands, compare_command
 from mxtrain.config import presets
-from mxtrain.settings import sections
 from mxtrain.settings.help import with_tables
 from mxtrain.settings.known import own_fields
 from mxtrain.titan.job_config import parse_job_config
@@ -335,8 +334,7 @@ def test_names_in_profiles_are_those_of_the_code():
 
 def test_settings_name_every_field():
     found = Counter(re.findall(r"^`([\w.]+)`[*†]? \| ", DOCUMENTS[SETTINGS], flags=re.MULTILINE))
-    assert found == Counter(name for name in own_fields() if not name.startswith("fused_rmsnorm."))
-    assert sections.JobConfig.__annotations__["fused_rmsnorm"] is sections.JobConfig.__annotations__["fused_norm"]
+    assert found == Counter(list(own_fields()))
 
 
 def test_settings_name_every_converter_and_file():
@@ -345,7 +343,7 @@ def test_settings_name_every_converter_and_file():
              for variant in ("", *re.findall(r"`(_\w+)`", last))]  # fmt: skip
     assert sorted(files) == sorted(presets())
     converters = re.findall(r"^\| `(\w+)` \|", DOCUMENTS[SETTINGS], flags=re.MULTILINE)
-    assert converters == ["mxnorm", "mx_linear", "fused_norm", "fused_rmsnorm", "decompose_k_router"]
+    assert converters == ["mxnorm", "mx_linear", "fused_norm", "decompose_k_router"]
 
 
 def test_the_tables_of_settings_are_made_from_their_declarations():

@@ -21,7 +21,7 @@ VARIANTS = {
     "_p1": {"mxnorm": {"p": 1}},
     "_mx_linear": {"model": {"converters": ["mx_linear"]}},
     "_bf16": {"model": {"converters": []}},
-    "_fused_rmsnorm": {"model": {"converters": ["fused_rmsnorm"]}},
+    "_fused_rmsnorm": {"model": {"converters": ["fused_norm"]}},
     "_nvfp4": {"mxnorm": {"recipe": "nvfp4"}},
     "_schedule": {"mxnorm": {"recipe": "nvfp4", "schedule": [{"from_share": 0.9, "recipe": "fprop=bf16"}]}},
     "_mixed": {

@@ -23,7 +23,7 @@ from mxtrain.run_folder.files import (
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"schedule": list, "guard": str, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
+FACT_TYPES |= {"schedule": list, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
 
 LABELED = {"model": "model.flavor", "lr": "optimizer.lr", "seed": "debug.seed"}
 """Word in a label -> setting"""
@@ -170,8 +170,8 @@ def load_run(folder: str | os.PathLike) -> Run:
 def variant_of(facts: dict) -> str:
     """Return the converter and its settings in a few words: "mxnorm mxfp8 p=2", "mx_linear mxfp8", "bf16", "fp32".
 
-    Recipes for single layers and entries of a schedule are counted, a guard is named, and other converters are listed:
-    "mxnorm mxfp8 + 2 by name p=2 + 1 scheduled + guard, fused_rmsnorm". Empty if ``facts`` name no converter.
+    Recipes for single layers and entries of a schedule are counted, and other converters are listed:
+    "mxnorm mxfp8 + 2 by name p=2 + 1 scheduled, fused_norm". Empty if ``facts`` name no converter.
     """
     converter = facts.get("converter")
     if converter is None:
@@ -190,7 +190,6 @@ def variant_of(facts: dict) -> str:
         words.append(None if estimator == "pre_round" else estimator)
     if scheduled := facts.get("schedule"):
         words.append(f"+ {len(scheduled)} scheduled")
-    words.append("+ guard" if facts.get("guard") else None)
     return ", ".join([" ".join(word for word in words if word), *others])
 
 

@@ -35,8 +35,6 @@ from mxtrain.ranks import gather
 
 TRAIN_STATE = "train_state"
 """Name of the trainer's own state: its step and the tokens that it has seen"""
-GUARD_STATE = "guard"
-"""Name of the guard's state in checkpoints of runs that have a guard (``mxtrain.recipes.schedule``)"""
 RANDOM_STATE = "rng"
 """Name of the random number generators' states (``mxtrain.checkpoints.random_state``)"""
 ASYNC, ASYNC_WITH_PINNED_MEMORY = "async", "async_with_pinned_mem"
@@ -146,10 +144,9 @@ class Checkpointer:
     def _states_in(self, index: Metadata) -> dict:
         """Return the states that are loaded beside the weights from a checkpoint with this index."""
         excluded = self._settings.exclude_from_loading
-        # The guard and the random numbers are in no checkpoint of weights. A run that starts at step 1 again begins
-        # with an empty window, because the guard's state has numbers of steps, and with its own seed.
+        # The random numbers are in no checkpoint of weights. A run that starts at step 1 again has its own seed.
         saved = {name.partition(".")[0] for name in index.state_dict_metadata}
-        ours = {GUARD_STATE, RANDOM_STATE} if TRAIN_STATE in excluded else {GUARD_STATE, RANDOM_STATE} - saved
+        ours = {RANDOM_STATE} if TRAIN_STATE in excluded else {RANDOM_STATE} - saved
         return {name: state for name, state in self.states.items() if name not in {*excluded, *ours}}
 
     @torch.no_grad()

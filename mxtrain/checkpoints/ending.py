@@ -10,7 +10,7 @@ import math
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,7 @@ class LossWatch:
 
     Attributes:
         stop_signal: the first stop signal that ``look`` has read, the same at the same step on all ranks, or None.
-        on_losses: (step, loss of every rank) is called for every step that ``look`` reads; None for no call.
     """
-
-    on_losses: Callable[[int, list[float]], None] | None = None
 
     def __init__(self, device: torch.device, stops: bool):
         self.device = device
@@ -94,8 +91,6 @@ class LossWatch:
                 found = f"step {step}: the loss is {describe(values)}"
                 self.end(NonFiniteError(found, step, sum(values)))
             self.was_finite = is_finite
-            if self.on_losses is not None:
-                self.on_losses(step, values)
 
     def end(self, error: NonFiniteError, otherwise: str = f'training goes on ({SETTING} = "{CONTINUE}")') -> None:
         """Raise ``error``, or warn of it and of what happens instead."""

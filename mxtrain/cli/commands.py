@@ -9,7 +9,6 @@ from mxtrain import __version__
 from mxtrain.cli import (
     cache_command,
     compare_command,
-    completion_command,
     configs_command,
     doctor,
     hub_commands,
@@ -30,7 +29,6 @@ COMMANDS = (
     compare_command,
     hub_commands,
     doctor,
-    completion_command,
 )
 
 

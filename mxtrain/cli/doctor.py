@@ -1,4 +1,4 @@
-"""``mxtrain doctor``: this machine and the modes that run on it, what a config's model takes, or the network."""
+"""``mxtrain doctor``: this machine and the modes that run on it, or what a config's model takes."""
 
 import argparse
 import os
@@ -6,7 +6,6 @@ import platform
 import shutil
 
 import mxtrain
-from mxtrain.cli import quiet
 from mxtrain.cli.versions import PACKAGES, package_version
 
 
@@ -14,27 +13,16 @@ def add(commands) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "doctor",
-        help="show this machine's versions, devices and execution modes, a config's model, or check the network",
+        help="show this machine's versions, devices and execution modes, or a config's model",
         description="""\
 Print versions, devices, and which execution modes run on this machine, which mode = "auto" takes, and why.
 
   mxtrain doctor
-  mxtrain doctor --model CONFIG --mxnorm.p 1         a config's parameters, memory per GPU, multiplications, conversion
-  mxtrain doctor --nccl                              bus bandwidths (as in nccl-tests), exact sums, same versions
-  torchrun ... -m mxtrain.cli doctor --nccl CONFIG   the same on all nodes of a training, and the same settings
+  mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory per GPU, multiplications, conversion
 """,
     )
     parser.set_defaults(run=_doctor)
-    seconds = "of --nccl: a process that has not come by then, or a collective that has not ended, is an error"
-    parser.add_argument("--timeout", metavar="SECONDS", type=float, default=120.0, help=f"{seconds} (default: 120)")
-    check = parser.add_mutually_exclusive_group()
-    check.add_argument(
-        "--nccl",
-        metavar="CONFIG",
-        nargs=argparse.REMAINDER,
-        help="check that processes exchange data, each on its GPU (on CPUs by gloo); a config and flags may follow",
-    )
-    check.add_argument(
+    parser.add_argument(
         "--model",
         metavar="CONFIG",
         nargs=argparse.REMAINDER,  # the flags follow, which argparse does not know
@@ -48,11 +36,6 @@ def _doctor(options) -> int:
 
         print(doctor_model.report(options.model))
         return 0
-    if options.nccl is not None:
-        quiet.hide_library_warnings()
-        from mxtrain.cli import doctor_nccl
-
-        return doctor_nccl.check(options.nccl, options.timeout)
     from mxtrain.analysis.tables import titled
     from mxtrain.ops.hardware import default_device_type, describe_modes, resolve_mode
 

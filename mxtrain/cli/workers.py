@@ -153,7 +153,7 @@ class Workers:
             with suppress(OSError):  # it has ended
                 os.killpg(worker.pid, signal.SIGKILL)
 
-    def report(self, failed: dict[int, int], work: str = "training") -> int:
+    def report(self, failed: dict[int, int]) -> int:
         """Print which worker failed first, and its last lines if they went to a file. Return the exit status."""
         mistakes = [rank for rank, status in failed.items() if status == CONFIG_ERROR_STATUS]
         rank = min(mistakes or failed)
@@ -166,7 +166,7 @@ class Workers:
         if status == -signal.SIGKILL:
             how += ", often for lack of memory"
         who = "the worker" if len(self.running) == 1 else f"worker {rank} of {len(self.running)}"
-        print(f"mxtrain: {work} failed: {who} ended with {how}", file=sys.stderr, flush=True)
+        print(f"mxtrain: training failed: {who} ended with {how}", file=sys.stderr, flush=True)
         return 1
 
     def _last_words(self, rank: int, is_mistake: bool) -> str:

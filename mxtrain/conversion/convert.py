@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from textwrap import fill
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch.nn as nn
 
@@ -21,78 +21,35 @@ from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
-# For editors and type checkers. tests/conversion/test_overloads.py compares settings, types and defaults with the
-# fields of the converters.
-@overload
+class Settings(TypedDict, total=False):
+    """The settings of all converters, for editors and type checkers. A converter refuses those of others."""
+
+    filter_fqns: Iterable[str] | None
+    recipe: str | LinearRecipe | None
+    recipes: Mapping[str, str | LinearRecipe] | None
+    scale_rounding: ScaleRounding | None
+    tensor_scale: TensorScale | None
+    weight_tiles: bool | None
+    hadamard: bool | None
+    stochastic_rounding: bool | None
+    high_precision_share: float | None
+    mode: Mode | None
+    seed: int | None
+    graph_passes: bool | None
+    p: P | None
+    estimator: Estimator | None
+    eps: float | None
+    group_linears: bool | None
+    when_compiled: WhenCompiled | None
+
+
 def convert(
     model: nn.Module,
-    converter: Literal["mxnorm"] = "mxnorm",
+    converter: Literal["mxnorm", "mx_linear", "fused_norm", "decompose_k_router"] = "mxnorm",
     *,
     example_inputs: ExampleInputs = None,
     prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-    recipe: str | LinearRecipe | None = "mxfp8",
-    recipes: Mapping[str, str | LinearRecipe] | None = {},
-    scale_rounding: ScaleRounding | None = None,
-    tensor_scale: TensorScale | None = None,
-    weight_tiles: bool | None = None,
-    hadamard: bool | None = None,
-    stochastic_rounding: bool | None = None,
-    high_precision_share: float | None = None,
-    mode: Mode | None = "auto",
-    seed: int | None = 0,
-    graph_passes: bool | None = True,
-    p: P | None = 2,
-    estimator: Estimator | None = "pre_round",
-    eps: float | None = None,
-    group_linears: bool | None = True,
-) -> Plan: ...
-@overload
-def convert(
-    model: nn.Module,
-    converter: Literal["mx_linear"],
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-    recipe: str | LinearRecipe | None = "mxfp8",
-    recipes: Mapping[str, str | LinearRecipe] | None = {},
-    scale_rounding: ScaleRounding | None = None,
-    tensor_scale: TensorScale | None = None,
-    weight_tiles: bool | None = None,
-    hadamard: bool | None = None,
-    stochastic_rounding: bool | None = None,
-    high_precision_share: float | None = None,
-    mode: Mode | None = "auto",
-    seed: int | None = 0,
-    graph_passes: bool | None = True,
-) -> Plan: ...
-@overload
-def convert(
-    model: nn.Module,
-    converter: Literal["fused_norm", "fused_rmsnorm"],
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-    when_compiled: WhenCompiled | None = "auto",
-) -> Plan: ...
-@overload
-def convert(
-    model: nn.Module,
-    converter: Literal["decompose_k_router"],
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    filter_fqns: Iterable[str] | None = None,
-) -> Plan: ...
-def convert(
-    model: nn.Module,
-    converter: str = "mxnorm",
-    *,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    **settings,
+    **settings: Unpack[Settings],
 ) -> Plan:
     """Swap modules of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
@@ -104,11 +61,10 @@ def convert(
       other linears into MXLinear.
     - ``"mx_linear"`` turns every linear into MXLinear and keeps the norms.
     - ``"fused_norm"`` turns every RMSNorm into a FusedRMSNorm and every LayerNorm into a FusedLayerNorm.
-    - ``"fused_rmsnorm"`` turns every RMSNorm into a FusedRMSNorm.
     - ``"decompose_k_router"`` turns every linear that is the gate of a router of experts into a DecomposeKRouter.
 
     The first two also turn TorchTitan's ``GroupedExperts`` into ``QuantizedExperts``.
-    The last three may run before or after the first two, with the same result.
+    The last two may run before or after the first two, with the same result.
 
     Args:
         model: any module tree, on any device, meta included.

@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 
 from mxtrain.conversion.layers import MixtureFacts
-from mxtrain.conversion.norms import NormKind
 from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
 from mxtrain.conversion.selection import selected
 from mxtrain.conversion.survey import Survey
@@ -36,6 +35,7 @@ from mxtrain.recipes.recipe import (
     TensorScale,
     recipe_of_norm,
 )
+from mxtrain.settings.removed import CONVERTERS as REMOVED_CONVERTERS
 
 # Dtypes of parameters that every recipe takes.
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -426,7 +426,6 @@ class FusedNormConverter(Converter):
     """
 
     name: ClassVar[str] = "fused_norm"
-    kinds: ClassVar[tuple[NormKind, ...]] = (nn.RMSNorm, nn.LayerNorm)
 
     when_compiled: WhenCompiled = "auto"
 
@@ -436,8 +435,9 @@ class FusedNormConverter(Converter):
 
     def plan(self, survey: Survey) -> Plan:
         kept, swaps = self._kept(survey), {}
-        skipped = {fqn: reason for kind in self.kinds for fqn, reason in survey.lookalikes[kind].items()}
-        for fqn, norm in survey.norms_of(*self.kinds).items():
+        kinds = nn.RMSNorm, nn.LayerNorm
+        skipped = {fqn: reason for kind in kinds for fqn, reason in survey.lookalikes[kind].items()}
+        for fqn, norm in survey.norms_of(*kinds).items():
             if reason := kept.get(fqn) or norm.why_it_stays:
                 skipped[fqn] = reason
             else:
@@ -446,14 +446,6 @@ class FusedNormConverter(Converter):
         if not swaps and "MXNorm" not in survey.converted.values():
             raise self._nothing_to_convert(survey, skipped)
         return Plan(swaps, skipped)
-
-
-@dataclass(kw_only=True)
-class FusedRMSNormConverter(FusedNormConverter):
-    """Every RMSNorm becomes a FusedRMSNorm; a LayerNorm stays."""
-
-    name: ClassVar[str] = "fused_rmsnorm"
-    kinds: ClassVar[tuple[NormKind, ...]] = (nn.RMSNorm,)
 
 
 @dataclass(kw_only=True)
@@ -484,10 +476,16 @@ CONVERTERS = {
         MXNormConverter,
         MXLinearConverter,
         FusedNormConverter,
-        FusedRMSNormConverter,
         DecomposeKRouterConverter,
     )
 }
+
+
+def require_converter(setting: str, name: str) -> None:
+    """Raise ConfigError unless a converter has this name."""
+    if name in REMOVED_CONVERTERS:
+        raise ConfigError(f"{setting} = {name!r} no longer exists: {REMOVED_CONVERTERS[name]}")
+    require_one_of(setting, name, CONVERTERS)
 
 
 def get_converter(name: str, settings: Mapping) -> Converter:
@@ -496,7 +494,7 @@ def get_converter(name: str, settings: Mapping) -> Converter:
     Raises:
         ConfigError: for an unknown name, a setting that the converter does not have, or a wrong value.
     """
-    require_one_of("converter", name, CONVERTERS)
+    require_converter("converter", name)
     known = [setting.name for setting in fields(CONVERTERS[name])]
     for setting, value in settings.items():
         if setting not in known:

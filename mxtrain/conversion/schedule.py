@@ -13,35 +13,19 @@ from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLayer, check_features
 from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, RMSEstimate, recipe_of_norm
-from mxtrain.recipes.schedule import (
-    NORM_KEYS,
-    RMSNORM,
-    LayerState,
-    RecipeChange,
-    ScheduleEntry,
-    SpikeGuard,
-    Timeline,
-)
+from mxtrain.recipes.schedule import RMSNORM, LayerState, RecipeChange, ScheduleEntry, Timeline
 from mxtrain.reports import terminal
 
 GRAPHS = 8
 """Graphs of a function that torch.compile allows by default"""
 # The recipe of a plain norm and its linears.
 _PLAIN = RECIPES[HIGH_PRECISION]
-# Name of the guard's change among those that are in effect.
-_GUARD = "guard"
-# What a change sets: a GEMM or one of NORM_KEYS, and the FQN of the layer -> a recipe, or the value of the key.
-Values = Mapping[tuple[str, str], Recipe | int | str | None]
+# What a change sets: a GEMM or "norm", and the FQN of the layer -> a recipe, or RMSNORM.
+Values = Mapping[tuple[str, str], Recipe | str | None]
 
 
-def attach_schedule(
-    model: nn.Module,
-    feeds: Mapping[str, Sequence[str]],
-    entries: Sequence[ScheduleEntry],
-    fallback: RecipeChange | None = None,
-    guard: str = "guard",
-) -> None:
-    """Give every swapped layer its timeline: the states that entries and the guard's change lead to.
+def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entries: Sequence[ScheduleEntry]) -> None:
+    """Give every swapped layer its timeline: the states that the entries lead to.
 
     A pattern selects linears and experts by their names, and norms by their own names or those of the layers that they
     feed. So a norm and its layers, which share the recipe of fprop, are selected together.
@@ -50,8 +34,6 @@ def attach_schedule(
         model: a model whose modules are swapped, before it is split or wrapped.
         feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
         entries: of the schedule.
-        fallback: the change of the guard, in all swapped layers; None without a guard.
-        guard: name of the guard's table in error messages.
 
     Raises:
         ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
@@ -61,38 +43,26 @@ def attach_schedule(
     layers = _Layers(model, feeds)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]
     _refuse_overlaps(changes)
-    always = [] if fallback is None else [ScheduleEntry(guard, 1, 1, None, fallback)]
-    on_top = [(entry, layers.changed_by(entry)) for entry in always]
-    for entry, values in (*changes, *on_top):
-        has_effect = any(layers.own[part] != value for part, value in values.items())
-        if not has_effect and not (entry in always and any(values.keys() & others.keys() for _, others in changes)):
+    for entry, values in changes:
+        if all(layers.own[part] == value for part, value in values.items()):
             raise ConfigError(f"{entry.name} changes nothing: all layers have {entry.change} without it")
     states: dict[str, dict[int, LayerState]] = defaultdict(dict)
-    fallbacks: dict[str, dict[int, LayerState]] = defaultdict(dict)
     for step in sorted({1, *(step for entry in entries for step in (entry.first, entry.last + 1))}):
         active = [(entry, values) for entry, values in changes if entry.covers(step)]
         for fqn, state in layers.states(active).items():
             states[fqn][step] = state
-        if on_top:
-            for fqn, state in layers.states([*active, *on_top]).items():
-                fallbacks[fqn][step] = state
     for fqn, of_steps in states.items():
         module = model.get_submodule(fqn)
-        module.timeline = Timeline(of_steps, fallbacks[fqn])
+        module.timeline = Timeline(of_steps)
         # All later states have the attributes that this one sets, so that torch.compile knows a state that comes back.
         module.take(module.timeline.at(1))
 
 
-def set_step(model: nn.Module, step: int, falls_back: bool = False) -> None:
-    """Give every swapped layer of a model, or of a part of one, its state of this step.
-
-    Args:
-        step: from 1.
-        falls_back: whether the guard's change is in effect, too.
-    """
+def set_step(model: nn.Module, step: int) -> None:
+    """Give every swapped layer of a model, or of a part of one, its state of this step, counted from 1."""
     for module in model.modules():
         if isinstance(module, RecipeModule) and module.timeline is not None:
-            state = module.timeline.at(step, falls_back)
+            state = module.timeline.at(step)
             if state != module.layer_state:
                 module.take(state)
 
@@ -111,11 +81,10 @@ def allow_graphs(graphs: int) -> None:
 class RecipeSwitch:
     """Switches the layers of a run's model, or of this rank's stages, between steps, and tells the user.
 
-    Every rank decides by the number of the step and, for the guard, by losses that all ranks have. So no rank waits.
+    Every rank decides by the number of the step, so no rank waits.
 
     Args:
         entries: of the run's schedule.
-        guard: with its change; None for a run without a guard.
         model_parts: modules with the timelines of ``attach_schedule``.
         log_event: (step, text) logs the beginning or end of a change.
         moved: entries whose steps are others than before the run resumed: as before, and now.
@@ -124,17 +93,15 @@ class RecipeSwitch:
     def __init__(
         self,
         entries: Sequence[ScheduleEntry],
-        guard: tuple[SpikeGuard, RecipeChange] | None,
         model_parts: Sequence[nn.Module],
         log_event: Callable[[int, str], None],
         moved: Sequence[tuple[ScheduleEntry, ScheduleEntry]] = (),
     ):
         self._entries, self._parts, self._log_event = entries, model_parts, log_event
-        self._guard, self._fallback = guard or (None, None)
         self._as_before = {now.name: before for before, now in moved}
         self._in_effect: dict[str, ScheduleEntry] | None = None
-        if entries or guard:
-            states = (len({step for e in entries for step in (e.first, e.last + 1)}) + 1) * (2 if guard else 1)
+        if entries:
+            states = len({step for e in entries for step in (e.first, e.last + 1)}) + 1
             modules = (module for part in model_parts for module in part.modules())
             # A graph more of every block for every state of its layers.
             allow_graphs(GRAPHS + states * sum(getattr(module, "timeline", None) is not None for module in modules))
@@ -142,49 +109,39 @@ class RecipeSwitch:
     def return_to(self, step: int) -> None:
         """Give the layers of a run that resumes their states of its last step, for a validation, and tell nobody."""
         for part in self._parts:
-            set_step(part, step, self._guard is not None and self._guard.falls_back(step))
+            set_step(part, step)
 
     def begin_step(self, step: int) -> None:
         """Give the layers their states of ``step``, before its first forward."""
         entries = {entry.name: entry for entry in self._entries}
-        now, before, is_first = self._at(step, entries), self._in_effect, self._in_effect is None
+        now, before, is_first = _at(step, entries), self._in_effect, self._in_effect is None
         if is_first:
-            before = self._at(step - 1, {**entries, **self._as_before})
+            before = _at(step - 1, {**entries, **self._as_before})
         if is_first or now.keys() != before.keys():
             for part in self._parts:
-                set_step(part, step, _GUARD in now)
+                set_step(part, step)
         for name, entry in before.items():
             if name not in now:
-                self._tell(step, f"end of {_words(entry)}", _place(entry))
+                self._tell(step, f"end of {_words(entry)}", f" ({name})")
         for name, entry in now.items():
             if name not in before:
-                why = f": {self._guard.reason}" if name == _GUARD else _place(entry)
-                self._tell(step, _words(entry), f", to step {entry.last}{why}")
+                self._tell(step, _words(entry), f", to step {entry.last} ({name})")
             elif is_first:
-                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)}{_place(entry)}")
+                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)} ({name})")
         self._in_effect = now
-
-    def _at(self, step: int, entries: Mapping[str, ScheduleEntry]) -> dict[str, ScheduleEntry]:
-        """What is in effect at a step, by name; the guard as an entry."""
-        now = {name: entry for name, entry in entries.items() if entry.covers(step)}
-        if self._guard is not None and self._guard.falls_back(step):
-            now[_GUARD] = ScheduleEntry(_GUARD, self._guard.first, self._guard.last, None, self._fallback)
-        return now
 
     def _tell(self, step: int, text: str, details: str) -> None:
         terminal.note(f"step {step}: {text}{details}")
         self._log_event(step, text)
 
 
+def _at(step: int, entries: Mapping[str, ScheduleEntry]) -> dict[str, ScheduleEntry]:
+    """What is in effect at a step, by name."""
+    return {name: entry for name, entry in entries.items() if entry.covers(step)}
+
+
 def _words(entry: ScheduleEntry) -> str:
-    if entry.name == _GUARD:
-        return f"guard: {entry.change}"
     return str(entry.change) if entry.modules is None else f"{entry.change} in {', '.join(entry.modules)}"
-
-
-def _place(entry: ScheduleEntry) -> str:
-    """Where the settings have the entry, for the user."""
-    return "" if entry.name == _GUARD else f" ({entry.name})"
 
 
 class _Layers:
@@ -203,28 +160,22 @@ class _Layers:
         self._norm_of = {fqn: norm for norm, fed in feeds.items() for fqn in fed if not are_experts[fqn]}
         self.own: Values = {
             **{(gemm, fqn): getattr(layer.recipe, gemm) for fqn, layer in self._layers.items() for gemm in GEMMS},
-            **{(key, norm): getattr(e, key, None) for norm, e in self._estimates.items() for key in NORM_KEYS},
+            **{("norm", norm): None for norm in feeds},
         }
 
     def changed_by(self, entry: ScheduleEntry) -> Values:
         """What an entry sets."""
         change, values = entry.change, {}
-        keys = {key: value for key in NORM_KEYS if (value := getattr(change, key)) is not None}
         for where, hits in self._selections(entry):
             of_hits = {(gemm, fqn): new for gemm, new in change.gemms.items() for fqn in self._layers if fqn in hits}
-            for norm, fed in self._feeds.items():
+            for norm, fed in self._feeds.items() if change.norm is not None else ():
                 if norm in hits or hits.intersection(fed):
-                    if change.norm is not None:  # which leaves nothing else to change
-                        of_hits |= {(key, norm): RMSNORM for key in NORM_KEYS}
-                        of_hits |= {(gemm, fqn): _PLAIN for fqn in fed if fqn in self._norm_of for gemm in GEMMS}
-                    of_hits |= {(key, norm): value for key, value in keys.items()}
+                    of_hits["norm", norm] = RMSNORM
+                    of_hits |= {(gemm, fqn): _PLAIN for fqn in fed if fqn in self._norm_of for gemm in GEMMS}
             if not of_hits:
-                raise _nothing_to_change(where, "linear" if change.gemms else "norm", change)
+                kind = "linear" if change.gemms else "norm"
+                raise ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
             values |= of_hits
-        for kind, wanted in (("linear", change.gemms), ("norm", keys)):
-            if wanted and not any(key in wanted for key, _ in values):
-                where = "" if entry.modules is None else f".modules = {list(entry.modules)}"
-                raise _nothing_to_change(f"{entry.name}{where}", kind, change)
         return values
 
     def _selections(self, entry: ScheduleEntry) -> Iterator[tuple[str, set[str]]]:
@@ -267,9 +218,8 @@ class _Layers:
                     f"{names} gives the layers behind {norm} different recipes of fprop ({fprops}): name all of them"
                 )
             recipe = recipe_of_norm([recipes[fqn] for fqn in fed])
-            p, estimator = (changed.get((key, norm), getattr(own, key)) for key in ("p", "estimator"))
             with errors_begin_with(f"{names}: {norm}: "):
-                states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, p, estimator, own.eps))
+                states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, own.p, own.estimator, own.eps))
         return states
 
 
@@ -280,10 +230,6 @@ def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
         check_experts(layer, recipe, layer.mode)
     else:
         check_features(layer.in_features, layer.out_features, recipe)
-
-
-def _nothing_to_change(where: str, kind: str, change: RecipeChange) -> ConfigError:
-    return ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
 
 
 def _refuse_overlaps(changes: Sequence[tuple[ScheduleEntry, Values]]) -> None:

@@ -150,8 +150,6 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
     _multiply = staticmethod(_feed_forward)
     fed_by: tuple[nn.Module, ...] = ()
     """The MXNorm that made x, if there is one"""
-    returns_codes = False
-    """Whether gradients of the results come from other processes as codes, where dgrad's format is MXFP8"""
 
     @classmethod
     def from_experts(cls, experts: nn.Module, *, recipe="mxfp8", mode="auto") -> "QuantizedExperts":

@@ -1,25 +1,19 @@
-"""The precision schedule: which steps of a run have another recipe, estimate or norm than the rest, as a value.
+"""The precision schedule: which steps of a run have another recipe or norm than the rest, as a value.
 
 Steps are counted from 1, as in the log. ``mxtrain.conversion.schedule`` applies the entries to the layers of a model,
-whose states by step are a ``Timeline``. A ``SpikeGuard`` adds steps with another recipe after spikes of the loss.
+whose states by step are a ``Timeline``.
 """
 
-import json
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from statistics import fmean, pstdev
 
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.parse import parse_gemms, with_switches
 from mxtrain.recipes.recipe import GEMMS, LinearRecipe, Recipe, RMSEstimate, linear_recipe
 
 RMSNORM = "rmsnorm"
-NORM_KEYS = ("p", "estimator", "norm")
-"""What an entry may say of norms. Linears without an MXNorm have none of it"""
-CHANGE_KEYS = ("recipe", *NORM_KEYS)
 
 
 @dataclass(frozen=True)
@@ -28,46 +22,34 @@ class RecipeChange:
 
     Attributes:
         gemms: GEMM -> its recipe; GEMMs that are not named keep theirs.
-        p, estimator: as for ``RMSEstimate``; None keeps the norm's.
         norm: "rmsnorm" runs norms and the linears that they feed in high precision, as before the conversion; None
             keeps them.
     """
 
     gemms: Mapping[str, Recipe] = field(default_factory=dict)
-    p: int | None = None
-    estimator: str | None = None
     norm: str | None = None
 
     @classmethod
-    def parse(
-        cls,
-        name: str,
-        given: Mapping,
-        switches: Mapping,
-        instead: str = "write two entries for different modules",
-    ) -> "RecipeChange":
-        """Parse the keys of ``CHANGE_KEYS`` in ``given``, where None stands for a key that is not there.
+    def parse(cls, name: str, given: Mapping, switches: Mapping) -> "RecipeChange":
+        """Parse "recipe" or "norm" in ``given``.
 
         Args:
-            name: of the entry or table in error messages, "mxnorm.schedule[0]".
+            name: of the entry in error messages, "mxnorm.schedule[0]".
             switches: as for ``mxtrain.recipes.parse.get_recipe``; they hold for these recipes, too.
-            instead: what to write instead of "rmsnorm" beside another change.
 
         Raises:
-            ConfigError: nothing is changed, a recipe is unknown, or "rmsnorm" is combined with another change.
+            ConfigError: nothing is changed, a recipe is unknown, or both are given.
         """
-        given = {key: given[key] for key in CHANGE_KEYS if given.get(key) is not None}
-        if not given:
-            raise ConfigError(f"{name} changes nothing: set one of: {', '.join(CHANGE_KEYS)}")
-        if "norm" in given and len(given) > 1:
-            other = next(key for key in given if key != "norm")
+        recipe, norm = given.get("recipe"), given.get("norm")
+        if recipe is None and norm is None:
+            raise ConfigError(f"{name} changes nothing: set one of: recipe, norm")
+        if norm is not None and recipe is not None:
             raise ConfigError(
-                f'{name}.{other} = {given[other]!r} has no meaning beside norm = "{RMSNORM}", which leaves the norm '
-                f"and the linears that it feeds in high precision: {instead}"
+                f'{name}.recipe = {recipe!r} has no meaning beside norm = "{RMSNORM}", which leaves the norm and the '
+                "linears that it feeds in high precision: write two entries for different modules"
             )
-        recipe = given.pop("recipe", None)
         gemms = {} if recipe is None else parse_gemms(f"{name}.recipe", recipe)
-        return cls({gemm: with_switches(gemms[gemm], switches) for gemm in GEMMS if gemm in gemms}, **given)
+        return cls({gemm: with_switches(gemms[gemm], switches) for gemm in GEMMS if gemm in gemms}, norm)
 
     def of_recipe(self, base: LinearRecipe) -> LinearRecipe:
         """Return the recipe of a linear that had ``base``.
@@ -87,9 +69,7 @@ class RecipeChange:
             return self.norm
         names = {gemm: recipe.name for gemm, recipe in self.gemms.items()}
         same = len(names) == len(GEMMS) and len(set(names.values())) == 1
-        words = [names["fprop"]] if same else [f"{gemm}={name}" for gemm, name in names.items()]
-        words += [f"p={self.p}"] if self.p is not None else []
-        return ", ".join(words + ([self.estimator] if self.estimator is not None else []))
+        return names["fprop"] if same else ", ".join(f"{gemm}={name}" for gemm, name in names.items())
 
 
 @dataclass(frozen=True)
@@ -162,13 +142,6 @@ def _done(share: float, steps: int) -> int:
     return math.floor(Fraction(str(share)) * steps)
 
 
-def require_no_norm_keys(given: Mapping, name: str, converter: str) -> None:
-    """Raise ConfigError for a change of norms in an entry or table of a run whose converter has no MXNorm."""
-    for key in NORM_KEYS:
-        if given.get(key) is not None:
-            raise ConfigError(f"{name}.{key} = {given[key]!r} needs the converter 'mxnorm', not {converter!r}")
-
-
 @dataclass(frozen=True)
 class LayerState:
     """What a swapped layer computes with.
@@ -190,76 +163,15 @@ class Timeline:
 
     Attributes:
         states: step -> the state from that step on; step 1 is among them.
-        fallbacks: the same while the guard has changed the recipe; empty without a guard.
     """
 
     states: Mapping[int, LayerState]
-    fallbacks: Mapping[int, LayerState] = field(default_factory=dict)
 
-    def at(self, step: int, falls_back: bool = False) -> LayerState:
+    def at(self, step: int) -> LayerState:
         """Return the state of a step."""
-        states = self.fallbacks if falls_back else self.states
-        return states[max(first for first in states if first <= step)]
+        return self.states[max(first for first in self.states if first <= step)]
 
     @property
     def all_states(self) -> tuple[LayerState, ...]:
         """Every state that the layer may get."""
-        return tuple(dict.fromkeys((*self.states.values(), *self.fallbacks.values())))
-
-
-class SpikeGuard:
-    """When a loss is a spike, and which steps then have the other recipe.
-
-    A loss is a spike if the ``window`` losses before it are known and it is more than ``sigmas`` of their standard
-    deviations above their mean, or if it is not finite. The spike of step s changes the recipe of steps s + 2 to
-    s + 1 + ``steps``: a GPU's loss of step s is read while step s + 1 runs, so nothing waits for it. From the spike to
-    the last of these steps no loss is a spike. A spike empties the window; later finite losses fill it again.
-
-    The same losses lead to the same steps, on every rank and after a resume.
-
-    Attributes:
-        first, last: the steps with the other recipe after the latest spike; 0 and 0 before the first spike.
-        reason: the latest spike in words.
-    """
-
-    def __init__(self, window: int, sigmas: float, steps: int):
-        self.sigmas, self.steps = sigmas, steps
-        self.first = self.last = 0
-        self.reason = ""
-        self._losses: deque[float] = deque(maxlen=window)
-
-    def observe(self, step: int, loss: float) -> None:
-        """Take the loss of a step. Steps come in order, each once."""
-        if step > self.last and (reason := self._spike(loss)):
-            self.first, self.last = step + 2, step + 1 + self.steps
-            self.reason = f"the loss of step {step} is {reason}"
-            self._losses.clear()
-        elif math.isfinite(loss):
-            self._losses.append(loss)
-
-    def falls_back(self, step: int) -> bool:
-        """Whether the step has the other recipe. Known when the loss of the step before the last one is."""
-        return 0 < self.first <= step <= self.last
-
-    def state_dict(self) -> dict[str, str]:
-        """Return what a resumed run needs, as one value."""
-        names = ("first", "last", "reason")
-        return {"guard": json.dumps({**{name: getattr(self, name) for name in names}, "losses": [*self._losses]})}
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        values = json.loads(state["guard"])
-        self._losses.clear()
-        self._losses.extend(values.pop("losses"))
-        for name, value in values.items():
-            setattr(self, name, value)
-
-    def _spike(self, loss: float) -> str:
-        """Why a loss is a spike; empty if it is not."""
-        if not math.isfinite(loss):
-            return str(loss)
-        if len(self._losses) < self._losses.maxlen:
-            return ""
-        mean, deviation = fmean(self._losses), pstdev(self._losses)
-        if loss <= mean + self.sigmas * deviation:
-            return ""
-        return f"{loss:.4f}, above {mean:.4f} + {self.sigmas:g} x {deviation:.4f}"
+        return tuple(dict.fromkeys(self.states.values()))

@@ -4,14 +4,13 @@ import math
 import os
 from itertools import chain
 
-from mxtrain.recipes.schedule import CHANGE_KEYS
 from mxtrain.settings.fields import Problems, Settings, raise_first, unknown
 from mxtrain.settings.model_settings import model_problems
-from mxtrain.settings.mxnorm_section import GUARD, check_recipes, quantizing_among
+from mxtrain.settings.mxnorm_section import check_recipes, quantizing_among
+from mxtrain.settings.removed import CONVERTERS
 
 DIAGNOSTICS = "mxnorm.diagnostics"
 IN_HF = "checkpoint.initial_load_in_hf"
-NORM_CONVERTERS = ("fused_norm", "fused_rmsnorm")
 ROUTER_CONVERTER = "decompose_k_router"
 TITAN_QUANTIZING = "quantize."
 """How the names of TorchTitan's own converters begin"""
@@ -25,13 +24,14 @@ def check_settings(settings: Settings) -> None:
 
 
 def conflict_of_converters(names: list[str]) -> str | None:
-    """What is wrong with these converters beside one another; None if all is well."""
+    """What is wrong with these converters, or with one beside another; None if all is well."""
+    if removed := next((name for name in names if name in CONVERTERS), None):
+        return f"has {removed!r}, which no longer exists: {CONVERTERS[removed]}"
     if twice := next((name for name in names if names.count(name) > 1), None):
         return f"has {twice!r} twice: name it once"
     ours = quantizing_among(names)
-    for same in (ours, [name for name in names if name in NORM_CONVERTERS]):
-        if len(same) > 1:
-            return f"choose one of {same}"
+    if len(ours) > 1:
+        return f"choose one of {ours}"
     theirs = [name for name in names if name.startswith(TITAN_QUANTIZING)]
     if ours and theirs:
         return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize: remove one of them"
@@ -105,8 +105,6 @@ def _problems(settings: Settings) -> Problems:
 def _without_effect(settings: Settings) -> Problems:
     """Settings that do nothing, because the one that they need is not set."""
     s = settings.values
-    changes = [f"{GUARD}.{key}" for key in CHANGE_KEYS]
-    has_guard = not quantizing_among(s.model.converters) or any(settings[name] is not None for name in changes)
     every = f"{DIAGNOSTICS}.every"
     is_measured = every in settings.given  # a run may switch diagnostics off, with 0
     of_start = "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf"
@@ -114,7 +112,6 @@ def _without_effect(settings: Settings) -> Problems:
         ("checkpoint", f"{of_start} may_change", s.checkpoint.enable, "checkpoint.enable = true"),
         ("checkpoint", "initial_load_in_hf_quantized", s.checkpoint.initial_load_in_hf, f"{IN_HF} = true"),
         (DIAGNOSTICS, "fqns tokens", is_measured, f"{every}: set it to 50, for example, to measure every 50th step"),
-        (GUARD, "window sigmas steps", has_guard, f"a guard: set one of {', '.join(changes)}"),
     )
     for section, names, is_set, needed in needs:
         for name in names.split():

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from mxtrain.errors import ConfigError
+from mxtrain.settings.removed import SETTINGS
 from mxtrain.settings.types import Resume
 
 
@@ -213,7 +214,10 @@ def rule_in(annotation, resume: Resume) -> Resume:
 
 
 def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
-    """The error for a setting that does not exist, with the closest one that does."""
+    """The error for a setting that does not exist, with what to do instead, or the closest one that does."""
+    for removed, instead in SETTINGS.items():
+        if f"{name}.".startswith(f"{removed}."):
+            return ConfigError(f"{name} no longer exists: {instead}")
     last = name.rpartition(".")[2]
     by_last = {other.rpartition(".")[2]: other for other in known}
     same_name_elsewhere = [other for other in known if other.rpartition(".")[2] == last]

@@ -1,20 +1,13 @@
-"""Which converters read the settings of [mxnorm], and the recipes, schedule and guard that these describe."""
+"""Which converters read the settings of [mxnorm], and the recipes and the schedule that these describe."""
 
 from collections.abc import Iterable, Iterator
 
-from mxtrain.errors import errors_begin_with
+from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.recipes.parse import SWITCHES, get_recipes
 from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.recipes.schedule import (
-    CHANGE_KEYS,
-    RecipeChange,
-    ScheduleEntry,
-    SpikeGuard,
-    parse_entries,
-    require_no_norm_keys,
-)
+from mxtrain.recipes.schedule import ScheduleEntry, parse_entries
 
-SCHEDULE, GUARD = "mxnorm.schedule", "mxnorm.guard"
+SCHEDULE = "mxnorm.schedule"
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
 
 
@@ -24,7 +17,7 @@ def quantizing_among(converters: Iterable[str]) -> list[str]:
 
 
 def check_recipes(s) -> None:
-    """Raise ConfigError for recipes, a schedule or a guard that cannot be, or do not go with the converter.
+    """Raise ConfigError for recipes or a schedule that cannot be, or do not go with the converter.
 
     ``s`` has the values of a job that quantizes, as attributes.
     """
@@ -32,12 +25,12 @@ def check_recipes(s) -> None:
         recipe, _ = get_recipes(s.mxnorm.recipe, s.mxnorm.recipes, **switches_of(s.mxnorm))
         RMSEstimate.for_recipe(recipe.fprop, s.mxnorm.p, s.mxnorm.estimator)
     schedule_of(s.mxnorm, s.training.steps)
-    fallback_of(s.mxnorm, s.mxnorm.guard)
     converter, *_ = quantizing_among(s.model.converters)
     if converter != "mxnorm":
         for index, entry in enumerate(s.mxnorm.schedule):
-            require_no_norm_keys(entry, f"{SCHEDULE}[{index}]", converter)
-        require_no_norm_keys(vars(s.mxnorm.guard), GUARD, converter)
+            if "norm" in entry:
+                norm = f"{SCHEDULE}[{index}].norm = {entry['norm']!r}"
+                raise ConfigError(f"{norm} needs the converter 'mxnorm', not {converter!r}")
 
 
 def switches_of(section) -> dict:
@@ -50,23 +43,9 @@ def schedule_of(section, steps: int) -> list[ScheduleEntry]:
     return parse_entries(section.schedule, steps, switches_of(section), SCHEDULE)
 
 
-def fallback_of(section, guard) -> RecipeChange | None:
-    """What the guard with the settings ``guard`` changes; None if there is no guard."""
-    given = {key: getattr(guard, key) for key in CHANGE_KEYS}
-    is_on = any(value is not None for value in given.values())
-    return RecipeChange.parse(GUARD, given, switches_of(section), "set one of the two") if is_on else None
-
-
 def schedule_in(job) -> list[ScheduleEntry]:
     """The entries of a run's schedule, in the order of the settings; ``job`` has all sections as attributes."""
     return schedule_of(job.mxnorm, job.training.steps) if quantizing_among(job.model.converters) else []
-
-
-def guard_in(job) -> tuple[SpikeGuard, RecipeChange] | None:
-    """The guard of a run, and its change; None for a run without a guard."""
-    section = job.mxnorm.guard
-    change = fallback_of(job.mxnorm, section) if quantizing_among(job.model.converters) else None
-    return None if change is None else (SpikeGuard(section.window, section.sigmas, section.steps), change)
 
 
 def without_effect(job) -> Iterator[str]:
@@ -80,7 +59,6 @@ def without_effect(job) -> Iterator[str]:
     given = {
         "diagnostics.every": section.diagnostics.every,
         "schedule": section.schedule,
-        "guard": fallback_of(section, section.guard),
     }
     if not quantizing_among(job.model.converters):
         for name in (name for name, value in given.items() if value):
@@ -89,8 +67,3 @@ def without_effect(job) -> Iterator[str]:
     if section.diagnostics.every > steps:
         every = f"mxnorm.diagnostics.every = {section.diagnostics.every}"
         yield f"nothing is measured: {every}, and the run has {steps} steps"
-    if given["guard"] and section.guard.window >= steps:
-        yield (
-            f"the guard cannot see a spike: it knows one by the losses of the {section.guard.window} steps before "
-            f"(mxnorm.guard.window), and the run has {steps} steps"
-        )

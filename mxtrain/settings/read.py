@@ -11,9 +11,11 @@ from types import ModuleType
 
 from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
+from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE
 from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Field, Settings, flat, unknown
 from mxtrain.settings.known import known_fields
+from mxtrain.settings.removed import in_this_version
 
 CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
 HELP_FLAGS = ("-h", "--help")
@@ -31,6 +33,8 @@ def read_settings(arguments: list[str]) -> Settings:
     """
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
+    if path is not None and Path(path).name == CONFIG_FILE and (Path(path).parent / FACTS_FILE).exists():
+        config = in_this_version(config)  # a run's own, which an earlier version may have written
     search_beside(path)
     with places(arguments):
         module = _custom_module(arguments, config)

@@ -1,16 +1,48 @@
 """What earlier versions had, and what to do instead."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mxtrain.errors import ConfigError
+from mxtrain.settings.mxnorm_section import quantizing_among
 
+CONVERTERS = {"fused_rmsnorm": "name 'fused_norm', which swaps LayerNorms, too"}
+SETTINGS = {
+    "fused_rmsnorm": "its settings are those of [fused_norm]",
+    "mxnorm.combine_backward": "gradients of the experts' results travel in high precision; remove it",
+    "mxnorm.guard": "remove it; entries of mxnorm.schedule change the recipe by step",
+}
+SCHEDULE_KEYS = dict.fromkeys(("p", "estimator"), "remove it; norms have that of [mxnorm] in all steps")
 COMMANDS = {
     "report": "'mxtrain compare' ends with the table and differences.svg; --from CSV compares rows of results",
     "compare --gpus": "--devices N gives every run N GPUs",
     "compare --side-by-side": "--devices N cuts the machine into shares of N GPUs, and each does one run at a time",
     "compare --resume": "the command that began the comparison goes on, with -o FOLDER",
+    "completion": "'mxtrain train --help' lists all settings",
+    "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",
 }
-"""Command and option -> what to do instead"""
+"""Converter; setting or table; key of mxnorm.schedule; command and option -> what to do instead"""
+
+
+def in_this_version(tables: Mapping) -> dict:
+    """Return the settings that a run kept, as nested tables, without removed ones that change no number.
+
+    TorchTitan's language models have no LayerNorm, so "fused_norm" does what "fused_rmsnorm" did.
+    """
+    tables = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    model, mxnorm, parallelism = (
+        table if isinstance(table := tables.get(name), dict) else {} for name in ("model", "mxnorm", "parallelism")
+    )
+    names = names if isinstance(names := model.get("converters"), list) else []
+    if "fused_rmsnorm" in names:
+        model["converters"] = ["fused_norm" if name == "fused_rmsnorm" else name for name in names]
+        tables["fused_norm"] = tables.pop("fused_rmsnorm", {})
+    elif "fused_norm" not in names:
+        tables.pop("fused_rmsnorm", None)
+    if not quantizing_among(names):
+        mxnorm.pop("guard", None)
+    if not quantizing_among(names) or parallelism.get("expert_parallel_degree", 1) == 1:
+        mxnorm.pop("combine_backward", None)
+    return tables
 
 
 def refuse_removed_command(words: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.layout import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
+from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.types import Resume
 
 FLAG = "--resume"
@@ -199,7 +200,7 @@ def settings_before(
     Args:
         defaults: the defaults that the run had, by full name. Of other settings it had those of this version.
     """
-    had = {**defaults, **dict(flat(tables, known))}
+    had = {**defaults, **dict(flat(in_this_version(tables), known))}
     return Settings(known, {name: _as_checked(known[name], value) for name, value in had.items() if name in known})
 
 

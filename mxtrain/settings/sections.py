@@ -1,6 +1,6 @@
 """mxtrain's TOML sections, and its fields in TorchTitan's sections.
 
-The sections are ``[mxnorm]``, ``[fused_norm]``, ``[fused_rmsnorm]``, ``[decompose_k_router]``, ``[model_args]`` and
+The sections are ``[mxnorm]``, ``[fused_norm]``, ``[decompose_k_router]``, ``[model_args]`` and
 ``[data]``.
 
 ``resume`` of a class says what a resumed run does with its fields. The type of a field says it for this one where that
@@ -16,10 +16,8 @@ from typing import Annotated, Literal
 
 from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
 from mxtrain.recipes.recipe import ESTIMATORS, TENSOR_SCALES
-from mxtrain.recipes.schedule import RMSNORM
 from mxtrain.settings.types import (
     Amount,
-    AtLeastTwo,
     FinitePositive,
     Free,
     Groups,
@@ -51,30 +49,6 @@ class Diagnostics:
 
     tokens: Groups = 512
     """Tokens per process that are measured, a multiple of 32, spread over the first sequences"""
-
-
-@dataclass
-class Guard:
-    resume = Resume.REFUSED
-
-    recipe: str | None = None
-    """
-    Recipe of all swapped layers after a spike of the loss, as in mxnorm.schedule. There is a guard if this, p,
-    estimator or norm is set
-    """
-
-    p: Literal[P_VALUES] | None = None
-    """p of all norms after a spike"""
-    estimator: Literal[ESTIMATORS] | None = None
-    """Estimator of all norms after a spike"""
-    norm: Literal[RMSNORM] | None = None
-    """After a spike, "rmsnorm": norms and the linears that they feed are in high precision"""
-    window: AtLeastTwo = 100
-    """Number of losses, one a step, that a loss is compared with"""
-    sigmas: FinitePositive = 6.0
-    """A loss is a spike if it is more than so many standard deviations above their mean"""
-    steps: Positive = 100
-    """Number of steps with the other recipe"""
 
 
 @dataclass
@@ -144,12 +118,6 @@ class MXNorm:
     same results) or "auto" (codes where fprop is MXFP8)
     """
 
-    combine_backward: Literal["high_precision", "quantized"] = "high_precision"
-    """
-    Expert parallelism: gradients of the experts' results are sent in "high_precision" or "quantized" (MXFP8 codes by
-    dgrad's recipe, half the bytes; wgrad of w2 casts rounded gradients)
-    """
-
     graph_passes: Free[bool] = True
     """
     torch.compile fuses SwiGLU with its casts and residual adds with MXNorm; a rotation is one kernel. Last bits of fp32
@@ -167,11 +135,9 @@ class MXNorm:
     schedule: Schedule = field(default_factory=list)
     """
     Other recipes for some steps: entries [[mxnorm.schedule]] with from_step or from_share (0.9: after 90 % of
-    training.steps), until_step or until_share (else to the end), modules (else all swapped layers), and recipe, p,
-    estimator or norm = "rmsnorm"
+    training.steps), until_step or until_share (else to the end), modules (else all swapped layers), and recipe or
+    norm = "rmsnorm"
     """
-
-    guard: Guard = field(default_factory=Guard)
 
     filter_fqns: Names = None
     """
@@ -373,7 +339,6 @@ class Checkpoint:
 class JobConfig:
     mxnorm: MXNorm = field(default_factory=MXNorm)
     fused_norm: FusedNorm = field(default_factory=FusedNorm)
-    fused_rmsnorm: FusedNorm = field(default_factory=FusedNorm)
     decompose_k_router: DecomposeKRouter = field(default_factory=DecomposeKRouter)
     model_args: ModelArgs = field(default_factory=ModelArgs)
     data: Data = field(default_factory=Data)

@@ -18,9 +18,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 from mxtrain.data.config import LARGEST_VOCABULARY
 from mxtrain.files import local_path
 from mxtrain.json_toml import parse
-from mxtrain.recipes.formats import P_VALUES
-from mxtrain.recipes.recipe import ESTIMATORS
 from mxtrain.recipes.schedule import RMSNORM
+from mxtrain.settings.removed import SCHEDULE_KEYS
 
 
 class Resume(Enum):
@@ -45,7 +44,6 @@ Applied = Annotated[T, Resume.APPLIED]
 Refused = Annotated[T, Resume.REFUSED]
 
 Positive = Annotated[int, Ge(1)]
-AtLeastTwo = Annotated[int, Ge(2)]
 NotNegative = Annotated[int, Ge(0)]
 VocabularySize = Annotated[int, Interval(ge=0, le=LARGEST_VOCABULARY)]
 Groups = Annotated[int, Ge(32), MultipleOf(32)]
@@ -105,8 +103,6 @@ class ScheduleEntry(TypedDict, total=False):
     until_share: float
     modules: list[str]
     recipe: str
-    p: Literal[P_VALUES]
-    estimator: Literal[ESTIMATORS]
     norm: Literal[RMSNORM]
 
 
@@ -120,6 +116,8 @@ def _entry(value):
             raise ValueError(f"is not an inline table of TOML, such as {example} ({error})") from None
     keys = ScheduleEntry.__annotations__
     if unknown := [key for key in value if key not in keys] if isinstance(value, dict) else []:
+        if unknown[0] in SCHEDULE_KEYS:
+            raise ValueError(f"has the key {unknown[0]}, which no longer exists: {SCHEDULE_KEYS[unknown[0]]}")
         close = get_close_matches(unknown[0], keys, n=1)
         hint = f"; the closest is {close[0]}" if close else f"; allowed are {', '.join(keys)}"
         raise ValueError(f"has the key {unknown[0]}, which does not exist{hint}")

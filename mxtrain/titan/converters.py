@@ -20,7 +20,7 @@ from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
-from mxtrain.settings.mxnorm_section import GUARD, guard_in, quantizing_among, schedule_in
+from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
 from mxtrain.titan.engine import engine
 
 # Stands for debug.seed where that is unset.
@@ -37,8 +37,7 @@ def _mode_of(converter) -> str:
 def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:
     """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
 
-    "recipes", the recipes by pattern, "schedule", its entries in words, and "guard", its change in words, are present
-    only if there are any.
+    "recipes", the recipes by pattern, and "schedule", its entries in words, are present only if there are any.
 
     Raises:
         ConfigError: for any wrong setting in the section of a converter of this run.
@@ -61,8 +60,6 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     }
     if entries := schedule_in(job_config):
         settings["schedule"] = [str(entry) for entry in entries]
-    if guard := guard_in(job_config):
-        settings["guard"] = str(guard[1])
     if by_pattern:
         settings["recipes"] = {pattern: recipe.name for pattern, recipe in by_pattern.items()}
     return settings
@@ -125,14 +122,13 @@ class TitanConverter:
 
 
 class QuantizingConverter(TitanConverter):
-    """``mxnorm`` or ``mx_linear``, with schedule, guard and diagnostics."""
+    """``mxnorm`` or ``mx_linear``, with schedule and diagnostics."""
 
     def __init__(self, name: str, job_config, parallel_dims=None):
         super().__init__(name, job_config)
         self.converter.refuses_odd_sizes = True
         self._diagnostics = job_config.mxnorm.diagnostics
         self._entries = schedule_in(job_config)
-        _, self._fallback = guard_in(job_config) or (None, None)
         settings = active_settings(job_config)
         reason = mode_reason(settings["mode"], utils.device_type)
         logger.info(f"{name}: {settings}; mode {settings['mode']}: {reason}")
@@ -140,8 +136,8 @@ class QuantizingConverter(TitanConverter):
     def apply_to(self, model: nn.Module) -> Plan:
         plan = super().apply_to(model)
         note_norms(model, plan.norms)
-        if self._entries or self._fallback:
-            attach_schedule(model, plan.feeds, self._entries, self._fallback, GUARD)
+        if self._entries:
+            attach_schedule(model, plan.feeds, self._entries)
         if self._diagnostics.every:
             check_patterns(self._diagnostics.fqns, model)
         return plan

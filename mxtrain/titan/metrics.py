@@ -32,7 +32,7 @@ from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wand
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
 from mxtrain.settings.model_settings import given_in
-from mxtrain.settings.mxnorm_section import guard_in, quantizing_among, schedule_in
+from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.engine import engine
 from mxtrain.titan.pipeline_stage import Stage
@@ -107,8 +107,8 @@ def _unknown(job_config, peak: float | None) -> frozenset[str]:
 
 def require_plain_recipes(job_config) -> None:
     """Raise ConfigError for recipes that change, which TorchTitan's own trainer does not do."""
-    if schedule_in(job_config) or guard_in(job_config):
-        raise ConfigError("mxnorm.schedule and mxnorm.guard need mxtrain's trainer: train with -m mxtrain.train")
+    if schedule_in(job_config):
+        raise ConfigError("mxnorm.schedule needs mxtrain's trainer: train with -m mxtrain.train")
 
 
 def _add_wandb(loggers: Loggers, job_config, facts: dict, is_first: bool, earlier) -> None:

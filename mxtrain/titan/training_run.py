@@ -1,4 +1,4 @@
-"""What mxtrain adds to a trainer of TorchTitan: schedules, guards, diagnostics, whole checkpoints, exact resumption."""
+"""What mxtrain adds to a trainer of TorchTitan: schedules, diagnostics, whole checkpoints, exact resumption."""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
-from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE
+from mxtrain.checkpoints.checkpointer import RANDOM_STATE
 from mxtrain.checkpoints.ending import (
     STOP,
     LossWatch,
@@ -36,7 +36,7 @@ from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.known import resolved_settings
-from mxtrain.settings.mxnorm_section import guard_in, schedule_in, without_effect
+from mxtrain.settings.mxnorm_section import schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
@@ -46,7 +46,7 @@ from mxtrain.titan.run_start import begin_run, require_same_settings, write_reso
 class TrainingRun:
     """A class to inherit from before TorchTitan's trainer, to which it adds:
 
-    - recipes by step, from the schedule and the guard, and the position of a step in the random sequence
+    - recipes by step, from the schedule, and the position of a step in the random sequence
     - weights cast once per step, where a step has several microbatches
     - whole checkpoints with the random generators' states and the tokens of all ranks, verified before they are loaded,
       and the optimizer's present settings; the validation of the checkpoint's step if a kill came before that
@@ -77,18 +77,11 @@ class TrainingRun:
         self.checkpointer.states[RANDOM_STATE] = RandomState()
         self._switch = RecipeSwitch(
             schedule_in(job_config),
-            guard := guard_in(job_config),
             self.model_parts,
             partial(log_event, self.metrics_processor),
             moved_entries(self._start, settings),
         )
         mesh = self.parallel_dims.get_optional_mesh("loss")
-        if guard is not None:
-            spikes, _ = guard
-            # All stages of a pipeline and all ranks of tensor parallelism have the same loss.
-            copies = self.parallel_dims.world_size // (1 if mesh is None else mesh.size())
-            self._watch.on_losses = lambda step, losses: spikes.observe(step, sum(losses) / copies)
-            self.checkpointer.states[GUARD_STATE] = spikes
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
         changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
         caches = job_config.mxnorm.cache_weights and has_microbatches and not changes_between

@@ -145,7 +145,7 @@ VARIANTS = {
     ),
     "mxnorm_single_fprop": lambda model, mode: multiply_one_by_one(convert_grouped(model, mode)),
     "mxnorm_mixed": lambda model, mode: mxtrain.convert(model, "mxnorm", recipe=MIXED, mode=mode),
-    "fused_rmsnorm": lambda model, mode: mxtrain.convert(model, "fused_rmsnorm", when_compiled="kernel"),
+    "fused_norm": lambda model, mode: mxtrain.convert(model, "fused_norm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),
 }
 DEFAULT_VARIANTS = ["bf16", "mx_linear", "mxnorm", "mxnorm_exact", "torchao"]
@@ -212,7 +212,7 @@ def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
     if not settings.graph_passes:
         passes.remove()
     # As in ``mxtrain train``: bf16 products have fp32 sums where they stand for those of MX tensor cores.
-    is_peer = variant in ("bf16", "bf16_passes", "fused_rmsnorm", "torchao")
+    is_peer = variant in ("bf16", "bf16_passes", "fused_norm", "torchao")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = is_peer
     transformer.to_empty(device=settings.device)
     torch.manual_seed(SEED)

@@ -94,7 +94,7 @@ PLAIN = {"converter": "none", "recipe": None, "p": None, "estimator": None}
     [
         ({}, ""),
         (PLAIN, "high precision"),
-        (PLAIN | {"converters": ["fused_rmsnorm"]}, "high precision, fused_rmsnorm"),
+        (PLAIN | {"converters": ["fused_norm"]}, "high precision, fused_norm"),
         (PLAIN | {"precision": "float32 compute, float32 parameters"}, "fp32"),
         (PLAIN | {"precision": "bfloat16 compute, float32 parameters"}, "bf16"),
         (MXNORM | {"converters": ["mxnorm", "decompose_k_router"]}, "mxnorm mxfp8 p=2, decompose_k_router"),
@@ -103,8 +103,8 @@ PLAIN = {"converter": "none", "recipe": None, "p": None, "estimator": None}
         (MXNORM | {"estimator": "exact"}, "mxnorm mxfp8 exact"),
         (MXNORM | {"recipes": {"wo": "bf16", "w2": "bf16"}}, "mxnorm mxfp8 + 2 by name p=2"),
         (LINEAR, "mx_linear mxfp8"),
-        (LINEAR | {"converters": ["fused_rmsnorm"], "guard": "bf16", "schedule": ["step 3: bf16 in w2"]},
-         "mx_linear mxfp8 + 1 scheduled + guard, fused_rmsnorm"),
+        (LINEAR | {"converters": ["fused_norm"], "schedule": ["step 3: bf16 in w2"]},
+         "mx_linear mxfp8 + 1 scheduled, fused_norm"),
     ],
 )  # fmt: skip
 def test_variant(facts, variant):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.stateful import Stateful
 
 from mxtrain.checkpoints import writer as checkpoint_writer
-from mxtrain.checkpoints.checkpointer import GUARD_STATE, RANDOM_STATE, Checkpointer, SaveError
+from mxtrain.checkpoints.checkpointer import RANDOM_STATE, Checkpointer, SaveError
 from mxtrain.checkpoints.folder import Checkpoints
 from mxtrain.checkpoints.manifest import Manifest, check_hashes
 from mxtrain.checkpoints.start import find_start
@@ -326,16 +326,14 @@ def test_initial_weights_come_from_another_run(build, tmp_path):
     assert (tmp_path / "larger disk" / "step-2").is_dir() and build().start.step == 2
 
 
-@pytest.mark.parametrize("state", [GUARD_STATE, RANDOM_STATE])
 @pytest.mark.parametrize("excluded, kept", [("dataloader", 7), ("lr_scheduler,train_state", 0)])
-def test_a_run_that_begins_at_step_1_has_its_own_guard_and_random_numbers(build, state, excluded, kept):
-    """The guard names steps of the earlier run: until then, no loss would be a spike."""
+def test_a_run_that_begins_at_step_1_has_its_own_random_numbers(build, excluded, kept):
     first = build(value=7)
-    first.states[state] = State(7)
+    first.states[RANDOM_STATE] = State(7)
     first.save(2)
     again = build(f"--checkpoint.exclude_from_loading={excluded}", "--checkpoint.load_only")
-    again.states[state] = State(0)
-    assert again.load() and again.states[state].value == kept
+    again.states[RANDOM_STATE] = State(0)
+    assert again.load() and again.states[RANDOM_STATE].value == kept
 
 
 @pytest.mark.parametrize("where", ["index", "value"])
@@ -372,12 +370,12 @@ def test_a_checkpoint_runs_no_code(build, tmp_path, where, start):
 
 def test_a_state_is_told_from_weights_whose_names_begin_like_it(build):
     def model():
-        return torch.nn.ModuleDict({"guardian": torch.nn.Linear(2, 2)})
+        return torch.nn.ModuleDict({f"{RANDOM_STATE}s": torch.nn.Linear(2, 2)})
 
     build(model=model(), value=7).save(2)
     again = build(model=model())
-    again.states[GUARD_STATE] = State(0)
-    assert again.load() and again.states["train_state"].value == 7 and again.states[GUARD_STATE].value == 0
+    again.states[RANDOM_STATE] = State(0)
+    assert again.load() and again.states["train_state"].value == 7 and again.states[RANDOM_STATE].value == 0
 
 
 def test_weights_of_hugging_face(build, tmp_path):

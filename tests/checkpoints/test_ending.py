@@ -53,15 +53,6 @@ def test_a_warning_for_every_time_that_losses_stop_being_finite(caplog):
     assert caplog.messages == [f"step 2: the loss is nan on rank 0; {end}", f"step 5: the loss is inf on rank 0; {end}"]
 
 
-def test_the_guard_gets_the_loss_of_every_step_as_a_sum_in_fp32(caplog):
-    watch, seen = LossWatch(CPU, stops=False), []
-    watch.on_losses = lambda *row: seen.append(row)
-    watch.record(1, [loss.bfloat16() for loss in losses(256.0, 1.0)])
-    watch.record(2, losses(math.inf))
-    watch.look(at_last_step=True)
-    assert seen == [(1, [257.0]), (2, [math.inf])]
-
-
 def of_weights(*models):
     return nonfinite({"weights": [t for m in models for t in (*m.parameters(), *m.buffers())]}, CPU)
 

@@ -24,7 +24,7 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--help"])
     assert exit.value.code == 0
-    names = "train prepare configs init cache plot compare export import generate eval doctor completion"
+    names = "train prepare configs init cache plot compare export import generate eval doctor"
     commands = names.split()
     text = capsys.readouterr().out
     assert all(re.search(rf"^    {command}\s", text, re.MULTILINE) for command in commands)
@@ -35,6 +35,19 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         text = capsys.readouterr().out
         assert f"usage: mxtrain {command}" in text
         assert f"\n  mxtrain {command}" in text, command
+
+
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ("completion bash", "'mxtrain completion' no longer exists: 'mxtrain train --help' lists all settings"),
+        ("doctor --timeout 60 --nccl llama3_debug", "'mxtrain doctor --nccl' no longer exists: all_reduce_perf"),
+    ],
+)
+def test_what_an_earlier_version_had_is_refused_by_name(line, error, capsys):
+    assert cli.main(line.split()) == 2
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"mxtrain: error: {error}")
 
 
 def test_a_command_whose_stdout_is_closed_does_its_work():

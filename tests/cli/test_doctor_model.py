@@ -92,7 +92,7 @@ SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], p = 1}
     "flags, expected",
     [
         (["--model_args.n_layers=3", "--model.converters="], ["  high           ", "low precision  0 (0.0%)"]),
-        (["--model.converters=fused_rmsnorm"], ["fused_rmsnorm: 13 norms swapped, 0 kept"]),
+        (["--model.converters=fused_norm"], ["fused_norm: 13 norms swapped, 0 kept"]),
         pytest.param(["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  left out here: not a con"],
                      marks=only_022),
         (["--mxnorm.mode=native"], ["mode reference on cpu" if not torch.cuda.is_available() else "mode "]),

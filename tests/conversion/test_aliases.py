@@ -75,11 +75,11 @@ def assert_weights_stay(model, before):
     ("kind", "inputs", "converter"),
     [
         (TwoNames, TOKENS, "mxnorm"),
-        (TwoNames, TOKENS, "fused_rmsnorm"),
+        (TwoNames, TOKENS, "fused_norm"),
         (Repeated, ROWS, "mx_linear"),
-        (Repeated, ROWS, "fused_rmsnorm"),
+        (Repeated, ROWS, "fused_norm"),
         (SharedNorm, ROWS, "mxnorm"),
-        (SharedNorm, ROWS, "fused_rmsnorm"),
+        (SharedNorm, ROWS, "fused_norm"),
     ],
 )
 def test_a_module_is_swapped_under_all_its_names(kind, inputs, converter):
@@ -87,7 +87,7 @@ def test_a_module_is_swapped_under_all_its_names(kind, inputs, converter):
     model = kind()
     before = state_of(model)
     expected = model(inputs)
-    settings = {} if converter == "fused_rmsnorm" else {"filter_fqns": [], "mode": "reference"}
+    settings = {} if converter == "fused_norm" else {"filter_fqns": [], "mode": "reference"}
     if converter == "mxnorm":
         settings["example_inputs"] = (inputs,)
     plan = convert(model, converter, **settings)

@@ -1,4 +1,7 @@
 import copy
+from dataclasses import fields
+from inspect import signature
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from mxtrain import (
     MXNormLinear,
     convert,
 )
+from mxtrain.conversion.convert import Settings
+from mxtrain.conversion.converters import CONVERTERS
 from tests.support.conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
 
@@ -65,10 +70,10 @@ def test_mx_linear_swaps_every_linear_and_no_norm():
     assert type(model.layers[0].attention_norm) is nn.RMSNorm and type(model.layers[0].attention.wq) is MXLinear
 
 
-def test_fused_rmsnorm_swaps_every_norm_and_no_linear():
+def test_fused_norm_swaps_every_norm_and_no_linear():
     model = llama()
     before = kinds(model)
-    report = convert(model, "fused_rmsnorm", when_compiled="kernel")
+    report = convert(model, "fused_norm", when_compiled="kernel")
     norms = [f"layers.{i}.{norm}" for i in range(2) for norm in ("attention_norm", "ffn_norm")] + ["norm"]
     assert report.fused_norms == norms and not (report.norms or report.linears or report.skipped)
     assert kinds(model) == before | dict.fromkeys(norms, FusedRMSNorm)
@@ -83,20 +88,20 @@ def test_fused_rmsnorm_swaps_every_norm_and_no_linear():
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
 @pytest.mark.parametrize("filters", [["output"], []])
-def test_fused_rmsnorm_goes_before_or_after_the_others(converter, filters):
+def test_fused_norm_goes_before_or_after_the_others(converter, filters):
     """Also where the other leaves it nothing to do."""
     first, last = llama(), llama()
-    convert(first, "fused_rmsnorm")
+    convert(first, "fused_norm")
     convert(first, converter, mode="reference", filter_fqns=filters)
     convert(last, converter, mode="reference", filter_fqns=filters)
-    convert(last, "fused_rmsnorm")
+    convert(last, "fused_norm")
     assert kinds(first) == kinds(last) and repr(first) == repr(last)
     assert nn.RMSNorm not in kinds(first).values()
     assert (MXNorm in kinds(first).values()) == (converter == "mxnorm")
     assert torch.equal(loss(first), loss(last))
 
 
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_rmsnorm"])
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_norm"])
 def test_parameters_and_their_names_stay(converter):
     model = llama()
     before = dict(model.named_parameters())
@@ -208,15 +213,16 @@ def unchanged(model):
     [
         (
             {"converter": "mxnorms"},
-            "converter = 'mxnorms' is not one of: 'mxnorm', 'mx_linear', 'fused_norm', 'fus",
+            "converter = 'mxnorms' is not one of: 'mxnorm', 'mx_linear', 'fused_norm', 'dec",
         ),
+        ({"converter": "fused_rmsnorm"}, "converter = 'fused_rmsnorm' no longer exists: name 'fused_norm'"),
         (
             {"converter": "decompose_k_router"},
             "converter = 'decompose_k_router' finds nothing to convert in this Llama",
         ),
-        ({"converter": "fused_rmsnorm", "when_compiled": "no"}, "when_compiled = 'no' is not one of"),
+        ({"converter": "fused_norm", "when_compiled": "no"}, "when_compiled = 'no' is not one of"),
         (
-            {"converter": "fused_rmsnorm", "filter_fqns": ["layers", "norm"]},
+            {"converter": "fused_norm", "filter_fqns": ["layers", "norm"]},
             r"finds nothing to convert in this Llama\n  layers.* and \d+ more: named in filter_fqns$",
         ),
         ({"converter": "mx_linear", "p": 1}, "p = 1 is not a setting of converter 'mx_linear'; all"),
@@ -256,3 +262,18 @@ def test_advice_to_name_a_module_keeps_the_output_head():
         convert(llama(), **settings)
     with pytest.raises(ConfigError, match=f"^{fqn}: .* to leave it in high precision$"):
         convert(llama(), **settings, filter_fqns=["output"])
+
+
+def test_editors_and_type_checkers_see_the_settings_of_the_converters():
+    assert Settings.__annotations__ == {
+        field.name: field.type | None for converter in CONVERTERS.values() for field in fields(converter)
+    }
+    assert get_args(signature(convert).parameters["converter"].annotation) == tuple(CONVERTERS)
+
+
+def test_help_shows_the_settings_of_every_converter():
+    shown = " ".join(convert.__doc__.partition("Settings and their defaults:")[2].split())
+    assert shown.startswith("\"mxnorm\": filter_fqns=None, recipe='mxfp8', recipes={}, ")
+    for name, converter in CONVERTERS.items():
+        settings = ", ".join(f"{field.name}={getattr(converter(), field.name)!r}" for field in fields(converter))
+        assert f'"{name}": {settings}' in shown

@@ -67,10 +67,10 @@ def test_filtered_gates_and_those_of_another_class_stay():
         convert(model, "decompose_k_router")
 
 
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_rmsnorm"])
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_norm"])
 def test_decompose_k_router_goes_before_or_after_the_others(converter):
     """Which leave the gates alone, swapped or not, and the norms that feed them."""
-    kwargs = {} if converter == "fused_rmsnorm" else {"mode": "reference", "filter_fqns": ["output", "other"]}
+    kwargs = {} if converter == "fused_norm" else {"mode": "reference", "filter_fqns": ["output", "other"]}
     first, last = mixture(), mixture()
     convert(first, "decompose_k_router")
     of_first = convert(first, converter, **kwargs)
@@ -79,7 +79,7 @@ def test_decompose_k_router_goes_before_or_after_the_others(converter):
     assert kinds(first) == kinds(last) and repr(first) == repr(last)
     assert all(kinds(first)[gate] is DecomposeKRouter for gate in GATES)
     for report in (of_first, of_last):
-        assert converter == "fused_rmsnorm" or all("router" in report.skipped[gate].lower() for gate in GATES)
+        assert converter == "fused_norm" or all("router" in report.skipped[gate].lower() for gate in GATES)
     if converter == "mxnorm":
         assert "layers.1.ffn_norm" in of_first.skipped and "layers.1.ffn_norm" in of_last.skipped
         assert of_last.skipped["layers.1.ffn_norm"] == f"feeds {GATES[0]}, the gate of a router"

@@ -93,7 +93,7 @@ def test_a_linear_with_a_hook_stays_and_so_does_its_norm(kind):
 
 @pytest.mark.parametrize(
     ("converter", "fqn"),
-    [("mxnorm", NORM), ("fused_rmsnorm", NORM), ("decompose_k_router", GATE), ("mx_linear", OTHER)],
+    [("mxnorm", NORM), ("fused_norm", NORM), ("decompose_k_router", GATE), ("mx_linear", OTHER)],
 )
 def test_every_converter_leaves_a_module_with_hooks(converter, fqn):
     model = mixture()
@@ -229,7 +229,7 @@ class HomeMadeRMSNorm(nn.Module):
 @pytest.mark.parametrize("kind", [nn.RMSNorm, HomeMadeRMSNorm, FusedRMSNorm])
 @pytest.mark.parametrize(
     ("converter", "case"),
-    [("mxnorm", "parametrization"), ("fused_rmsnorm", "bound forward"), ("mxnorm", "forward"), ("mxnorm", "pruning")],
+    [("mxnorm", "parametrization"), ("fused_norm", "bound forward"), ("mxnorm", "forward"), ("mxnorm", "pruning")],
 )
 def test_what_was_put_on_a_norm_stays(case, kind, converter):
     put, what, way_out = PUT_ON_A_LINEAR[case]
@@ -265,10 +265,10 @@ def test_a_bound_method_as_the_forward_of_a_block_is_followed():
     loss(model).backward()
 
 
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_rmsnorm", "decompose_k_router"])
+@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_norm", "decompose_k_router"])
 def test_attributes_flags_and_gradients_go_along(converter):
     model = mixture().eval()
-    fqn = {"fused_rmsnorm": NORM, "decompose_k_router": GATE}.get(converter, FED)
+    fqn = {"fused_norm": NORM, "decompose_k_router": GATE}.get(converter, FED)
     old = model.get_submodule(fqn)
     old.is_initialized, old.tags = True, ["residual"]
     old.train()

@@ -1,4 +1,4 @@
-"""The switch between the states of a schedule and a guard: what it gives to the layers, and what it tells the user."""
+"""The switch between the states of a schedule: what it gives to the layers, and what it tells the user."""
 
 import pytest
 import torch
@@ -8,10 +8,9 @@ import mxtrain
 from mxtrain import MXLinear
 from mxtrain.conversion.schedule import GRAPHS, RecipeSwitch, allow_graphs, attach_schedule, set_step
 from mxtrain.recipes.recipe import RECIPES
-from mxtrain.recipes.schedule import RecipeChange, SpikeGuard, parse_entries
+from mxtrain.recipes.schedule import parse_entries
 
-NORM_P1 = {"from_step": 5, "until_step": 6, "p": 1}
-NO_CASTS = RecipeChange.parse("mxnorm.guard", {"recipe": "bf16"}, {})
+PLAIN = {"from_step": 5, "until_step": 6, "norm": "rmsnorm"}
 
 
 def entries(table, steps=10):
@@ -39,7 +38,7 @@ def lines(monkeypatch):
 def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(lines, before, now, step, expected):
     noted, logged, log_event = lines
     old, new = (entries({"from_share": 0.9, "recipe": "bf16"}, steps) for steps in (before, now))
-    switch = RecipeSwitch(new, None, [nn.Identity()], log_event, list(zip(old, new)))
+    switch = RecipeSwitch(new, [nn.Identity()], log_event, list(zip(old, new)))
     switch.return_to(step - 1)  # for a validation
     assert noted == []
     switch.begin_step(step)
@@ -50,21 +49,19 @@ def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(lines,
     "step, expected, events",
     [
         (1, [], 0),
-        (5, ["step 5: p=1, to step 6 (mxnorm.schedule[0])", "step 5: guard: bf16, to step 6: a spike"], 2),
-        (6, ["in effect from step 5 to 6: p=1 (mxnorm.schedule[0])", "in effect from step 5 to 6: guard: bf16"], 0),
-        (7, ["step 7: end of p=1 (mxnorm.schedule[0])", "step 7: end of guard: bf16"], 2),
+        (5, ["step 5: rmsnorm, to step 6 (mxnorm.schedule[0])"], 1),
+        (6, ["in effect from step 5 to 6: rmsnorm (mxnorm.schedule[0])"], 0),
+        (7, ["step 7: end of rmsnorm (mxnorm.schedule[0])"], 1),
     ],
 )
 def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(lines, monkeypatch, step, expected, events):
     """And gives all parts of a model the state of the step."""
     given, (noted, logged, log_event) = [], lines
-    monkeypatch.setattr("mxtrain.conversion.schedule.set_step", lambda part, *state: given.append(state))
-    guard = SpikeGuard(2, 1.0, 2)
-    guard.first, guard.last, guard.reason = (5, 6, "a spike") if step > 1 else (0, 0, "")
-    switch = RecipeSwitch(entries(NORM_P1), (guard, NO_CASTS), [nn.Identity(), nn.Identity()], log_event)
+    monkeypatch.setattr("mxtrain.conversion.schedule.set_step", lambda part, step: given.append(step))
+    switch = RecipeSwitch(entries(PLAIN), [nn.Identity(), nn.Identity()], log_event)
     switch.return_to(step)
     switch.begin_step(step)
-    assert given == [(step, step in (5, 6))] * 4
+    assert given == [step] * 4
     switch.begin_step(step)
     assert len(given) == 4, "nothing has changed"
     assert noted == expected and len(logged) == events
@@ -104,7 +101,7 @@ def test_blocks_with_many_recipes_train_and_are_validated(allows):
 def test_numbers_that_change_are_constants_of_compiled_graphs_and_every_state_may_be_compiled():
     model, graphs, x = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)), [], torch.randn(4, 32)
     plan = mxtrain.convert(model, mode="reference", filter_fqns=[], example_inputs=(x,))
-    attach_schedule(model, plan.norms, entries({"from_step": 2, "until_step": 2, "p": 1}), NO_CASTS)
+    attach_schedule(model, plan.norms, entries({"from_step": 2, "until_step": 2, "norm": "rmsnorm"}))
 
     def keep(graph, inputs):
         graphs.append(graph)
@@ -116,9 +113,9 @@ def test_numbers_that_change_are_constants_of_compiled_graphs_and_every_state_ma
         allow_graphs(2)
         assert config.recompile_limit == 1000, "a user's larger limit stays"
     with config.patch(recompile_limit=1, accumulated_recompile_limit=1):
-        RecipeSwitch(entries(NORM_P1), (SpikeGuard(2, 1.0, 2), NO_CASTS), [model], None)
-        # Before, in and after the entry, with the guard and without: a graph each for both layers.
-        assert config.recompile_limit == config.accumulated_recompile_limit == GRAPHS + 2 * (3 * 2)
+        RecipeSwitch(entries(PLAIN), [model], None)
+        # Before, in and after the entry: a graph each for both layers.
+        assert config.recompile_limit == config.accumulated_recompile_limit == GRAPHS + 2 * 3
         compiled = torch.compile(model, backend=keep, fullgraph=True)
         for step in (1, 2):
             set_step(model, step)

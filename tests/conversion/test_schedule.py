@@ -10,7 +10,7 @@ import torch.nn as nn
 import mxtrain
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.errors import ConfigError
-from mxtrain.recipes.schedule import RecipeChange, parse_entries
+from mxtrain.recipes.schedule import parse_entries
 from tests.support.conversion_models import Llama
 
 STEPS = 10
@@ -22,19 +22,18 @@ def original():
     return Llama()
 
 
-def scheduled(*tables, recipe="mxfp8", converter="mxnorm", fallback=None, **settings):
+def scheduled(*tables, recipe="mxfp8", converter="mxnorm", **settings):
     model = original()
     plan = mxtrain.convert(model, converter, recipe=recipe, high_precision_share=0.0, mode="reference", **settings)
     entries = parse_entries(tables, STEPS, {}, "mxnorm.schedule")
-    fallback = None if fallback is None else RecipeChange.parse("mxnorm.guard", fallback, {})
-    attach_schedule(model, plan.norms, entries, fallback, "mxnorm.guard")
+    attach_schedule(model, plan.norms, entries)
     return model
 
 
-def results(model, step=None, falls_back=False):
+def results(model, step=None):
     """Logits and gradients at a step."""
     if step is not None:
-        set_step(model, step, falls_back)
+        set_step(model, step)
     mxtrain.set_rounding_step(7)
     logits = model(TOKENS)
     return [logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters()))]
@@ -54,8 +53,6 @@ def same(ours, theirs):
         ),
         ({"recipe": "dgrad=bf16"}, {"recipe": "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"}),
         ({"recipe": "fprop=bf16"}, {"recipe": "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"}),
-        ({"p": 1}, {"p": 1}),
-        ({"estimator": "exact"}, {"estimator": "exact"}),
     ],
 )
 def test_a_step_computes_what_a_model_with_its_recipe_computes(change, settings):
@@ -87,25 +84,15 @@ def test_a_forward_in_high_precision_keeps_the_estimate():
 def test_a_pattern_selects_a_norm_with_its_linears():
     model = scheduled(
         {"from_step": 2, "modules": ["layers.1.attention_norm"], "norm": "rmsnorm"},
-        {"from_step": 2, "modules": ["layers.0.*.wq"], "p": 1},
+        {"from_step": 2, "modules": ["layers.0.*.w1"], "norm": "rmsnorm"},
         {"from_step": 2, "modules": ["w2"], "recipe": "nvfp4"},
     )
     set_step(model, 2)
     first, second = model.layers
     assert second.attention_norm.is_plain and second.attention.wk.is_plain and not second.ffn_norm.is_plain
-    assert (first.attention_norm.estimate.p, first.ffn_norm.estimate.p) == (1, 2)
+    assert first.ffn_norm.is_plain and not first.attention_norm.is_plain
     assert [layer.feed_forward.w2.recipe.name for layer in model.layers] == ["nvfp4"] * 2
-    assert first.feed_forward.w1.recipe.name == second.attention.wo.recipe.name == "mxfp8"
-
-
-def test_the_change_of_the_guard_comes_on_top_of_the_entry_of_the_step():
-    model = scheduled({"from_step": 2, "recipe": "wgrad=nvfp4"}, fallback={"recipe": "fprop=bf16"})
-    set_step(model, 2, falls_back=True)
-    assert model.layers[0].attention.wq.recipe.name == "fprop=bf16, dgrad=mxfp8, wgrad=nvfp4"
-    set_step(model, 1, falls_back=True)
-    assert model.layers[0].attention.wq.recipe.name == "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"
-    set_step(model, 1)
-    assert model.layers[0].attention.wq.recipe.name == "mxfp8"
+    assert first.attention.wq.recipe.name == second.attention.wo.recipe.name == "mxfp8"
 
 
 def test_entries_of_mx_linear():
@@ -121,24 +108,21 @@ def at_2(**keys):
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([at_2(modules=["layer.0"], p=1)], "mxnorm.schedule[0].modules: 'layer.0' matches no module; the top-level"),
+        ([at_2(modules=["layer.0"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'layer.0' matches no module; t"),
         ([at_2(modules=["w2", "output"], recipe="bf16")], "mxnorm.schedule[0].modules: 'output' selects no swapped "),
         (
-            [at_2(modules=["layers.0", "w2"], p=1)],
-            "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, which its p=1 could change",
+            [at_2(modules=["layers.0", "w2"], norm="rmsnorm")],
+            "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, which its rmsnorm could change",
         ),
-        ([at_2(modules=["w2", "wo"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, whi"),
         ([at_2(modules=["wq", "ffn_norm"], recipe="bf16")], "mxnorm.schedule[0].modules: 'ffn_norm' selects no swapp"),
-        ([at_2(modules=["w2", "wo"], recipe="bf16", p=1)], "mxnorm.schedule[0].modules = ['w2', 'wo'] selects no swap"),
         (
             [at_2(recipe="fprop=bf16", until_step=5), {"from_step": 5, "modules": ["layers.1"], "recipe": "nvfp4"}],
             "mxnorm.schedule[1] and mxnorm.schedule[0] both change fprop of layers.1.attention.wk and 6 more at steps "
             "5 to 5: end one",
         ),
-        ([at_2(p=1), at_2(modules=["wq"], p=1)], "mxnorm.schedule[1] and mxnorm.schedule[0] both change p of layers.0"),
+        ([at_2(norm="rmsnorm"), at_2(modules=["wq"], norm="rmsnorm")], "mxnorm.schedule[1] and mxnorm.schedule[0] bo"),
         ([at_2(norm="rmsnorm"), at_2(modules=["w1"], recipe="bf16")], "mxnorm.schedule[1] and mxnorm.schedule[0] both"),
         ([at_2(modules=["wq"], recipe="fprop=bf16")], "mxnorm.schedule[0] gives the layers behind layers.0.attention"),
-        ([at_2(recipe="nvfp4", estimator="post_round")], "mxnorm.schedule[0]: layers.0.attention_norm: estimator = "),
     ],
 )  # fmt: skip
 def test_mistakes_that_take_the_model_to_see(tables, message):
@@ -147,23 +131,23 @@ def test_mistakes_that_take_the_model_to_see(tables, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+def test_the_estimator_of_the_run_holds_for_the_recipes_of_entries():
+    with pytest.raises(ConfigError, match=r"^mxnorm.schedule\[0\]: layers.0.attention_norm: estimator = 'post_round'"):
+        scheduled(at_2(recipe="nvfp4"), estimator="post_round")
+
+
 @pytest.mark.parametrize(
-    ("tables", "settings", "message"),
+    ("tables", "message"),
     [
-        ([at_2(recipe="mxfp8")], {}, "mxnorm.schedule[0] changes nothing: all layers have mxfp8 without it"),
-        (
-            [at_2(recipe="wgrad=mxfp8", p=2)],
-            {},
-            "mxnorm.schedule[0] changes nothing: all layers have wgrad=mxfp8, p=2 ",
-        ),
-        ([at_2(p=1), {**at_2(modules=["w2"]), "recipe": "mxfp8"}], {}, "mxnorm.schedule[1] changes nothing: all"),
-        ([], {"fallback": {"recipe": "mxfp8"}}, "mxnorm.guard changes nothing: all layers have mxfp8 without it"),
-        ([], {"fallback": {"p": 2}}, "mxnorm.guard changes nothing: all layers have p=2 without it"),
+        ([at_2(recipe="mxfp8")], "mxnorm.schedule[0] changes nothing: all layers have mxfp8 without it"),
+        ([at_2(recipe="wgrad=mxfp8")], "mxnorm.schedule[0] changes nothing: all layers have wgrad=mxfp8 without it"),
+        ([at_2(recipe="nvfp4"), {"from_step": 1, "until_step": 1, "modules": ["w2"], "recipe": "mxfp8"}],
+         "mxnorm.schedule[1] changes nothing: all"),
     ],
-)
-def test_what_changes_nothing(tables, settings, message):
+)  # fmt: skip
+def test_what_changes_nothing(tables, message):
     with pytest.raises(ConfigError) as error:
-        scheduled(*tables, **settings)
+        scheduled(*tables)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -172,9 +156,6 @@ def test_what_changes_nothing(tables, settings, message):
     [
         # A part of the layers, or of the steps, has the change without the entry.
         ([at_2(modules=["layers.0", "w2"], recipe="nvfp4")], {"recipes": {"layers.0": "nvfp4"}}),
-        ([at_2(p=1), {"from_step": 5, "estimator": "exact"}], {}),
-        ([at_2(recipe="bf16")], {"fallback": {"recipe": "bf16"}}),
-        ([at_2(p=1)], {"fallback": {"p": 2}}),
         # Neither entry can be without the other.
         ([at_2(modules=["wq"], recipe="fprop=bf16"), at_2(modules=["wk", "wv"], recipe="fprop=bf16")], {}),
     ],
@@ -184,9 +165,8 @@ def test_what_changes_a_part_or_is_needed_by_another(tables, settings):
 
 
 def test_different_things_may_change_at_the_same_step():
-    scheduled(
-        at_2(recipe="fprop=bf16"), at_2(recipe="wgrad=nvfp4"), at_2(p=1), {"from_step": 1, "until_step": 1, "p": 1}
-    )
+    first = {"from_step": 1, "until_step": 1, "recipe": "bf16"}
+    scheduled(at_2(recipe="fprop=bf16"), at_2(recipe="wgrad=nvfp4"), first)
 
 
 def test_features_that_a_later_recipe_cannot_divide_are_found_before_training():
@@ -220,12 +200,11 @@ class Blocks(nn.Module):
         return x
 
 
-def compiled_beside_eager(recipe, converter, tables, fallback=None) -> Callable[..., int]:
+def compiled_beside_eager(recipe, converter, tables) -> Callable[..., int]:
     """Return what gives two blocks the state of a step, compares them with eager ones, and counts all graphs so far."""
     model, x, graphs = Blocks(), torch.randn(16, 32, requires_grad=True), []
     plan = mxtrain.convert(model, converter, recipe=recipe, mode="reference", filter_fqns=[], example_inputs=(x,))
-    fallback = None if fallback is None else RecipeChange.parse("mxnorm.guard", fallback, {})
-    attach_schedule(model, plan.norms, parse_entries(tables, 4, {}, "mxnorm.schedule"), fallback)
+    attach_schedule(model, plan.norms, parse_entries(tables, 4, {}, "mxnorm.schedule"))
     eager = copy.deepcopy(model)
 
     def count(graph, inputs):
@@ -236,10 +215,10 @@ def compiled_beside_eager(recipe, converter, tables, fallback=None) -> Callable[
     for index, block in enumerate(model.layers):
         model.layers[index] = torch.compile(block, backend=count, fullgraph=True)
 
-    def compare(step: int, falls_back: bool = False) -> int:
+    def compare(step: int) -> int:
         outputs = []
         for each in (model, eager):
-            set_step(each, step, falls_back)
+            set_step(each, step)
             mxtrain.set_rounding_step(step)
             outputs.append(each(x))
         assert torch.equal(*outputs)
@@ -251,9 +230,8 @@ def compiled_beside_eager(recipe, converter, tables, fallback=None) -> Callable[
 def test_blocks_compile_at_most_once_for_an_entry():
     """A state that comes back, and a second block with the same state, are not compiled again."""
     tables = [{"from_step": 2, "until_step": 2, "recipe": "fprop=bf16"}, {"from_step": 3, "norm": "rmsnorm"}]
-    compare = compiled_beside_eager("mxfp8", "mxnorm", tables, {"estimator": "exact"})
-    steps = [(1, False), (2, False), (3, False), (4, False), (1, True), (4, False), (1, True)]
-    assert [compare(*step) for step in steps] == [1, 2, 3, 3, 4, 4, 4]
+    compare = compiled_beside_eager("mxfp8", "mxnorm", tables)
+    assert [compare(step) for step in (1, 2, 3, 4, 1, 4, 2)] == [1, 2, 3, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])

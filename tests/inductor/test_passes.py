@@ -97,7 +97,7 @@ def test_a_conversion_installs_or_removes_the_passes(converter):
     for graph_passes in (True, False):
         mxtrain.convert(model(), converter, example_inputs=inputs, filter_fqns=[], graph_passes=graph_passes)
         assert [each is not None for each in installed()] == [graph_passes] * 2
-    mxtrain.convert(model(), "fused_rmsnorm", example_inputs=inputs)
+    mxtrain.convert(model(), "fused_norm", example_inputs=inputs)
     assert installed() == [None, None]
     with pytest.raises(ConfigError, match="graph_passes"):
         mxtrain.convert(model(), converter, graph_passes="no")

@@ -57,13 +57,12 @@ def test_second_derivatives_are_refused(layer, loss):
         assert str(error.value) == MESSAGE
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_second_derivatives_by_single_tensors_are_refused(layer, loss):
-    """Autograd then visits only what lies on the way to them."""
+def test_second_derivatives_by_single_tensors_are_refused(layer):
+    """Autograd then visits only what lies on the way to them. A product with the Hessian would lack terms."""
     module, x = LAYERS[layer](), draw(T, D, seed=0).requires_grad_()
     before = nn.Linear(D, D).to(x.device)
-    first = loss_of(module(before(x)), loss)
+    first = loss_of(module(before(x)), LOSSES["sum"])
     for gradient in torch.autograd.grad(first, [x, *module.parameters()], create_graph=True):
         for by in (x, before.weight):
             with pytest.raises(RuntimeError, match="second derivatives"):

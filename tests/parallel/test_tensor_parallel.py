@@ -17,7 +17,7 @@ FLAGS = {
     **oracle.RECIPES,
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
-    "both converters": ["--model.converters=mxnorm,fused_rmsnorm"],
+    "both converters": ["--model.converters=mxnorm,fused_norm"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
 }
 AC = "--activation_checkpoint.mode="
@@ -29,7 +29,7 @@ BESIDE = "one process beside tensor parallelism"
 TWO = {
     "mxfp8, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
 }
-QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_rmsnorm,decompose_k_router"]
+QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_norm,decompose_k_router"]
 TWO_SWEEP = {
     "unquantized, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "unquantized, selective": [*oracle.layout(tensor=2), f"{AC}selective"],

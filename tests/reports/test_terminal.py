@@ -89,12 +89,12 @@ def test_conversions_follow_the_model_and_a_new_run_starts_a_new_list(started, c
     (tmp_path / "conversion.txt").write_text("of an earlier run")
     started()
     terminal.note_conversion("mxnorm", "2 swapped", "  a\n  b")
-    terminal.note_conversion("fused_rmsnorm", "1 swapped", "  c")
+    terminal.note_conversion("fused_norm", "1 swapped", "  c")
     assert capsys.readouterr().out == ""
     terminal.note_model("the model")
     where = f"; details in {tmp_path}/conversion.txt"
-    assert capsys.readouterr().out == f"the model\nmxnorm: 2 swapped{where}\nfused_rmsnorm: 1 swapped{where}\n"
-    assert (tmp_path / "conversion.txt").read_text() == "mxnorm: 2 swapped\n  a\n  b\nfused_rmsnorm: 1 swapped\n  c\n"
+    assert capsys.readouterr().out == f"the model\nmxnorm: 2 swapped{where}\nfused_norm: 1 swapped{where}\n"
+    assert (tmp_path / "conversion.txt").read_text() == "mxnorm: 2 swapped\n  a\n  b\nfused_norm: 1 swapped\n  c\n"
 
 
 def test_a_conversion_that_cannot_be_written_is_shown_all_the_same(started, capsys, tmp_path):

@@ -15,12 +15,11 @@ from mxtrain.settings.read import places
 OUT_OF_RANGE = {
     "1": """training.steps=-5 training.steps=0 training.dataloader.prefetch_factor=0 lr_scheduler.total_steps=0
         optimizer.beta1=1 lr_scheduler.decay_ratio=1.5 lr_scheduler.min_lr_factor=2 data.package_share=1.1
-        data.validation_share=1 mxnorm.high_precision_share=1 model_args.dim=0 mxnorm.guard.steps=0""",
+        data.validation_share=1 mxnorm.high_precision_share=1 model_args.dim=0""",
     "0": """mxnorm.diagnostics.every=-1 training.max_norm=0 training.max_norm=nan training.dataloader.num_workers=-1
         optimizer.lr=-1 optimizer.beta2=-0.1 optimizer.eps=-1e-8 debug.seed=-1 data.vocab_size=-1 data.package_share=0
         mxnorm.eps=-1 model_args.rope_factor=0 model_args.norm_eps=-1""",
     "-1": "training.global_batch_size=0 training.global_batch_size=-2 checkpoint.load_step=-2 validation.steps=0",
-    "2": "mxnorm.guard.window=1",
     "32": "mxnorm.diagnostics.tokens=0 mxnorm.diagnostics.tokens=100",
     "finite": "optimizer.lr=inf optimizer.lr=nan mxnorm.eps=inf model_args.rope_theta=inf",
     str(2**64): f"debug.seed={2**64}",
@@ -46,8 +45,7 @@ NOT_ALLOWED = {
     "mxnorm.scale_rounding=up": "rceil floor",
     "mxnorm.tensor_scale=both": "static dynamic",
     "mxnorm.mode=warp": "auto native emulated reference",
-    "mxnorm.guard.recipe=fp4": "mxfp8 nvfp4",
-    "fused_rmsnorm.when_compiled=never": "auto kernel formula",
+    "fused_norm.when_compiled=never": "auto kernel formula",
     "metrics.on_nonfinite_loss=maybe": "stop continue",
     "optimizer.name=Lion": "Adam AdamW",
     "optimizer.implementation=slow": "for-loop foreach fused",
@@ -107,24 +105,29 @@ FLAGS = {
     "--mxnorm.hadamard": ["mxnorm.hadamard = True", "nvfp4"],
     "--mxnorm.recipe=nvfp4 --mxnorm.scale_rounding=floor": ["mxnorm.scale_rounding = 'floor'", "nvfp4"],
     "--mxnorm.recipe=nvfp4 --mxnorm.estimator=post_round": ["mxnorm.estimator = 'post_round'"],
-    # Schedules and guards
+    # Schedules
     "--mxnorm.schedule 0.9": ["mxnorm.schedule[0] = 0.9", "dictionary"],
     "--mxnorm.schedule {from_step=": ["mxnorm.schedule[0] = '{from_step='", "inline table"],
-    '--mxnorm.schedule {from_step=3,p=1} {from_step=3,modulez=["wo"]}': ["mxnorm.schedule[1]", "modulez", "modules"],
-    "--mxnorm.schedule {from_step=3,p=7}": ["mxnorm.schedule[0].p = 7", "1 or 2"],
+    '--mxnorm.schedule {from_step=3,norm="rmsnorm"} {from_step=3,modulez=["wo"]}': [
+        "mxnorm.schedule[1]", "modulez", "modules",
+    ],
+    '--mxnorm.schedule {from_step=3,norm="x"}': ["mxnorm.schedule[0].norm = 'x'", "'rmsnorm'"],
+    "--mxnorm.schedule {from_step=3,p=1}": ["mxnorm.schedule[0] = ", "key p, which no longer exists", "[mxnorm]"],
     '--mxnorm.schedule {from_step=3,modules="wo,w2"}': ["mxnorm.schedule[0].modules = 'wo,w2'", "list"],
     "--mxnorm.schedule {from_step=3}": ["mxnorm.schedule[0]"],
-    "--training.steps=9 --mxnorm.schedule {from_step=10,p=1}": ["mxnorm.schedule[0].from_step = 10", "1 to 9"],
+    '--training.steps=9 --mxnorm.schedule {from_step=10,recipe="bf16"}': ["mxnorm.schedule[0].from_step = 10", "to 9"],
     '--mxnorm.schedule {from_share=1.1,recipe="bf16"}': ["mxnorm.schedule[0].from_share = 1.1"],
-    "--model.converters=mx_linear --mxnorm.schedule {from_step=1,p=1}": ["mxnorm.schedule[0].p = 1", "'mxnorm'"],
-    "--model.converters=mx_linear --mxnorm.guard.norm=rmsnorm": ["mxnorm.guard.norm = 'rmsnorm'", "'mxnorm'"],
-    "--mxnorm.guard.window=5": ["mxnorm.guard.window = 5", "mxnorm.guard.recipe"],
-    "--model.converters=mx_linear --mxnorm.guard.steps=9": ["mxnorm.guard.steps = 9", "mxnorm.guard.recipe"],
-    "--mxnorm.guard.norm=rmsnorm --mxnorm.guard.p=1": ["mxnorm.guard.p = 1", 'norm = "rmsnorm"'],
+    '--model.converters=mx_linear --mxnorm.schedule {from_step=1,norm="rmsnorm"}': [
+        "mxnorm.schedule[0].norm = 'rmsnorm' needs the converter 'mxnorm', not 'mx_linear'"
+    ],
+    # Settings of earlier versions
+    "--mxnorm.combine_backward=quantized": ["mxnorm.combine_backward no longer exists: gradients"],
+    "--model.converters=fused_rmsnorm": ["model.converters = ['fused_rmsnorm'] has 'fused_rmsnorm'", "'fused_norm'"],
+    "--fused_rmsnorm.filter_fqns=norm": ["fused_rmsnorm.filter_fqns no longer exists: ", "[fused_norm]"],
+    "--mxnorm.guard.window=5": ["mxnorm.guard.window no longer exists: remove it; entries of mxnorm.schedule"],
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": ["model.converters = ['mxnorm', 'mxnorm']", "twice"],
     "--model.converters=mxnorm,mx_linear": ["model.converters = ", "choose one of ['mxnorm', 'mx_linear']"],
-    "--model.converters=fused_norm,fused_rmsnorm": ["model.converters = ", "choose one of ['fused_norm', "],
     "--model.converters=mxnorm,quantize.linear.mx": ["model.converters = ", "'mxnorm' and 'quantize.linear.mx'"],
     "--model.converters=decompose_k_router,quantize.linear.mx": ["model.converters = ", "linear.mx.filter_fqns"],
     "--memory_estimation.enable": ["memory_estimation.enable = True", "mxtrain doctor --model"],

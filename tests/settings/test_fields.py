@@ -43,7 +43,7 @@ PARTS = "parallelism.module_fqns_per_model_part"
         ("--checkpoint.enable=false", "checkpoint.enable", False),
         ("--checkpoint.no-enable", "checkpoint.enable", False),
         ("--metrics.no-enable_wandb", "metrics.enable_wandb", False),
-        ("--model.converters=mxnorm,fused_rmsnorm", "model.converters", ["mxnorm", "fused_rmsnorm"]),
+        ("--model.converters=mxnorm,fused_norm", "model.converters", ["mxnorm", "fused_norm"]),
         ("--model.converters=", "model.converters", []),
         ("--debug.seed None", "debug.seed", None),
         ("--training.dataset_path None", "training.dataset_path", None),
@@ -72,7 +72,7 @@ def test_flags_override_the_file_and_the_rest_are_defaults(tmp_path):
     settings = read_settings(["--job.config_file", str(tmp_path / "a.toml"), "--training.steps=6"])
     assert [settings[f"training.{name}"] for name in ("steps", "dataloader.num_workers", "seq_len")] == [6, 3, 2048]
     values = settings.values
-    assert (values.training.steps, values.training.dataloader.num_workers, values.mxnorm.guard.window) == (6, 3, 100)
+    assert (values.training.steps, values.training.dataloader.num_workers, values.mxnorm.p) == (6, 3, 2)
     path = {"config_file": str(tmp_path / "a.toml")}
     assert settings.tables() == {"training": {"steps": 6, "dataloader": {"num_workers": 3}}, "job": path}
 

@@ -9,7 +9,7 @@ from mxtrain.settings.read import read_settings
 
 CP, TP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline"))
 EP, ETP = "--parallelism.expert_parallel_degree", "--parallelism.expert_tensor_parallel_degree"
-FUSED, MXNORM = "--model.converters=fused_rmsnorm", "--model.converters=mxnorm"
+FUSED, MXNORM = "--model.converters=fused_norm", "--model.converters=mxnorm"
 CHUNK = "--parallelism.pipeline_parallel_microbatch_size"
 VALIDATED = "--validation.enable --validation.local_batch_size"
 
@@ -23,7 +23,7 @@ GOOD = [
     (f"{MXNORM} --training.seq_len=34", 2),
     (f"{EP}=4 {TP}=2 {FUSED}", 4),
     (f"{EP}=2 {ETP}=2 {TP}=2 {FUSED}", 4),
-    (f"{EP}=2 {MXNORM} --mxnorm.dispatch=quantized --mxnorm.combine_backward=quantized", 2),
+    (f"{EP}=2 {MXNORM} --mxnorm.dispatch=quantized", 2),
     (f"{TP}=2 {MXNORM} --mxnorm.gather=quantized --training.seq_len=192", 2),
     (f"{TP}=2 {MXNORM} --training.seq_len=96", 2),
     (f"{MXNORM} --mxnorm.gather=quantized --training.seq_len=34", 1),

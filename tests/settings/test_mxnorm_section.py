@@ -5,7 +5,6 @@ import pytest
 from mxtrain.settings.mxnorm_section import without_effect
 from mxtrain.titan.job_config import parse_job_config
 
-GUARD = ["--mxnorm.guard.recipe=bf16", "--mxnorm.guard.window=9"]
 NOT_MEASURED = "nothing is measured: mxnorm.diagnostics.every = 11"
 SCHEDULE = '--mxnorm.schedule={from_step = 2, recipe = "dgrad=bf16"}'
 WITHOUT_CONVERTER = ["--mxnorm.diagnostics.every=2", "--model.converters="]
@@ -20,10 +19,7 @@ WITHOUT_CONVERTER = ["--mxnorm.diagnostics.every=2", "--model.converters="]
         (10, ["--mxnorm.diagnostics.every=11"], [f"{NOT_MEASURED}, and the run has 10 steps"]),
         (11, ["--mxnorm.diagnostics.every=11"], []),
         (10, WITHOUT_CONVERTER, ["mxnorm.diagnostics.every has no effect without the converter"]),
-        (10, ["--model.converters=", *GUARD], ["mxnorm.guard has no effect without the converter mxnorm or mx_linear"]),
         (10, ["--model.converters=", SCHEDULE], ["mxnorm.schedule has no effect without the converter"]),
-        (9, GUARD, ["the guard cannot see a spike: it knows one by the losses of the 9 steps before"]),
-        (10, GUARD, []),
     ],
 )
 def test_what_has_no_effect_is_said(steps, flags, begins):

@@ -52,7 +52,7 @@ FREE = [
     {"parallelism.data_parallel_replicate_degree": 2, "parallelism.tensor_parallel_degree": 2},
     {"compile.enable": True, "activation_checkpoint.mode": "full", "validation.enable": True},
     {"training.local_batch_size": 4, "training.enable_cpu_offload": True, "training.dataloader.num_workers": 2},
-    {"mxnorm.mode": "reference", "fused_rmsnorm.when_compiled": "kernel"},
+    {"mxnorm.mode": "reference", "fused_norm.when_compiled": "kernel"},
     {"data.prepared": "files-0", "data.cache_dir": "elsewhere", "model.hf_assets_path": "tokenizer"},
     {"training.dataset": "files", "training.dataset_path": "moved", "data.seed": 0},
 ]
@@ -78,8 +78,8 @@ def test_defaults_that_have_changed_are_tables_for_a_file():
     kept = kept_defaults(KNOWN)
     assert other_defaults(KNOWN, kept) == {}
     unset = next(name for name, field in KNOWN.items() if field.default is not None and name.startswith("training."))
-    had = {**kept, "mxnorm.p": 1, "mxnorm.guard.window": 7, unset: None, "gone.by": 1}
-    assert other_defaults(KNOWN, had) == {"mxnorm": {"p": 1, "guard": {"window": 7}}}
+    had = {**kept, "mxnorm.p": 1, "mxnorm.diagnostics.tokens": 64, unset: None, "gone.by": 1}
+    assert other_defaults(KNOWN, had) == {"mxnorm": {"p": 1, "diagnostics": {"tokens": 64}}}
 
 
 def test_applied_and_reported(lines):
@@ -169,6 +169,43 @@ def test_settings_before_leave_out_what_this_version_does_not_know():
     assert settings_before({"optimizer": {"lr": 1}}, KNOWN)["optimizer.lr"] == 1.0
 
 
+def kept(converters: list[str], **tables) -> dict:
+    return {"model": {"name": "llama3", "flavor": "debugmodel", "converters": converters}, **tables}
+
+
+@pytest.mark.parametrize(
+    "before, now",
+    [
+        (
+            kept(["fused_rmsnorm"], fused_rmsnorm={"filter_fqns": ["norm"]}, fused_norm={"filter_fqns": ["w"]}),
+            kept(["fused_norm"], fused_norm={"filter_fqns": ["norm"]}),
+        ),
+        (kept(["mxnorm"], fused_rmsnorm={"when_compiled": "kernel"}), kept(["mxnorm"])),
+        (kept([], mxnorm={"guard": {"p": 1}, "combine_backward": "quantized", "p": 1}), kept([], mxnorm={"p": 1})),
+        (kept(["mxnorm"], mxnorm={"combine_backward": "quantized"}), kept(["mxnorm"])),
+        (kept(["mxnorm"], mxnorm={"guard": {"recipe": "bf16"}}), "mxnorm.guard no longer exists"),
+        (
+            kept(["mxnorm"], mxnorm={"combine_backward": "quantized"}, parallelism={"expert_parallel_degree": 2}),
+            "mxnorm.combine_backward no longer exists",
+        ),
+    ],
+)
+def test_a_run_of_an_earlier_version_goes_on_without_what_changes_no_number(tmp_path, before, now):
+    config = tmp_path / "config.toml"
+    config.write_text(tomli_w.dumps(before))
+    with pytest.raises(ConfigError, match="no longer exists"):  # a config of the user's
+        read_settings([f"--job.config_file={config}"])
+    (tmp_path / "run.json").touch()
+    if isinstance(now, str):
+        with pytest.raises(ConfigError, match=f"^{now}.*config.toml, line"):
+            read_settings([f"--job.config_file={config}"])
+        return
+    settings = read_settings([f"--job.config_file={config}"])
+    assert settings.tables() == {**now, "job": {"config_file": str(config)}}
+    saved(tmp_path, 100, settings=before)
+    assert check_resume(Start(100, (), tmp_path), settings, 1) == []
+
+
 def test_every_setting_has_a_rule():
     assert [name for name, field in KNOWN.items() if field.resume is None] == []
     assert KNOWN["model_args.max_seq_len"].resume is Resume.FREE  # an export's alone
@@ -226,7 +263,7 @@ def test_the_defaults_of_its_version_count(start):
 
 
 def test_entries_of_the_schedule_that_move_with_the_number_of_steps_are_reported(start):
-    entries = [{"from_share": 0.9, "recipe": "bf16"}, {"from_step": 1, "until_step": 2, "p": 1}]
+    entries = [{"from_share": 0.9, "recipe": "bf16"}, {"from_step": 1, "until_step": 2, "norm": "rmsnorm"}]
     model, mxnorm = {"converters": ["mxnorm"]}, {"schedule": entries}
     settings = {"optimizer": {"lr": 0.5}, "model": model, "mxnorm": mxnorm, "training": {"steps": 100}}
     saved(start.checkpoint, 5, settings=settings, processes=2)

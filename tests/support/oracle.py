@@ -61,13 +61,13 @@ RECIPES = {
     "unquantized": ["--mxnorm.recipe=unquantized"],
     "mxfp8": [],
     "mx_linear": ["--model.converters=mx_linear"],
-    "fused_rmsnorm": ["--model.converters=fused_rmsnorm"],
+    "fused_norm": ["--model.converters=fused_norm"],
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", NEAREST],
 }
 """Name -> flags. "bf16" is the model without a converter, here in float32."""
 ALONE = "oracle of one process"
-HIGH_PRECISION = {"bf16", "unquantized", "fused_rmsnorm", "experts"}
+HIGH_PRECISION = {"bf16", "unquantized", "fused_norm", "experts"}
 """Names of recipes that do not quantize: of ``RECIPES``, and DeepSeek's experts among the tests of pipelines"""
 
 

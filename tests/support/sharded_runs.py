@@ -27,7 +27,7 @@ if RELEASE == "v03":  # which has no context parallelism for this attention
 FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
-    "cp 2 x hsdp 2 x 1, fused_rmsnorm": [*layout(replicate=2, context=2), *RECIPES["fused_rmsnorm"]],
+    "cp 2 x hsdp 2 x 1, fused_norm": [*layout(replicate=2, context=2), *RECIPES["fused_norm"]],
 }
 VALIDATED = "--validation.seq_len=128"
 AFTER_TWO = "sharded, then on one"

@@ -29,7 +29,7 @@ mxtrain.convert(model, converter="mx_linear", recipe=recipe, scale_rounding="flo
 mxtrain.convert(model, "mx_linear", recipe="nvfp4", tensor_scale="dynamic", weight_tiles=False, hadamard=True)
 mxtrain.convert(model, "mx_linear", stochastic_rounding=None, high_precision_share=0, graph_passes=False)
 mxtrain.convert(model, "fused_norm", filter_fqns=["norm"], when_compiled="kernel", example_inputs={"tokens": x})
-mxtrain.convert(model, "fused_rmsnorm", filter_fqns=(f"layers.{i}" for i in range(3)))
+mxtrain.convert(model, "fused_norm", filter_fqns=(f"layers.{i}" for i in range(3)))
 mxtrain.convert(model, "decompose_k_router", prefix="layers.0", filter_fqns=None)
 
 
@@ -41,8 +41,6 @@ mxtrain.convert("model")  # type: ignore
 mxtrain.convert(model, "mx_norm")  # type: ignore
 mxtrain.convert(model, p="2")  # type: ignore
 mxtrain.convert(model, estimator="pre-round")  # type: ignore
-mxtrain.convert(model, "mx_linear", p=1)  # type: ignore
-mxtrain.convert(model, "fused_norm", recipe="mxfp8")  # type: ignore
 mxtrain.convert(model, filters=["output"])  # type: ignore
 mxtrain.convert(model, filter_fqns=[1])  # type: ignore
 mxtrain.convert(model, example_inputs=x)  # type: ignore

@@ -42,9 +42,9 @@ def test_active_settings():
     }
     linear = active_settings(config("--mxnorm.mode=reference", converter="mx_linear"))
     assert linear["converter"] == "mx_linear" and linear["p"] is None and linear["recipe"] == "mxfp8"
-    for no_mx in ("", "fused_rmsnorm", "decompose_k_router"):
+    for no_mx in ("", "fused_norm", "decompose_k_router"):
         assert set(active_settings(config(converter=no_mx)).values()) == {"none", None}
-    assert active_settings(config(converter="fused_rmsnorm,mx_linear"))["converter"] == "mx_linear"
+    assert active_settings(config(converter="fused_norm,mx_linear"))["converter"] == "mx_linear"
 
 
 def ffn_norms(modules) -> list[type]:

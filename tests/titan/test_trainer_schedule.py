@@ -1,4 +1,4 @@
-"""The schedule and the guard in the trainer (see training_runs), and their mistakes in settings."""
+"""The schedule in the trainer (see training_runs), and their mistakes in settings."""
 
 import random
 
@@ -10,13 +10,11 @@ from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor
-from tests.support.training_runs import ACCUMULATE, GUARD, done_once, load, seeds
+from tests.support.training_runs import ACCUMULATE, done_once, load, seeds
 
 EVENTS = [
     (3, "fprop=bf16 in layers.1"),
-    (5, "guard: wgrad=bf16, exact"),
     (6, "end of fprop=bf16 in layers.1"),
-    (7, "end of guard: wgrad=bf16, exact"),
 ]
 
 
@@ -29,34 +27,26 @@ def test_changes_are_logged(one):
     assert events(run) == EVENTS
     lines = run.output[0].splitlines()
     assert "step 3: fprop=bf16 in layers.1, to step 5 (mxnorm.schedule[0])" in lines
-    (guard,) = [line for line in lines if line.startswith("step 5: guard: wgrad=bf16, exact, to step 6: the loss of ")]
-    first, second, third = run.losses[:3]
-    assert f"step 3 is {third:.4f}, above {(first + second) / 2:.4f} + " in guard
-    assert load_run(run.folder).variant == "mxnorm mxfp8 p=2 + 1 scheduled + guard"
+    assert load_run(run.folder).variant == "mxnorm mxfp8 p=2 + 1 scheduled"
 
 
 def test_a_change_has_its_effect_from_its_first_step_on(one):
-    """The same run without schedule and guard has the same losses until then, and others from then on."""
+    """The same run without a schedule has the same losses until then, and others from then on."""
     plain, scheduled = one["unscheduled"].losses, one["scheduled"].losses
     assert scheduled[:2] == plain[:2] and scheduled[2] != plain[2]
 
 
-def test_a_run_resumes_in_the_middle_of_an_entry_and_after_a_spike(one):
-    """The spike of step 3, before the checkpoint, changes the recipe of step 5, after it."""
+def test_a_run_resumes_in_the_middle_of_an_entry(one):
     whole, resumed = one["scheduled"], one["scheduled, resumed"]
     assert [(r["loss"], r["grad_norm"]) for r in resumed.rows] == [(r["loss"], r["grad_norm"]) for r in whole.rows]
     assert events(resumed) == EVENTS
     assert "in effect from step 3 to 5: fprop=bf16 in layers.1 (mxnorm.schedule[0])" in resumed.output[0]
 
 
-def test_a_run_without_a_guard_may_get_one(one):
-    assert len(one["unscheduled, resumed with a guard"].losses) == 4
-
-
 def test_other_entries_are_another_experiment(one):
     refused = one["scheduled, another entry"]
     assert refused.statuses == [2]
-    assert "error: mxnorm.schedule = [{'from_step': 4, 'p': 1}], but" in refused.output[0]
+    assert "error: mxnorm.schedule = [{'from_step': 4, 'norm': 'rmsnorm'}], but" in refused.output[0]
 
 
 def convert(*flags):
@@ -68,24 +58,20 @@ def test_the_model_of_a_job_is_checked_before_training():
     entry = '{from_step = 2, modules = ["layer.1"], recipe = "bf16"}'
     with pytest.raises(ConfigError, match=r"^mxnorm.schedule\[0\].modules: 'layer.1' matches no module"):
         convert("--model.converters=mxnorm", "--mxnorm.schedule", entry)
-    with pytest.raises(ConfigError, match=r"^mxnorm.guard: layers.0.attention_norm: estimator = 'post_round' reads"):
-        convert("--model.converters=mxnorm", "--mxnorm.estimator=post_round", "--mxnorm.guard.recipe=bf16")
     convert("--model.converters=", "--mxnorm.schedule", entry)  # nothing is swapped, and [mxnorm] is not read
 
 
 def test_another_trainer_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    flags = ["--model.converters=mxnorm", "--mxnorm.guard.recipe=bf16", f"--job.dump_folder={tmp_path}"]
-    with pytest.raises(ConfigError, match="mxnorm.schedule and mxnorm.guard need mxtrain's trainer"):
+    schedule = '--mxnorm.schedule={from_step = 2, recipe = "bf16"}'
+    flags = ["--model.converters=mxnorm", schedule, f"--job.dump_folder={tmp_path}"]
+    with pytest.raises(ConfigError, match="mxnorm.schedule needs mxtrain's trainer"):
         build_metrics_processor(parse_job_config(flags), None)
 
 
 @pytest.mark.sweep
 def test_every_layout_switches_as_one_process(base):
-    """FSDP2, tensor parallelism and pipelines: every kind of change, and the guard.
-
-    The text is the same every time, because it decides where the guard acts.
-    """
+    """FSDP2, tensor parallelism and pipelines: every kind of change."""
     text = base / "letters.py"
     text.write_text("".join(random.Random(0).choices("etaoin shrdlu\n", k=40_000)))
     entries = [
@@ -94,9 +80,8 @@ def test_every_layout_switches_as_one_process(base):
         '{from_step = 4, recipe = "nvfp4"}',
     ]
     exact = ["--mxnorm.stochastic_rounding=false", "--mxnorm.hadamard=false", "--optimizer.lr=1e-3"]
-    guard = [*GUARD[1:], "--mxnorm.guard.sigmas=0.1"]
     data = [f"--training.dataset_path={text}", "--data.validation_share=0"]
-    flags = [*load(seeds(base)["dense"].folder, 0, 7), *data, "--mxnorm.schedule", *entries, *exact, *guard]
+    flags = [*load(seeds(base)["dense"].folder, 0, 7), *data, "--mxnorm.schedule", *entries, *exact]
     pipeline = ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatch_size=2"]
     expected = done_once(base, "scheduled alone", 1, {"alone": flags})["alone"]
     layouts = {
@@ -104,7 +89,6 @@ def test_every_layout_switches_as_one_process(base):
         "tp": [*flags, "--parallelism.tensor_parallel_degree=2"],
         "pp": [*flags, *pipeline],
     }
-    assert any(event.startswith("guard: ") for _, event in events(expected))
     for name, run in done_once(base, "scheduled in two", 2, layouts).items():
         assert run.losses == pytest.approx(expected.losses, rel=1e-5), name
         norms = [[row["grad_norm"] for row in each.rows] for each in (run, expected)]

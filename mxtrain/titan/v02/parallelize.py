@@ -65,7 +65,7 @@ def checked_parallelize(parallelize_fn):
         if parallel_dims.tp_enabled and quantizing_among(job_config.model.converters):
             choose_gathers(model, job_config.mxnorm.gather)
         if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
-            choose_exchange(model, job_config.mxnorm.dispatch, job_config.mxnorm.combine_backward)
+            choose_exchange(model, job_config.mxnorm.dispatch)
         checkpointing = job_config.activation_checkpoint
         if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
             multiply_one_by_one(model)

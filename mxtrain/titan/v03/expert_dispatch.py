@@ -2,20 +2,17 @@
 
 from dataclasses import replace
 
-import torch
 import torch.nn as nn
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.routed_rows import RoutedRows
-from mxtrain.parallel.expert_dispatch import SentRows, returned, returns_codes
+from mxtrain.parallel.expert_dispatch import SentRows
 
 
 class CodesDispatcher(AllToAllTokenDispatcher):
     """``AllToAllTokenDispatcher`` that also takes the result of an MXNorm. For tensors it does the same."""
-
-    experts: nn.Module
 
     def dispatch(self, x_TD, *routing):
         rows = x_TD[:] if isinstance(x_TD, NormedInput) else x_TD
@@ -27,18 +24,12 @@ class CodesDispatcher(AllToAllTokenDispatcher):
         of_results = replace(sent, input_shape=(packed.shape[0], h.shape[1]))
         return RoutedRows(h, packed), counts, of_results
 
-    def _combine_token_exchange(self, routed_output_RD, pg, input_splits, output_splits) -> torch.Tensor:
-        if not returns_codes(self.experts):
-            return super()._combine_token_exchange(routed_output_RD, pg, input_splits, output_splits)
-        return returned(routed_output_RD, input_splits, output_splits, self._group(), self.experts)
-
     def _group(self) -> str:
         return self.ep_mesh.get_group().group_name
 
 
 def use_codes(model: nn.Module) -> None:
-    """Let dispatchers send what norms and experts choose (``choose_exchange``)."""
+    """Let dispatchers send what norms choose (``choose_exchange``)."""
     for module in model.modules():
         if isinstance(module, RoutedExperts):
-            dispatcher = module.token_dispatcher
-            dispatcher.__class__, dispatcher.experts = CodesDispatcher, module.inner_experts
+            module.token_dispatcher.__class__ = CodesDispatcher

@@ -110,7 +110,7 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
         _redistribute_in_hooks(model, parallel_dims)
         if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
-            choose_exchange(model, job_config.mxnorm.dispatch, job_config.mxnorm.combine_backward)
+            choose_exchange(model, job_config.mxnorm.dispatch)
             use_codes(model)
         if parallel_dims.tp_enabled:
             choose_gathers(model, job_config.mxnorm.gather)

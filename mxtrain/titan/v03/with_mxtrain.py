@@ -9,7 +9,7 @@ from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 
-from mxtrain.conversion.converters import CONVERTERS
+from mxtrain.conversion.converters import require_converter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import settings_in
@@ -31,7 +31,7 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
             return config
 
     Converted layers know tensor parallelism, FSDP and selective activation checkpointing. Initial weights are the same
-    on every layout. What needs mxtrain's trainer is refused: schedule, guard, diagnostics.
+    on every layout. What needs mxtrain's trainer is refused: schedule and diagnostics.
 
     Args:
         spec: of any model; its linears and norms are those of ``torchtitan.models.common``. It does not change.
@@ -43,7 +43,7 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
             parallelized: DTensors, or a pipeline's schedule that computes gradients of inputs and of weights apart.
     """
     for name in converters:
-        require_one_of("model.converters", name, CONVERTERS)
+        require_converter("model.converters", name)
     sections = ["mxnorm" if quantizing_among([name]) else name for name in converters]
     for table in tables:
         require_one_of("with_mxtrain: table", table, sections)

@@ -86,7 +86,7 @@ def test_flex_attention_is_not_split_on_a_cpu():
 
 
 def test_shards_of_any_width_without_quantization():
-    check(f"--model.name=llama3 --model.flavor=debugmodel --model.converters=fused_rmsnorm {TP}=16")
+    check(f"--model.name=llama3 --model.flavor=debugmodel --model.converters=fused_norm {TP}=16")
 
 
 def test_llama3s_flavors_have_whole_blocks_on_a_node():

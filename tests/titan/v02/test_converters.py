@@ -115,7 +115,7 @@ def test_a_router_compiles_without_a_graph_break_and_once_for_all_numbers_of_tok
     [
         ("deepseek_v3", "mxnorm", MXNorm),
         ("llama4", "mx_linear", MXLinear),
-        ("qwen3", "fused_rmsnorm", FusedRMSNorm),
+        ("qwen3", "fused_norm", FusedRMSNorm),
     ],
 )
 def test_decompose_k_router_goes_with_the_others_in_either_order(name, other, kind):
@@ -128,19 +128,17 @@ def test_decompose_k_router_goes_with_the_others_in_either_order(name, other, ki
     assert any(issubclass(of_gate, DecomposeKRouter) for of_gate in kinds[0].values())
 
 
-@pytest.mark.parametrize(
-    ("name", "of_a_layer", "converter"), [("llama3", 2, "fused_rmsnorm"), ("qwen3", 4, "fused_norm")]
-)
-def test_a_fused_norm_takes_every_norm(name, of_a_layer, converter):
+@pytest.mark.parametrize(("name", "of_a_layer"), [("llama3", 2), ("qwen3", 4)])
+def test_a_fused_norm_takes_every_norm(name, of_a_layer):
     model, args = model_and_args(name, "debugmodel")
     names = list(model.state_dict())
-    titan_converter(converter, config(converter=converter)).convert(model)
+    titan_converter("fused_norm", config(converter="fused_norm")).convert(model)
     assert count(model, FusedRMSNorm) == of_a_layer * args.n_layers + 1 and count(model, nn.RMSNorm) == 0
     assert count(model, nn.Linear) == 7 * args.n_layers + 1
     assert list(model.state_dict()) == names
 
 
-@pytest.mark.parametrize("converters", ["mxnorm,fused_rmsnorm", "fused_rmsnorm,mxnorm"])
+@pytest.mark.parametrize("converters", ["mxnorm,fused_norm", "fused_norm,mxnorm"])
 def test_converters_go_together_in_either_order(converters):
     model, args = model_and_args("qwen3", "debugmodel")
     build_model_converters(config(converter=converters), None).convert(model)
@@ -154,20 +152,18 @@ def test_converters_go_together_in_either_order(converters):
     ]
 
 
-@pytest.mark.parametrize("converter", ["fused_rmsnorm", "fused_norm"])
-def test_settings_of_a_fused_norm_reach_the_modules(converter):
+def test_settings_of_a_fused_norm_reach_the_modules():
     model, args = model_and_args("llama3", "debugmodel")
-    name = converter
-    flags = [f"--{name}.when_compiled=kernel", f"--{name}.filter_fqns=norm,layers.0"]
-    titan_converter(name, config(*flags, converter=name)).convert(model)
+    flags = ["--fused_norm.when_compiled=kernel", "--fused_norm.filter_fqns=norm,layers.0"]
+    titan_converter("fused_norm", config(*flags, converter="fused_norm")).convert(model)
     assert type(model.norm) is nn.RMSNorm and type(model.layers["0"].ffn_norm) is nn.RMSNorm
     assert model.layers["1"].ffn_norm.when_compiled == "kernel"
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
 
 
-def test_a_wrong_fused_rmsnorm_setting_is_refused_at_once():
-    with pytest.raises(ConfigError, match="^fused_rmsnorm.when_compiled = 'kernels' should be 'auto', 'kernel'"):
-        config("--fused_rmsnorm.when_compiled=kernels", converter="fused_rmsnorm")
+def test_a_wrong_fused_norm_setting_is_refused_at_once():
+    with pytest.raises(ConfigError, match="^fused_norm.when_compiled = 'kernels' should be 'auto', 'kernel'"):
+        config("--fused_norm.when_compiled=kernels", converter="fused_norm")
 
 
 @pytest.mark.parametrize(("mode", "lax"), [("emulated", False), ("reference", True)])
@@ -208,7 +204,7 @@ def test_random_bits_that_no_resumed_run_repeats_are_warned_of(flags, step, warn
     [
         ("mxnorm", "llama3", "debugmodel"),
         ("mx_linear", "qwen3", "debugmodel_moe_16"),
-        ("fused_rmsnorm,decompose_k_router", "qwen3", "debugmodel_moe_16"),
+        ("fused_norm,decompose_k_router", "qwen3", "debugmodel_moe_16"),
     ],
 )
 def test_weights_initialise_as_before_the_swap(converters, name, flavor):
@@ -258,7 +254,7 @@ def test_every_config_builds_its_converters_and_they_convert_its_model(path):
     left = {6: 1, 12: 2}[args.n_layers] if "nvfp4" in job_config.mxnorm.recipe else 0
     left += "layers.0" in job_config.mxnorm.recipes
     assert {kind: count(model, kind) / (args.n_layers - left) for kind in expected} == expected
-    fuses = "fused_rmsnorm" in job_config.model.converters
+    fuses = "fused_norm" in job_config.model.converters
     assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm))
 
 
@@ -268,7 +264,7 @@ TITANS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.f
 @pytest.mark.parametrize("theirs", TITANS)
 @pytest.mark.parametrize("ours", ["mxnorm", "mx_linear"])
 def test_torchtitans_own_quantization_is_refused_beside_ours(ours, theirs):
-    for names in (f"{ours},{theirs}", f"{theirs},fused_rmsnorm,{ours}"):
+    for names in (f"{ours},{theirs}", f"{theirs},fused_norm,{ours}"):
         job_config = JobConfig()
         job_config.model.converters = names.split(",")
         message = f"^model.converters = .* has '{ours}' and '{theirs}', which both quantize: remove one of them$"
@@ -279,13 +275,13 @@ def test_torchtitans_own_quantization_is_refused_beside_ours(ours, theirs):
 def test_torchtitans_own_quantization_comes_before_the_router():
     with pytest.raises(ConfigError, match="would replace the gates of 'decompose_k_router' by those of 'quantize.lin"):
         config(converter="decompose_k_router,quantize.linear.float8")
-    names = ["quantize.linear.float8", "decompose_k_router", "fused_rmsnorm"]
-    job_config = parse_job_config(["--model.converters=fused_rmsnorm,decompose_k_router"])
+    names = ["quantize.linear.float8", "decompose_k_router", "fused_norm"]
+    job_config = parse_job_config(["--model.converters=fused_norm,decompose_k_router"])
     job_config.model.converters = names
     assert active_settings(job_config)["converter"] == "none"
 
 
-@pytest.mark.parametrize("converter", ["mxnorm", "fused_rmsnorm", "decompose_k_router"])
+@pytest.mark.parametrize("converter", ["mxnorm", "fused_norm", "decompose_k_router"])
 def test_without_the_custom_config_section(converter):
     job_config = JobConfig()
     job_config.model.converters = [converter]
@@ -295,10 +291,10 @@ def test_without_the_custom_config_section(converter):
 
 
 def test_no_parameter_has_memory_before_and_after_its_conversion():
-    job_config = parse_job_config(["--model.converters=mxnorm,fused_rmsnorm", "--training.dtype=bfloat16"])
+    job_config = parse_job_config(["--model.converters=mxnorm,fused_norm", "--training.dtype=bfloat16"])
     model = build_on_meta(job_config)
     assert {(p.is_meta, p.dtype) for p in model.parameters()} == {(True, torch.bfloat16)}
     assert torch.get_default_dtype() == torch.float32
     plans = convert_on_meta(job_config, model)
-    assert list(plans) == ["mxnorm", "fused_rmsnorm"] and plans["mxnorm"].quantized_share > 0.5
+    assert list(plans) == ["mxnorm", "fused_norm"] and plans["mxnorm"].quantized_share > 0.5
     assert all(p.is_meta for p in model.parameters())

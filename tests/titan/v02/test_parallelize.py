@@ -60,7 +60,7 @@ def test_hsdp_works_with_any_trainer():
 
 
 def test_tensor_parallelism_works_with_every_converter():
-    for converters in ("mxnorm", "mx_linear", "fused_rmsnorm", "fused_rmsnorm,mxnorm"):
+    for converters in ("mxnorm", "mx_linear", "fused_norm", "fused_norm,mxnorm"):
         check_layout(dims(4, ParallelDims), job(converters, tensor_parallel=4))
 
 

@@ -6,8 +6,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed.spmd_types import set_spmd_meshes
 
 from mxtrain.parallel.expert_dispatch import choose_exchange
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.casts import image
 from mxtrain.titan.v03.expert_dispatch import CodesDispatcher
 from tests.support.dispatch_checks import CASES, CODES, COUNTS, DIM, EXPERTS, Routed, counted
 from tests.support.expert_checks import heavy_tailed
@@ -15,15 +13,14 @@ from tests.support.layer_checks import in_two_processes
 
 
 class Dispatched(Routed):
-    def __init__(self, mesh, mode, dtype, **exchange):
+    def __init__(self, mesh, mode, dtype, dispatch="high_precision"):
         super().__init__(mode, dtype=dtype)
         self.dispatcher = CodesDispatcher(CodesDispatcher.Config(num_experts=EXPERTS, top_k=1))
-        self.dispatcher.experts = self.experts
         self.dispatcher.wire_meshes(ep_mesh=mesh)
         if mesh is not None:
             for name, weight in list(self.experts.named_parameters()):
                 setattr(self.experts, name, nn.Parameter(weight.detach().chunk(2)[mesh.get_local_rank()]))
-        choose_exchange(self, **{"dispatch": "high_precision", "combine_backward": "high_precision", **exchange})
+        choose_exchange(self, dispatch)
 
     def results(self, x, experts, dy) -> list[torch.Tensor]:
         """Result, and gradients of x, of the gain and of the weights, for one expert of every token."""
@@ -42,12 +39,6 @@ def inputs(dtype, rank: int) -> tuple[torch.Tensor, ...]:
     return x, experts, dy
 
 
-def rounded(dy: torch.Tensor) -> torch.Tensor:
-    """The values of the codes of the gradient of the results."""
-    recipe = get_recipe("mxfp8").dgrad
-    return image(dy, recipe.format, recipe.scale_rounding, 1, dy.dtype)
-
-
 def _check_two_processes(mesh):
     mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), mesh.get_local_rank()
     set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
@@ -56,14 +47,13 @@ def _check_two_processes(mesh):
     for mode, dtype in CASES:
         values = DIM * dtype.itemsize
         x, experts, dy = map(torch.cat, zip(inputs(dtype, 0), inputs(dtype, 1), strict=True))
-        for back, there, gradient in (("high_precision", values, dy), ("quantized", CODES, rounded(dy))):
-            y, dx, _, *dws = Dispatched(None, mode, dtype).results(x, experts, gradient)
-            want = [y.narrow(0, *own), dx.narrow(0, *own), *(dw.chunk(2)[rank] for dw in dws)]
-            model = Dispatched(mesh, mode, dtype, dispatch="auto", combine_backward=back)
-            with counted() as found:
-                y, dx, _, *dws = model.results(*inputs(dtype, rank))
-            assert found == [(sent, CODES), (received, values), (sent, there), (received, values)]
-            assert all(map(torch.equal, [y, dx, *dws], want)), (mode, dtype, back)
+        y, dx, _, *dws = Dispatched(None, mode, dtype).results(x, experts, dy)
+        want = [y.narrow(0, *own), dx.narrow(0, *own), *(dw.chunk(2)[rank] for dw in dws)]
+        model = Dispatched(mesh, mode, dtype, "auto")
+        with counted() as found:
+            y, dx, _, *dws = model.results(*inputs(dtype, rank))
+        assert found == [(sent, CODES), (received, values), (sent, values), (received, values)]
+        assert all(map(torch.equal, [y, dx, *dws], want)), (mode, dtype)
 
 
 def test_two_processes_have_the_bits_of_one():

@@ -36,7 +36,7 @@ def test_what_is_swapped(flavor):
 
 
 def test_swapped_modules_keep_what_torchtitan_has_set_on_them():
-    model, _ = converted("--model.flavor=debugmodel", "--model.converters=mxnorm,fused_rmsnorm")
+    model, _ = converted("--model.flavor=debugmodel", "--model.converters=mxnorm,fused_norm")
     layer = model.layers["0"]
     norm, linear = layer.attention_norm, layer.attention.qkv_linear.wq
     assert isinstance(norm, MXNorm) and isinstance(linear, MXNormLinear)

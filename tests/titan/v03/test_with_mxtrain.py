@@ -106,7 +106,7 @@ def test_layouts_have_the_same_losses():
         (["mxnorm"], {"training": {"steps": 3}}, "^with_mxtrain: table = 'training' is not one of: 'mxnorm'"),
         (["mxnorm"], {"mxnorm": {"q": 3}}, "^mxnorm.q is not a setting"),
         (["mxnorm"], {"mxnorm": {"recipe": "fp3"}}, "^mxnorm.recipe = 'fp3' is not one of"),
-        (["mxnorm"], {"mxnorm": {"schedule": [{"from_step": 3, "p": 1}]}}, "^mxnorm.schedule and mxnorm.guard need"),
+        (["mxnorm"], {"mxnorm": {"schedule": [{"from_step": 3, "norm": "rmsnorm"}]}}, "^mxnorm.schedule needs"),
         (
             ["mxnorm"],
             {"mxnorm": {"diagnostics": {"every": 3}}},

@@ -32,7 +32,6 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.distributed import NoParallel
 from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
-from torchtitan.models.moe.utils import _unpermute
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
@@ -40,7 +39,7 @@ from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.split import LocalLinear
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.parallel.expert_dispatch import SentRows, returned, returns_codes
+from mxtrain.parallel.expert_dispatch import SentRows
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part_of_experts
 from mxtrain.titan.v02.styles import Columnwise, Rowwise, restyled
 
@@ -120,12 +119,6 @@ class CodesExpertParallel(ExpertParallel):
         self.input_shape = (self.input_shape[0], rows.h.shape[1])  # of the results, not of the bytes
         h = SentRows.apply(rows.h, rows.index, self.permuted_indices, *self._exchange(device_mesh))
         return RoutedRows(h, packed), counts
-
-    def _token_combine(self, mod, routed_output, device_mesh):
-        if not returns_codes(mod):
-            return super()._token_combine(mod, routed_output, device_mesh)
-        y = _unpermute(routed_output, self.input_shape, self.permuted_indices)
-        return returned(y, *self._exchange(device_mesh), mod)
 
     def _exchange(self, device_mesh) -> tuple[list[int], list[int], str]:
         return self.input_splits, self.output_splits, device_mesh.get_group().group_name

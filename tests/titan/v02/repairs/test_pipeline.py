@@ -64,7 +64,7 @@ SWEEP = {
     2: {
         "1f1b, mxfp8": run("mxfp8", pipeline=2),
         "gpipe, bf16": run("bf16", f"{SCHEDULE}=GPipe", pipeline=2),
-        "looped, fused_rmsnorm": run("fused_rmsnorm", f"{SCHEDULE}=LoopedBFS", pipeline=2),
+        "looped, fused_norm": run("fused_norm", f"{SCHEDULE}=LoopedBFS", pipeline=2),
         "interleaved, accumulated, mx_linear": run(
             "mx_linear", f"{SCHEDULE}=Interleaved1F1B", pipeline=2, accumulate=2
         ),

@@ -15,7 +15,7 @@ TWO = {
 }
 SWEEP = {
     2: {
-        "accumulated, fused_rmsnorm": run("fused_rmsnorm", replicate=2, accumulate=2),
+        "accumulated, fused_norm": run("fused_norm", replicate=2, accumulate=2),
         "full checkpointing, mxfp8": run("mxfp8", "--activation_checkpoint.mode=full", replicate=2),
         "compiled, mxfp8": run("mxfp8", "--compile.enable", "--compile.backend=aot_eager", replicate=2),
     },
