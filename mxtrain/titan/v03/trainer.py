@@ -22,12 +22,6 @@ from mxtrain.titan.v03.parallelize import with_converters
 _WATCHED_ELSEWHERE = SimpleNamespace(isfinite=lambda loss: True)
 
 
-class NamedCheckpointer(Checkpointer):
-    """A checkpoint manager whose checkpoints have the names of TorchTitan 0.2.2."""
-
-    renamed = staticmethod(name_in_022)
-
-
 class Trainer(TrainingRun, titan.Trainer):
     """See ``TrainingRun``."""
 
@@ -47,6 +41,9 @@ class Trainer(TrainingRun, titan.Trainer):
         if self.parallel_dims.pp_enabled and self.job_config.validation.enable:
             self.validator.pp_schedule = SimpleNamespace(eval=self._shared_eval)
             self.validator.pp_has_last_stage = True
+
+    def saved_name(self, name: str) -> str:
+        return name_in_022(name)
 
     def train_step(self, data_iterator):
         # It would stop at a loss that is not finite before it logs it. ``LossWatch`` does both, or goes on.
@@ -77,7 +74,7 @@ class Trainer(TrainingRun, titan.Trainer):
 
         def checkpoint(optimizers, lr_schedulers, **parts):
             states = {"optimizers": OptimizerStates(optimizers), "lr_schedulers": SchedulerStates(lr_schedulers)}
-            return NamedCheckpointer(checkpoint_config=job_config.checkpoint, **states, **parts)
+            return Checkpointer(self, checkpoint_config=job_config.checkpoint, **states, **parts)
 
         def dataloader(dp_world_size, dp_rank, tokenizer, **_):
             return build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)
