@@ -8,13 +8,7 @@ from pathlib import Path
 import torch
 
 from mxtrain.checkpoints.folder import clear_leftovers
-from mxtrain.checkpoints.manifest import (
-    MANIFEST_FILE,
-    DamagedCheckpoint,
-    check_hashes,
-    package_versions,
-    read_manifest,
-)
+from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, package_versions
 from mxtrain.checkpoints.start import Start, begin_again, require_folder
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
@@ -78,7 +72,7 @@ def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start 
     damaged: dict[str, str] = {}
     while True:
         start = _same_on_all_nodes(folder, checkpoint, partial(find, damaged), found)
-        damage = _damage(start.checkpoint) if checkpoint.verify and start.checkpoint else None
+        damage = _damage(start) if checkpoint.verify and start.checkpoint else None
         if damage is None:
             break
         if start.checkpoint.parent != checkpoints:
@@ -136,14 +130,13 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
     )
 
 
-def _damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a checkpoint, of which every rank reads a share, or None."""
+def _damage(start: Start) -> str | None:
+    """Return what is wrong with the files of the checkpoint, of which every rank reads a share, or None."""
 
     def look() -> str | None:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         try:
-            manifest = read_manifest(checkpoint)
-            check_hashes(checkpoint, manifest, sorted(manifest.files)[rank::ranks])
+            check_hashes(start.checkpoint, start.manifest, sorted(start.manifest.files)[rank::ranks])
         except DamagedCheckpoint as error:
             return str(error)
         return None
