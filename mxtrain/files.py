@@ -23,8 +23,8 @@ _PIECE = 1 << 22  # bytes read at a time
 class FileRecord:
     size: int
     """Bytes"""
-    sha256: str
-    """SHA-256 of the content, in hexadecimal digits"""
+    sha256: str | None = None
+    """SHA-256 of the content, in hexadecimal digits; None if nobody has read it"""
 
 
 def hash_file(path: Path, begin: int = 0, end: int = sys.maxsize) -> FileRecord:

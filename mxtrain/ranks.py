@@ -38,7 +38,7 @@ class CommonError(ConfigError):
     """A mistake in the settings that every rank knows, so that one of each node can report it."""
 
 
-def run_on_all_ranks(work: Callable[[], dict | None] | None, before: list[dict] | None = None) -> list[dict]:
+def run_on_all_ranks(work: Callable[[], object] | None, before: list[dict] | None = None) -> list[dict]:
     """Call ``work`` and return the results of all ranks, with their nodes: {"node": ..., "result": ...}.
 
     Args:

@@ -7,10 +7,9 @@ distributed checkpoint (DCP), with a writer whose checkpoints are whole or absen
 import gc
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -19,15 +18,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from mxtrain.checkpoints.folder import SAVING, Checkpoints, step_of, withdraw
-from mxtrain.checkpoints.manifest import Manifest
-from mxtrain.checkpoints.pinned_memory import KeptStager
 from mxtrain.checkpoints.reader import load, read_index
-from mxtrain.checkpoints.start import Start
 from mxtrain.checkpoints.writer import CheckpointWriter
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
@@ -36,8 +32,8 @@ from mxtrain.ranks import gather
 TRAIN_STATE = "train_state"
 """Name of the trainer's own state: its step and the tokens that it has seen"""
 RANDOM_STATE = "rng"
-"""Name of the random number generators' states (``mxtrain.checkpoints.random_state``)"""
-ASYNC, ASYNC_WITH_PINNED_MEMORY = "async", "async_with_pinned_mem"
+"""Name of the random number generators' states (``mxtrain.checkpoints.states``)"""
+ASYNC_WITH_PINNED_MEMORY = "async_with_pinned_mem"
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +45,18 @@ class SaveError(RuntimeError):
 class Checkpointer:
     """Saves whole checkpoints, and loads the one from which the run starts.
 
-    TorchTitan's trainer passes the arguments, and calls ``load``, ``save``, ``maybe_wait_for_staging`` and ``close``.
-    mxtrain's trainer sets these attributes:
-        start: where the run starts.
-        run: facts about the run for the manifest of every checkpoint.
-        may_save: (step) -> whether the weights after this step are worth a checkpoint. Called on all ranks.
-        before_save: called on all ranks before a checkpoint is saved.
-        is_stopping: whether training ends after this step, whose checkpoint is then due. The same on all ranks.
-        after_load: called when a checkpoint has been loaded.
+    TorchTitan's trainer passes all arguments but the first one, and calls ``load``, ``save``,
+    ``maybe_wait_for_staging`` and ``close``.
 
     Args:
+        run: the trainer. Its methods are called on all ranks, and return the same there:
+            start: where the run starts.
+            saved_name(name): the name in checkpoints of a weight in the model.
+            manifest(step, holds_trainer): the manifest of a checkpoint, without its files and tensors.
+            may_save(step): whether the weights after this step are worth a checkpoint.
+            before_save(): called before a checkpoint is saved.
+            is_stopping(): whether training ends after this step, whose checkpoint is then due.
+            after_load(): called when a checkpoint has been loaded.
         checkpoint_config: the section ``[checkpoint]``.
         sd_adapter: converts weights to the names of Hugging Face and back; None if the model has no such adapter.
         base_folder: the run's folder.
@@ -68,19 +66,21 @@ class Checkpointer:
         saved_step: the latest step that was saved, or is being saved.
     """
 
-    start: Start
-    run: Manifest
-    may_save: Callable[[int], bool]
-    before_save: Callable[[], None]
-    is_stopping: Callable[[], bool]
-    after_load: Callable[[], None]
     saved_step: int | None = None
-    renamed: Callable[[str], str] = str
-    """Name of a weight in the model -> its name in checkpoints"""
 
     def __init__(
-        self, dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, base_folder=""
+        self,
+        run,
+        dataloader,
+        model_parts,
+        optimizers,
+        lr_schedulers,
+        states,
+        checkpoint_config,
+        sd_adapter,
+        base_folder,
     ):
+        self._run = run
         self.states = {**states, "optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
         self.model_parts = model_parts
         self.folder = Path(base_folder, checkpoint_config.folder)
@@ -93,9 +93,9 @@ class Checkpointer:
         if checkpoint_config.enable and checkpoint_config.async_mode != "disabled":
             self._group = dist.new_group(backend="gloo")
             if torch.cuda.is_available():  # on a CPU, DCP copies the state by itself
-                # Pinned memory, as much as the state has bytes, is kept from one save to the next.
                 shared = checkpoint_config.async_mode == ASYNC_WITH_PINNED_MEMORY
-                self._stager = KeptStager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
+                # Pinned memory, as much as the state has bytes, is kept from one save to the next.
+                self._stager = kept_stager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
 
     def load(self, step: int = -1) -> bool:
         """Load the checkpoint from which the run starts, and return whether there is one.
@@ -106,7 +106,7 @@ class Checkpointer:
         Raises:
             ConfigError: the checkpoint is of another model, or holds what could run code.
         """
-        settings, checkpoint = self._settings, self.start.checkpoint
+        settings, checkpoint = self._settings, self._run.start.checkpoint
         if not settings.enable:
             return False
         is_own = checkpoint is not None and checkpoint.parent == self.folder
@@ -118,14 +118,14 @@ class Checkpointer:
         else:
             self._load(source, step_of(source.name) == 0 if is_own else settings.initial_load_model_only)
         gc.collect(1)
-        self.after_load()
+        self._run.after_load()
         return True
 
     @torch.no_grad()
     def _load(self, checkpoint: Path, model_only: bool) -> None:
         logger.info(f"Loading the checkpoint {checkpoint}")
         weights = self._weights()
-        if self.start.checkpoint is not None:
+        if self._run.start.checkpoint is not None:
             self._require_same_model(weights)
         index = read_index(checkpoint)
         states = {} if not model_only and "model" in self._settings.exclude_from_loading else dict(weights)
@@ -165,18 +165,17 @@ class Checkpointer:
         self._set_weights(adapter.from_hf(weights))
 
     def _weights(self) -> dict:
-        return {
-            self.renamed(name): value for part in self.model_parts for name, value in get_model_state_dict(part).items()
-        }
+        states = [get_model_state_dict(part) for part in self.model_parts]
+        return {self._run.saved_name(name): value for state in states for name, value in state.items()}
 
     def _set_weights(self, weights: dict) -> None:
         for part in self.model_parts:
-            names = {name: self.renamed(name) for name in get_model_state_dict(part)}
+            names = {name: self._run.saved_name(name) for name in get_model_state_dict(part)}
             own = {name: weights[saved] for name, saved in names.items() if saved in weights}
             set_model_state_dict(part, own, options=StateDictOptions(strict=False))
 
     def _require_same_model(self, weights: dict) -> None:
-        checkpoint, saved = self.start.checkpoint, self.start.manifest.tensors
+        checkpoint, saved = self._run.start.checkpoint, self._run.start.manifest.tensors
         for name, tensor in weights.items():
             if name not in saved:
                 raise ConfigError(f"model.flavor: {checkpoint} is of another model: it has no {name}")
@@ -195,11 +194,11 @@ class Checkpointer:
         Args:
             weights_only: None for ``checkpoint.last_save_model_only`` after the last step, and all states else.
         """
-        if not self._is_due(curr_step, last_step) or not self.may_save(curr_step):
+        if not self._is_due(curr_step, last_step) or not self._run.may_save(curr_step):
             return
         self._wait()
         self._failure, self.saved_step = None, curr_step
-        self.before_save()
+        self._run.before_save()
         if weights_only is None:
             weights_only = last_step and self._settings.last_save_model_only
         logger.info(f"Saving the checkpoint of step {curr_step}")
@@ -211,7 +210,7 @@ class Checkpointer:
     def _is_due(self, step: int, last_step: bool) -> bool:
         settings = self._settings
         is_first = step == 1 and settings.enable_first_step_checkpoint
-        is_due = is_first or last_step or self.is_stopping() or step % settings.interval == 0
+        is_due = is_first or last_step or self._run.is_stopping() or step % settings.interval == 0
         return is_due and settings.enable and not settings.load_only
 
     @torch.no_grad()
@@ -220,8 +219,8 @@ class Checkpointer:
         if weights_only and self._settings.export_dtype != "float32":
             dtype = getattr(torch, self._settings.export_dtype)
             states = {name: value.to(dtype) for name, value in states.items()}
-        manifest = replace(self.run, step=step, holds_trainer=not weights_only)
-        writer = CheckpointWriter(self.folder / f"step-{step}", manifest, frozenset(self.states))
+        manifest = self._run.manifest(step, holds_trainer=not weights_only)
+        writer = CheckpointWriter(self.folder / f"step-{step}", manifest, frozenset(self.states), self._settings.verify)
         if mode == "disabled":
             dcp.save(states, storage_writer=writer)
             return
@@ -293,6 +292,13 @@ class Checkpointer:
                     self._removing.submit(shutil.rmtree, withdraw(path), ignore_errors=True)
             except OSError as error:
                 logger.warning(f"{error.filename}: old checkpoints cannot be removed: {reason(error)}")
+
+
+def kept_stager(options: StagingOptions) -> DefaultStager:
+    """Return what copies states to the CPU, into the same memory for every save."""
+    stager = DefaultStager(options)
+    stager._state_dict_stager.close = lambda: None  # PyTorch 2.11 calls it after every save, and fails in the next one
+    return stager
 
 
 def _words(error: CheckpointException) -> str:

@@ -98,10 +98,8 @@ def read_whole(checkpoint: Path) -> Manifest:
 
 
 def publish(written: Path, checkpoint: Path) -> None:
-    """Give a complete checkpoint its name. A checkpoint that has the name is set aside."""
+    """Give a complete checkpoint its name. Raises OSError if another checkpoint has it, and leaves that one alone."""
     sync_file(written)
-    if checkpoint.exists():
-        set_aside(checkpoint)
     written.rename(checkpoint)
     sync_file(checkpoint.parent)
     with suppress(OSError):

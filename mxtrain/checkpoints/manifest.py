@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files belong to it, with sizes and hashes, and the run that wrote it.
+"""The manifest of a checkpoint: which files belong to it, with their sizes, and the run that wrote it.
 
 A checkpoint is written to a temporary folder, the manifest last, and then the folder is renamed. So a folder with a
 manifest was complete, and the manifest shows whether it still is.
@@ -9,9 +9,11 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
 
 import mxtrain
 from mxtrain.errors import ConfigError
@@ -19,7 +21,8 @@ from mxtrain.files import FileRecord, hash_file, reason
 from mxtrain.json_toml import read_json
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMATS = (1, 2)
+"""Those that are read; the last one is written. Format 1 has hashes of all files"""
 
 
 class DamagedCheckpoint(Exception):
@@ -33,7 +36,7 @@ class Manifest:
     holds_trainer: bool
     """A run can resume from it: it holds the optimizer, the position in the data and the step, not only weights"""
     files: dict[str, FileRecord]
-    """Every file of the checkpoint but the manifest, by its path in the checkpoint"""
+    """Every file of the checkpoint but the manifest, by its path there; with hashes if ``checkpoint.verify``"""
     tensors: dict[str, dict] = field(default_factory=dict)
     """Name of each of the model's tensors -> {"shape": [int, ...], "dtype": "float32"}"""
     settings: dict = field(default_factory=dict)
@@ -45,9 +48,12 @@ class Manifest:
     """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest into the folder ``checkpoint``, through to the disk. Raises OSError."""
-    content = {"format": FORMAT, **asdict(manifest)}
+    content = {"format": FORMATS[-1], **asdict(manifest)}
     content["sha256"] = _own_hash(content)
     with (checkpoint / MANIFEST_FILE).open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
@@ -63,20 +69,22 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     try:
         content = read_json(checkpoint / MANIFEST_FILE, MANIFEST_FILE)
-        if content.pop("sha256") != _own_hash(content):
-            raise ValueError("its hash is wrong")
-        if content["format"] != FORMAT:
-            raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {content['format']}, and this version reads {FORMAT}")
-        records = content["files"].items()
-        content["files"] = {name: FileRecord(int(record["size"]), str(record["sha256"])) for name, record in records}
-        content.setdefault("defaults", {})  # manifests of earlier versions have none
-        return Manifest(**{f.name: content[f.name] for f in fields(Manifest)})
+        if content.pop("sha256", None) != _own_hash(content):
+            raise ConfigError(f"{MANIFEST_FILE} is damaged")
+        if (found := content.get("format")) not in FORMATS:
+            raise ConfigError(f"{MANIFEST_FILE} has format {found}, and this version reads 1 to {FORMATS[-1]}")
+        return _MANIFEST.validate_python(content)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
+    except ValidationError as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} is damaged") from error
     except ConfigError as error:
         raise DamagedCheckpoint(str(error)) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} is damaged") from error
+
+
+def file_record(path: Path, with_hash: bool) -> FileRecord:
+    """Return a file's size, and its hash if asked, which reads all of it. Raises OSError."""
+    return hash_file(path) if with_hash else FileRecord(path.stat().st_size)
 
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
@@ -88,9 +96,10 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def check_hashes(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read these files of a checkpoint. Raises DamagedCheckpoint if one of them has other content."""
+    """Read those files of a checkpoint that have hashes. Raises DamagedCheckpoint if one of them has other content."""
     for name in names:
-        if _look(checkpoint, name, hash_file) != manifest.files[name]:
+        record = manifest.files[name]
+        if record.sha256 and _look(checkpoint, name, hash_file) != record:
             raise DamagedCheckpoint(f"{name} has other content than was saved")
 
 

@@ -286,19 +286,19 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
     """
     try:
         config = read_toml(folder / CONFIG_FILE)
+        saving, training = dict(config.get("checkpoint", {})), dict(config.get("training", {}))
+        interval, steps = int(saving.get("interval", CHECKPOINT_INTERVAL)), int(training.get("steps", STEPS))
         metrics = (folder / METRICS_FILE).read_text(encoding="utf-8")
         rows = metrics[: metrics.rfind("\n") + 1].splitlines()  # without a row that the kill has cut
         # Without a row, a kill came before the first one of a run that had emptied the file to begin again.
-        first, last = (parse(rows[0])["step"], parse(rows[-1])["step"]) if rows else (0, 0)
-        settings, steps = config.get("checkpoint", {}), config.get("training", {}).get("steps", STEPS)
-        # To its own folder, which may be another than ``checkpoints``.
-        own = (folder / settings.get("folder", CHECKPOINT_FOLDER)).glob("step-*")
-        if not settings.get("enable") or settings.get("load_only") or any(path.name != "step-0" for path in own):
-            return None
-        was_saving = (checkpoints / SAVING).is_dir()
-        interval = settings.get("interval", CHECKPOINT_INTERVAL)
-        # A run that goes on from another run's step logs its own steps only.
-        is_early = last < steps and last <= math.ceil(first / interval) * interval
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError):
+        first, last = (int(parse(row)["step"]) for row in (rows[0], rows[-1])) if rows else (0, 0)
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # not the files of a run of ours, or damaged
-    return last if was_saving or is_early else None
+    # To its own folder, which may be another than ``checkpoints``.
+    own = (folder / str(saving.get("folder", CHECKPOINT_FOLDER))).glob("step-*")
+    never_saves = not saving.get("enable") or saving.get("load_only") or interval < 1
+    if never_saves or any(path.name != "step-0" for path in own):
+        return None
+    # A run that goes on from another run's step logs its own steps only.
+    is_early = last < steps and last <= math.ceil(first / interval) * interval
+    return last if is_early or (checkpoints / SAVING).is_dir() else None

@@ -1,7 +1,7 @@
-"""Writes a checkpoint with PyTorch's distributed checkpoint (DCP): complete, with hashes, or not at all.
+"""Writes a checkpoint with PyTorch's distributed checkpoint (DCP): complete, or not at all.
 
 DCP asks every rank to write its part and to report what it wrote, and then rank 0 to finish. The same happens in the
-background with asynchronous saving, so hashing and renaming need no communication of their own.
+background with asynchronous saving, so sizes, hashes and the renaming need no communication of their own.
 """
 
 import errno
@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mxtrain.checkpoints.folder import DCP_METADATA, SAVING, publish
-from mxtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, check_sizes, write_manifest
-from mxtrain.files import FileRecord, hash_file
+from mxtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, check_sizes, file_record, write_manifest
+from mxtrain.files import FileRecord
 from mxtrain.launched import end_with_parent
 from mxtrain.ranks import LATE_SECONDS
 
@@ -31,7 +31,7 @@ SPARE = 1.02
 
 @dataclass(frozen=True)
 class _Part(WriteResult):
-    """One of the results of a rank, with the hashes of the files that the rank wrote."""
+    """One of the results of a rank, with the files that the rank wrote."""
 
     files: dict[str, FileRecord]
 
@@ -43,13 +43,15 @@ class CheckpointWriter(FileSystemWriter):
         checkpoint: the folder that the checkpoint will have, "step-N".
         manifest: the manifest, still without files and tensors.
         other_states: keys of the states that are not the model's; the model's tensors have no such prefix.
+        with_hashes: put the hashes of the files into the manifest. Every rank reads what it has written.
     """
 
-    def __init__(self, checkpoint: Path, manifest: Manifest, other_states: frozenset[str]):
+    def __init__(self, checkpoint: Path, manifest: Manifest, other_states: frozenset[str], with_hashes: bool = False):
         super().__init__(checkpoint.parent / SAVING / checkpoint.name)
         self._checkpoint = checkpoint
         self._manifest = manifest
         self._other_states = other_states
+        self._with_hashes = with_hashes
         self._process = os.getpid()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
@@ -73,8 +75,8 @@ class CheckpointWriter(FileSystemWriter):
         except RuntimeError as error:
             raise _disk_error(error) from error
         names = {result.storage_data.relative_path for result in results}
-        files = {name: hash_file(self.path / name) for name in names}
         if results:
+            files = {name: file_record(self.path / name, self._with_hashes) for name in names}
             results[0] = _Part(**vars(results[0]), files=files)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -83,7 +85,7 @@ class CheckpointWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """For rank 0, when all ranks have written."""
         super().finish(metadata, results)
-        files = {DCP_METADATA: hash_file(self.path / DCP_METADATA)}
+        files = {DCP_METADATA: file_record(self.path / DCP_METADATA, self._with_hashes)}
         for part in (result for rank in results for result in rank if isinstance(result, _Part)):
             files |= part.files
         manifest = replace(self._manifest, files=files, tensors=self._tensors(metadata))

@@ -9,14 +9,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from mxtrain.checkpoints.folder import Checkpoints
-from mxtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, check_hashes, write_manifest
+from mxtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, check_hashes, file_record, write_manifest
 from mxtrain.checkpoints.reader import load, read_index
 from mxtrain.errors import ConfigError
-from mxtrain.files import hash_file
 
 
 def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Manifest]:
-    """Return a checkpoint of a run, after a look at all of its bytes, and its manifest.
+    """Return a checkpoint of a run, whose files have the sizes and hashes of its manifest, and the manifest.
 
     Args:
         run: the run's folder.
@@ -104,7 +103,7 @@ def save_weights(checkpoint: Path, weights: Mapping[str, torch.Tensor], shapes: 
     manifest = Manifest(
         step=0,
         holds_trainer=False,
-        files={path.name: hash_file(path) for path in checkpoint.iterdir()},
+        files={path.name: file_record(path, with_hash=False) for path in checkpoint.iterdir()},
         tensors={fqn: {"shape": list(shape), "dtype": "float32"} for fqn, shape in shapes.items()},
         **facts,
     )

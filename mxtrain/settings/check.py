@@ -109,7 +109,7 @@ def _without_effect(settings: Settings) -> Problems:
     is_measured = every in settings.given  # a run may switch diagnostics off, with 0
     of_start = "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf"
     needs = (
-        ("checkpoint", f"{of_start} may_change", s.checkpoint.enable, "checkpoint.enable = true"),
+        ("checkpoint", f"{of_start} may_change verify", s.checkpoint.enable, "checkpoint.enable = true"),
         ("checkpoint", "initial_load_in_hf_quantized", s.checkpoint.initial_load_in_hf, f"{IN_HF} = true"),
         (DIAGNOSTICS, "fqns tokens", is_measured, f"{every}: set it to 50, for example, to measure every 50th step"),
     )

@@ -329,6 +329,8 @@ class Checkpoint:
 
     last_save_model_only: bool = False
     """Save only the weights after the last step; no run resumes from them"""
+    verify: bool = False
+    """Keep a hash of every file, and compare hashes before a load, not only sizes"""
     may_change: Names = field(default_factory=list)
     """
     Full names of settings, such as "mxnorm.p", that a resumed run may change although it becomes another experiment

@@ -1,18 +1,22 @@
-"""The start of a run: the same settings on all ranks, where it starts, and its settings in its folder."""
+"""The start of a run: the same settings and checkpoint on all ranks, and the run's settings in its folder."""
 
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from mxtrain.checkpoints.manifest import package_versions
-from mxtrain.checkpoints.start import Start, require_folder
-from mxtrain.checkpoints.verified_start import verified_start
+from mxtrain.checkpoints.folder import clear_leftovers
+from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, package_versions
+from mxtrain.checkpoints.start import Start, begin_again, require_folder
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
-from mxtrain.ranks import from_first_rank, run_on_all_ranks
+from mxtrain.files import hash_file
+from mxtrain.ranks import LATE_SECONDS, from_first_rank, is_first_of_node, run_on_all_ranks
 from mxtrain.reports import terminal
 from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder.lock import lock_owner
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.layout import global_batch_size
@@ -54,9 +58,41 @@ def require_same_settings(settings: Settings, resolved: dict) -> None:
 
 
 def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start | None) -> Start:
-    """Return where the run starts, and tell the user. Arguments and errors as for ``verified_start``."""
-    start = verified_start(Path(job_config.job.dump_folder), job_config.checkpoint, find, found)
-    lines = [*start.notes, *start.changes, *other_versions(start)]
+    """Return where the run starts, and tell the user. All ranks must call it, after torch.distributed has started.
+
+    With ``checkpoint.verify``, all ranks together read the files of the checkpoint. If some have other content than was
+    saved, the run starts from the next older checkpoint that is whole.
+
+    Args:
+        find: (names of damaged checkpoints -> what is wrong with them) -> where the run starts.
+        found: what ``find({})`` has returned already, on the first rank of every node.
+
+    Raises:
+        ConfigError: as ``find``; nodes see different folders; the checkpoint that the user named is damaged, or all
+            are. The same on every rank.
+    """
+    folder, checkpoint = Path(job_config.job.dump_folder), job_config.checkpoint
+    checkpoints = folder / checkpoint.folder
+    damaged: dict[str, str] = {}
+    while True:
+        start = _same_on_all_nodes(folder, checkpoint, partial(find, damaged), found)
+        damage = _damage(start) if checkpoint.verify and start.checkpoint else None
+        if damage is None:
+            break
+        if start.checkpoint.parent != checkpoints:
+            raise ConfigError(
+                f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r} cannot be loaded: {damage}"
+            )
+        damaged, found = {**damaged, start.checkpoint.name: damage}, None
+
+    def clear() -> list[str]:
+        again = begin_again(folder, checkpoint)
+        clear_leftovers(checkpoints)
+        return list(again)
+
+    lines = [*from_first_rank(clear), *start.notes, *start.changes, *other_versions(start)]
+    if checkpoint.verify and start.checkpoint and not any(file.sha256 for file in start.manifest.files.values()):
+        lines.append(f"checkpoint.verify: {start.checkpoint} was saved without hashes, so only sizes are compared")
     if not job_config.checkpoint.enable:
         lines.append("no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints")
     elif start.step == 0 and job_config.model.name in MODELS.values():
@@ -72,6 +108,51 @@ def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start 
     for line in lines:
         terminal.note(line)
     return start
+
+
+def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], found: Start | None) -> Start:
+    """Return where rank 0 finds that the run starts. Raises ConfigError if another node finds something else.
+
+    A network file system may show a node late what another one has written, so all look again for a minute.
+    """
+
+    def look() -> dict:
+        start = found or find()
+        name, sha256 = "no checkpoint", None
+        if start.checkpoint is not None:
+            name, sha256 = start.checkpoint.name, hash_file(start.checkpoint / MANIFEST_FILE).sha256
+        # A node that does not see rank 0's lock would save its parts of checkpoints elsewhere.
+        lock = lock_owner(folder) if checkpoint.enable else None
+        return {"start": start.to_json(), "name": name, "sha256": sha256, "lock": lock}
+
+    for pause in LATE_SECONDS:
+        time.sleep(pause)
+        ranks = run_on_all_ranks(look if is_first_of_node() else None)
+        first, *others = (rank for rank in ranks if rank["result"])
+        seen = {key: first["result"][key] for key in ("name", "sha256", "lock")}
+        other = next((node for node in others if not seen.items() <= node["result"].items()), None)
+        if other is None:
+            return Start.from_json(first["result"]["start"])
+        found = None
+    raise ConfigError(
+        f"job.dump_folder = {str(folder)!r}: node {first['node']} would start from {first['result']['name']} and node "
+        f"{other['node']} from {other['result']['name']}, or from another with this name or in another folder: all "
+        "nodes must see the same files there and in checkpoint.initial_load_path"
+    )
+
+
+def _damage(start: Start) -> str | None:
+    """Return what is wrong with the files of the checkpoint, of which every rank reads a share, or None."""
+
+    def look() -> str | None:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        try:
+            check_hashes(start.checkpoint, start.manifest, sorted(start.manifest.files)[rank::ranks])
+        except DamagedCheckpoint as error:
+            return str(error)
+        return None
+
+    return next((rank["result"] for rank in run_on_all_ranks(look) if rank["result"]), None)
 
 
 def other_versions(start: Start) -> list[str]:

@@ -23,10 +23,8 @@ from mxtrain.checkpoints.ending import (
 )
 from mxtrain.checkpoints.folder import set_aside
 from mxtrain.checkpoints.manifest import Manifest, package_versions
-from mxtrain.checkpoints.optimizer import apply_settings
-from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.start import Start
-from mxtrain.checkpoints.token_count import TokenCount
+from mxtrain.checkpoints.states import RandomState, TokenCount, apply_settings
 from mxtrain.conversion.schedule import RecipeSwitch
 from mxtrain.files import sync_file
 from mxtrain.nn.ready_weights import ReadyWeights
@@ -48,8 +46,8 @@ class TrainingRun:
 
     - recipes by step, from the schedule, and the position of a step in the random sequence
     - weights cast once per step, where a step has several microbatches
-    - whole checkpoints with the random generators' states and the tokens of all ranks, verified before they are loaded,
-      and the optimizer's present settings; the validation of the checkpoint's step if a kill came before that
+    - whole checkpoints with the random generators' states and the tokens of all ranks, and the optimizer's present
+      settings (``Checkpointer`` calls its methods); the validation of the checkpoint's step if a kill came before that
     - a look for losses, weights and optimizer states that are not finite, which are never saved
     - the extra pass of a step with diagnostics (``mxtrain.diagnostics.recording``)
     - a stop, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how
@@ -60,26 +58,19 @@ class TrainingRun:
     _looked_at: int | None = None
 
     def __init__(self, job_config, settings: Settings, find: Callable[[dict[str, str]], Start], found: Start | None):
-        """``settings`` are those of ``job_config``; the other arguments are ``verified_start``'s."""
-        self.job_config, self._settings, self._find, self._start = job_config, settings, find, found
+        """``settings`` are those of ``job_config``; the other arguments are ``begin_run``'s."""
+        self.job_config, self._settings, self._find, self.start = job_config, settings, find, found
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
         # the speed at 125M.
         torch.utils.deterministic.fill_uninitialized_memory = False
         self._build()
-        self.checkpointer.start = self._start
-        self.checkpointer.run = _manifest(job_config, settings, self.dataloader)
-        self.checkpointer.may_save = self._is_finite
-        # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
-        self.checkpointer.before_save = partial(sync_file, Path(job_config.job.dump_folder) / METRICS_FILE)
         self._watch = LossWatch(self.device, stops=job_config.metrics.on_nonfinite_loss == STOP)
-        self.checkpointer.is_stopping = lambda: self._watch.stop_signal is not None
-        self.checkpointer.after_load = self._after_load
         self.checkpointer.states[RANDOM_STATE] = RandomState()
         self._switch = RecipeSwitch(
             schedule_in(job_config),
             self.model_parts,
             partial(log_event, self.metrics_processor),
-            moved_entries(self._start, settings),
+            moved_entries(self.start, settings),
         )
         mesh = self.parallel_dims.get_optional_mesh("loss")
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
@@ -102,7 +93,7 @@ class TrainingRun:
         parallel_dims = super().init_distributed()
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
         require_same_settings(self._settings, resolved_settings(self.job_config))
-        self._start = begin_run(self.job_config, self._find, self._start)
+        self.start = begin_run(self.job_config, self._find, self.start)
         for line in without_effect(self.job_config):
             terminal.note(line)
         return parallel_dims
@@ -110,7 +101,7 @@ class TrainingRun:
     def train(self):
         try:
             super().train()
-            self._is_finite(self._last_step or self.step)  # which need not be saved, nor last where the text ends
+            self.may_save(self._last_step or self.step)  # which need not be saved, nor last where the text ends
         except NonFiniteError as error:
             self._log_end(error)
             self.checkpointer.finish()  # the last checkpoint, with finite weights, becomes complete
@@ -136,16 +127,16 @@ class TrainingRun:
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        if self._watch.stop_signal is None:
+        if not self.is_stopping():
             return True
         self._signals.ignore()
         self.stop = Stop(self._watch.stop_signal, self.step, is_saved=self.checkpointer.saved_step == self.step)
         return False
 
-    def _after_load(self) -> None:
+    def after_load(self) -> None:
         if is_first():
             # Only now: a run that was refused or failed before leaves the folder as it was.
-            for path in self._start.abandoned:
+            for path in self.start.abandoned:
                 set_aside(path)
         self._validate_if_missing()
         if self.step >= self.job_config.training.steps:
@@ -153,13 +144,13 @@ class TrainingRun:
         kept, present = apply_settings(self.optimizers, self.lr_schedulers)
         if self.step > 0 and kept != present:
             terminal.note(f"learning rate of step {self.step + 1}: {present:.4g} (was {kept:.4g})")
-        if self.step > 0 and self._start.changes:
+        if self.step > 0 and self.start.changes:
             # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
-            log_event(self.metrics_processor, self.step + 1, "; ".join(self._start.changes))
+            log_event(self.metrics_processor, self.step + 1, "; ".join(self.start.changes))
 
     def _validate_if_missing(self) -> None:
         """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
-        of_own_step = self._start.step > 0 and self._start.checkpoint.parent == self.checkpointer.folder
+        of_own_step = self.start.step > 0 and self.start.checkpoint.parent == self.checkpointer.folder
         if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
             return
         metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
@@ -220,7 +211,30 @@ class TrainingRun:
     def load_state_dict(self, state_dict):
         super().load_state_dict({**state_dict, "ntokens_seen": self._tokens.share(state_dict["ntokens_seen"])})
 
-    def _is_finite(self, step: int) -> bool:
+    def saved_name(self, name: str) -> str:
+        return name
+
+    def manifest(self, step: int, holds_trainer: bool) -> Manifest:
+        return Manifest(
+            step,
+            holds_trainer,
+            files={},
+            settings=resolved_settings(self.job_config),
+            defaults=kept_defaults(self._settings.known),
+            versions=package_versions(),
+            # A model of the user's may have its own loader.
+            tokenizer_sha256=getattr(self.dataloader, "tokenizer_sha256", None),
+            processes=torch.distributed.get_world_size(),
+        )
+
+    def before_save(self) -> None:
+        # After a power failure, a checkpoint without the rows before it would leave a gap in the run's curves.
+        sync_file(Path(self.job_config.job.dump_folder) / METRICS_FILE)
+
+    def is_stopping(self) -> bool:
+        return self._watch.stop_signal is not None
+
+    def may_save(self, step: int) -> bool:
         """Return whether weights and optimizer states after this step are finite. Raise for them and earlier losses."""
         if self._looked_at == step:  # before it was validated, or before the end: one warning is enough
             return self._was_finite
@@ -240,19 +254,5 @@ class TrainingRun:
         """Log a validation, and stop or warn if its loss is not finite and the weights, which say more, are."""
         log(loss, step, **more)
         found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
-        if found and self._is_finite(step):
+        if found and self.may_save(step):
             self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))
-
-
-def _manifest(job_config, settings: Settings, dataloader) -> Manifest:
-    """Return what the manifests of all checkpoints of a run have in common."""
-    return Manifest(
-        step=0,
-        holds_trainer=False,
-        files={},
-        settings=resolved_settings(job_config),
-        defaults=kept_defaults(settings.known),
-        versions=package_versions(),
-        tokenizer_sha256=getattr(dataloader, "tokenizer_sha256", None),  # a model of the user's may have its own loader
-        processes=torch.distributed.get_world_size(),
-    )

@@ -55,8 +55,10 @@ def train_command(config: Path, run: Path, steps: int, interval: int, is_async: 
         "checkpoint.keep_latest_k": KEPT,
         "checkpoint.async_mode": "async" if is_async else "disabled",
     }
-    switches = ["--checkpoint.enable", "--checkpoint.no-last-save-model-only", "--metrics.no-enable-wandb"]
-    return mxtrain("train", config, *switches, *(f"--{name}={value}" for name, value in flags.items()))
+    switches = [f"--checkpoint.{name}" for name in ("enable", "verify", "no-last-save-model-only")]
+    return mxtrain(
+        "train", config, *switches, "--metrics.no-enable-wandb", *(f"--{name}={value}" for name, value in flags.items())
+    )
 
 
 def mxtrain(*arguments: object) -> list[str]:

@@ -76,12 +76,17 @@ def test_only_folders_named_after_a_step_are_checkpoints(tmp_path):
 
 
 def test_a_new_checkpoint_replaces_none(tmp_path):
-    for content in (b"first", b"second", b"third", b"fourth"):
-        publish(write(tmp_path / ".saving" / "step-5", content=content), tmp_path / "step-5")
-    contents = {str(path.parent.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("data")}
-    aside = {"set_aside/step-5": b"first", "set_aside/step-5-2": b"second", "set_aside/step-5-3": b"third"}
-    assert contents == {"step-5": b"fourth"} | aside
-    assert list(Checkpoints(tmp_path).whole) == [5]
+    publish(write(tmp_path / ".saving" / "step-5", content=b"first"), tmp_path / "step-5")
+    with pytest.raises(OSError, match="not empty"):
+        publish(write(tmp_path / ".saving" / "step-5", content=b"second"), tmp_path / "step-5")
+    assert (tmp_path / "step-5" / "data").read_bytes() == b"first"
+
+
+def test_nothing_is_removed_from_what_was_set_aside(tmp_path):
+    for content in (b"first", b"second", b"third"):
+        set_aside(write(tmp_path / "step-5", content=content))
+    aside = {path.parent.name: path.read_bytes() for path in (tmp_path / "set_aside").rglob("data")}
+    assert aside == {"step-5": b"first", "step-5-2": b"second", "step-5-3": b"third"}
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path):

@@ -13,6 +13,7 @@ from mxtrain.checkpoints.manifest import (
     Manifest,
     check_hashes,
     check_sizes,
+    file_record,
     read_manifest,
     write_manifest,
 )
@@ -44,6 +45,19 @@ def test_it_reads_back_as_written(checkpoint):
     assert manifest.defaults == {"mxnorm.p": 2}
     check_sizes(checkpoint, manifest)
     check_hashes(checkpoint, manifest, manifest.files)
+
+
+def test_files_without_hashes_have_sizes(checkpoint):
+    files = {name: file_record(checkpoint / name, with_hash=False) for name in CONTENT}
+    write_manifest(checkpoint, Manifest(7, True, files))
+    manifest = read_manifest(checkpoint)
+    assert manifest.files == files == {name: FileRecord(len(content), None) for name, content in CONTENT.items()}
+    flip(checkpoint / "b")
+    check_sizes(checkpoint, manifest)
+    check_hashes(checkpoint, manifest, manifest.files)
+    shorten(checkpoint / "b")
+    with pytest.raises(DamagedCheckpoint, match="b has 10,239,999 bytes instead of 10,240,000"):
+        check_sizes(checkpoint, manifest)
 
 
 def test_a_manifest_of_a_version_that_kept_no_defaults(tmp_path):
@@ -103,8 +117,8 @@ def test_every_entry_is_covered_by_the_hash(checkpoint, key):
 
 
 def test_a_newer_format_is_named(checkpoint, monkeypatch):
-    monkeypatch.setattr("mxtrain.checkpoints.manifest.FORMAT", 2)
+    monkeypatch.setattr("mxtrain.checkpoints.manifest.FORMATS", (1, 2, 3))
     write_manifest(checkpoint, Manifest(7, True, {}))
     monkeypatch.undo()
-    with pytest.raises(DamagedCheckpoint, match="has format 2, and this version reads 1"):
+    with pytest.raises(DamagedCheckpoint, match="has format 3, and this version reads 1 to 2$"):
         read_manifest(checkpoint)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mxtrain.checkpoints.random_state import RandomState
 from mxtrain.checkpoints.reader import load, read_index, unpickle
+from mxtrain.checkpoints.states import RandomState
 from mxtrain.errors import ConfigError
 from tests.support.hostile_pickles import Code
 

@@ -219,6 +219,8 @@ def write(folder, config, last, saving=False, first=1):
         ("", 3, False, False),
         ("[checkpoint]\nenable =", 3, False, False),
         ("checkpoint = 3\n", 3, False, False),
+        (ENABLED + "interval = 0\n", 3, False, False),
+        ("training = 3\n" + ENABLED, 3, False, False),
     ],
 )
 def test_a_run_begins_again_only_if_nothing_can_have_been_saved(tmp_path, config, last, saving, begins_again):
@@ -264,6 +266,13 @@ def test_a_second_kill_before_the_first_row_does_not_matter(tmp_path):
     clear_leftovers(checkpoints)
     assert find_start(tmp_path, ON, 1).step == 0
     assert interrupted_after(tmp_path, checkpoints) == 0  # so --resume finds a run, too
+
+
+def test_our_own_mistake_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+    write(tmp_path, FIVE, 3)
+    monkeypatch.setattr("mxtrain.checkpoints.start.math", None)
+    with pytest.raises(AttributeError):
+        interrupted_after(tmp_path, tmp_path / "checkpoint")
 
 
 def test_a_row_that_the_kill_has_cut_does_not_count(tmp_path):

@@ -138,7 +138,7 @@ FLAGS = {
         f"--checkpoint.{flag}": [f"checkpoint.{flag.partition('=')[0]} = ", "checkpoint.enable = true"]
         for flag in (
             "load_step=7 create_seed_checkpoint initial_load_path=a exclude_from_loading=model load_only "
-            "initial_load_in_hf may_change=mxnorm.p"
+            "initial_load_in_hf verify may_change=mxnorm.p"
         ).split()
     },
     "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial-load-model-only": [

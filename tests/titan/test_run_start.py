@@ -1,6 +1,7 @@
-"""What a run says about its start, and the settings in its folder."""
+"""Where a run starts on all ranks and nodes, what it says about that, and the settings in its folder."""
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ import tomli
 import tomli_w
 import torch
 
-from mxtrain.checkpoints.manifest import Manifest, write_manifest
-from mxtrain.checkpoints.start import Start
+from mxtrain import ranks
+from mxtrain.checkpoints.manifest import Manifest, file_record, write_manifest
+from mxtrain.checkpoints.start import Start, find_start
+from mxtrain.errors import ConfigError
 from mxtrain.ranks import CommonError
+from mxtrain.run_folder.lock import locked
 from mxtrain.settings.known import resolved_settings, settings_of
 from mxtrain.titan import run_start
 from mxtrain.titan.job_config import parse_job_config
@@ -30,11 +34,18 @@ def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
     assert other_versions(Start(5, (), checkpoint)) == other_versions(Start(0)) == []
 
 
+def notes_of_starts(monkeypatch, start: Start) -> list[str]:
+    """The lines that ``begin_run`` shows from now on, in a single process."""
+    lines = []
+    monkeypatch.setattr(run_start, "_same_on_all_nodes", lambda *_: start)
+    monkeypatch.setattr(run_start, "from_first_rank", lambda work: [])
+    monkeypatch.setattr(run_start.terminal, "note", lines.append)
+    return lines
+
+
 @pytest.mark.parametrize("flag, is_told", [("--checkpoint.no-enable", True), ("--checkpoint.enable", False)])
 def test_a_run_without_checkpoints_says_so(monkeypatch, flag, is_told):
-    lines = []
-    monkeypatch.setattr(run_start, "verified_start", lambda *_: Start(notes=("starts",)))
-    monkeypatch.setattr(run_start.terminal, "note", lines.append)
+    lines = notes_of_starts(monkeypatch, Start(notes=("starts",)))
     begin_run(parse_job_config([flag]), None, None)
     why = "no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints"
     assert lines == ["starts", why][: 1 + is_told]
@@ -56,9 +67,7 @@ NO_BIAS = "--model_args.load_balance_coeff=0"
 def test_a_model_that_cannot_be_exported_is_named_before_it_trains(flags, problem, tmp_path, monkeypatch):
     name, flavor, *more = flags
     job_config = parse_job_config([f"--model.name={name}", f"--model.flavor={flavor}", "--checkpoint.enable", *more])
-    lines = []
-    monkeypatch.setattr(run_start, "verified_start", lambda *arguments: Start())
-    monkeypatch.setattr(run_start.terminal, "note", lines.append)
+    lines = notes_of_starts(monkeypatch, Start())
     begin_run(job_config, None, None)
     where = "'mxtrain export', 'eval' and 'generate' will refuse this run"
     assert lines == ([f"{where}: a {name} with {problem} has no counterpart in transformers"] if problem else [])
@@ -109,3 +118,167 @@ def test_settings_that_must_be_the_same_and_others(monkeypatch, flags, message):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(CommonError, match=message) if message else nullcontext():
         compare(*flags)
+
+
+@pytest.fixture
+def begin(tmp_path, monkeypatch):
+    """Begin a run without a process group. ``begin.lines`` is what it says."""
+
+    def begin(*flags: str, run: Path = tmp_path, rank: int = 0, processes: int = 1) -> Start:
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
+        job_config = parse_job_config([f"--job.dump_folder={run}", "--checkpoint.enable", *flags])
+        find = partial(find_start, run, job_config.checkpoint, 1)
+        begin.lines.clear()
+        return begin_run(job_config, find, find())
+
+    begin.lines = []
+    monkeypatch.setattr(run_start.terminal, "note", begin.lines.append)
+    return begin
+
+
+VERIFY = "--checkpoint.verify"
+
+
+def save(run: Path, step: int, files: int = 2, with_hashes: bool = True) -> Path:
+    path = run / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    for number in range(files):
+        (path / f"f{number}").write_bytes(b"content")
+    records = {file.name: file_record(file, with_hashes) for file in path.iterdir()}
+    write_manifest(path, Manifest(step, True, records))
+    return path
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(b"cOntent")  # the size is right
+
+
+def test_a_run_starts_from_the_newest_checkpoint_with_right_hashes_if_it_verifies(tmp_path, begin):
+    five, ten, fifteen, twenty = (save(tmp_path, step) for step in (5, 10, 15, 20))
+    flip(ten / "f1")
+    flip(fifteen / "f0")
+    (twenty / "f0").unlink()
+    (tmp_path / "checkpoint" / ".saving" / "step-25").mkdir(parents=True)
+    start = begin()
+    assert (start.step, start.abandoned) == (15, (twenty,)) and begin.lines == list(start.notes)
+    assert begin.lines[1] == f"{twenty} cannot be loaded: f0 is missing"
+    start = begin(VERIFY)
+    assert (start.step, start.checkpoint, start.abandoned) == (5, five, (ten, fifteen, twenty))
+    assert begin.lines == [
+        f"resuming after step 5, from {five}",
+        f"{ten} cannot be loaded: f1 has other content than was saved",
+        f"{fifteen} cannot be loaded: f0 has other content than was saved",
+        f"{twenty} cannot be loaded: f0 is missing",
+        f"checkpoints after step 5 go to {tmp_path / 'checkpoint' / 'set_aside'}: step-10, step-15, step-20",
+    ]
+    # The trainer moves them when step-5 is loaded.
+    names = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    assert names == ["step-10", "step-15", "step-20", "step-5"]
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_if_all_are_damaged_nothing_starts_over_in_silence(tmp_path, begin, step):
+    path = save(tmp_path, step)
+    flip(path / "f0")
+    with pytest.raises(ConfigError) as error:
+        begin(VERIFY)
+    problem = f"(step-{step}: f0 has other content than was saved)"
+    assert str(error.value) == f"checkpoint.folder: {path.parent} holds no whole checkpoint {problem}"
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path, begin):
+    path = save(tmp_path / "run", 5)
+    save(tmp_path / "run", 3)
+    flip(path / "f1")
+    problem = "cannot be loaded: f1 has other content than was saved"
+    with pytest.raises(ConfigError) as error:
+        begin(VERIFY, "--checkpoint.load_step=5", run=tmp_path / "run")
+    assert str(error.value) == f"checkpoint.load_step = 5: {path} {problem}"
+    with pytest.raises(ConfigError) as error:
+        begin(VERIFY, f"--checkpoint.initial_load_path={path}", run=tmp_path / "new")
+    assert str(error.value) == f"checkpoint.initial_load_path = {str(path)!r} {problem}"
+    assert path.is_dir()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_ranks_share_the_files_that_they_verify(tmp_path, monkeypatch, begin, processes):
+    read = []
+    monkeypatch.setattr(run_start, "check_hashes", lambda checkpoint, manifest, names: read.extend(names))
+    save(tmp_path, 5, files=5)
+    for rank in range(processes):
+        begin(VERIFY, rank=rank, processes=processes)
+    assert sorted(read) == ["f0", "f1", "f2", "f3", "f4"]
+
+
+def test_a_checkpoint_without_hashes_is_loaded_and_named(tmp_path, begin):
+    path = save(tmp_path, 5, with_hashes=False)
+    assert begin(VERIFY).step == 5
+    assert begin.lines[1:] == [f"checkpoint.verify: {path} was saved without hashes, so only sizes are compared"]
+
+
+def test_a_new_run_has_nothing_to_verify(tmp_path, begin):
+    assert begin(VERIFY, run=tmp_path / "new").step == 0 and begin.lines == []
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.fixture
+def second_node(monkeypatch):
+    """A function that adds a rank on node "b". It takes what this rank finds, and returns what the other one does."""
+
+    def add(sees):
+        monkeypatch.setattr(run_start, "LATE_SECONDS", (0.0, 0.0, 0.0))
+        monkeypatch.setattr(
+            ranks, "_exchange", lambda mine: [mine, {**mine, "node": "b", "result": sees(mine["result"])}]
+        )
+        monkeypatch.setattr(ranks, "this_node", lambda: "a")
+
+    return add
+
+
+def require_refusal(begin, run: Path, message: str) -> None:
+    """The run is refused, and nothing in its folder has moved."""
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ConfigError, match=message):
+        begin()
+    assert sorted(run.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "seen, message",
+    [
+        ("step-3", "node b from step-3, .* all nodes must see the same"),
+        ("no checkpoint", "node b from no checkpoint"),
+        ("step-6", "node b from step-6, or from another with this name"),
+    ],
+)
+def test_nodes_that_see_other_checkpoints_are_refused(tmp_path, begin, second_node, seen, message):
+    """They would train on with a mixture of both."""
+    save(tmp_path, 3)
+    save(tmp_path, 6)
+    second_node(lambda mine: mine | {"name": seen, "sha256": "abc"} if "sha256" in mine else mine)
+    require_refusal(begin, tmp_path, f"node a would start from step-6 and {message}")
+
+
+@pytest.mark.parametrize("owner", [None, "123 b"])
+def test_nodes_with_folders_of_their_own_are_refused(tmp_path, begin, second_node, owner):
+    """Each would save its own part of every checkpoint."""
+    with locked(tmp_path):
+        second_node(lambda mine: mine | {"lock": owner} if "lock" in mine else mine)
+        require_refusal(begin, tmp_path, "no checkpoint and node b from no checkpoint, .* or in another folder: all")
+        second_node(lambda mine: mine)
+        assert begin().step == 0
+
+
+def test_a_node_that_sees_a_checkpoint_late_starts_from_it(tmp_path, begin, second_node):
+    save(tmp_path, 6)
+    looks = []
+
+    def sees(mine):
+        if mine and "sha256" in mine:
+            looks.append(mine)
+            return mine if len(looks) == 3 else mine | {"name": "no checkpoint", "sha256": None}
+        return mine
+
+    second_node(sees)
+    assert begin().step == 6 and len(looks) == 3

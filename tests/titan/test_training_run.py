@@ -30,11 +30,11 @@ class FakeCheckpointer:
 
     saved, saved_step = (), None
 
-    def __init__(self):
-        self.states = {}
+    def __init__(self, run):
+        self.run, self.states = run, {}
 
     def save(self, step, last_step=False):
-        if (last_step or step % 2 == 0 or self.is_stopping()) and self.may_save(step):
+        if (last_step or step % 2 == 0 or self.run.is_stopping()) and self.run.may_save(step):
             self.saved, self.saved_step = (*self.saved, step), step
 
 
@@ -48,7 +48,7 @@ def trainer(monkeypatch, tmp_path):
         self.parallel_dims = one_process()
         self.model_parts = [torch.nn.Linear(2, 2)]
         self.optimizers = SimpleNamespace(optimizers=[torch.optim.AdamW(self.model_parts[0].parameters())])
-        self.checkpointer = FakeCheckpointer()
+        self.checkpointer = FakeCheckpointer(self)
         self.validated = []
         self.metrics_processor = SimpleNamespace(
             logger=None,
@@ -71,7 +71,6 @@ def trainer(monkeypatch, tmp_path):
         TitanTrainer, "forward_backward_step", lambda self, loss, global_valid_tokens: torch.tensor(loss)
     )
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr("mxtrain.titan.training_run._manifest", lambda *_: None)
     made = []
 
     def make(*flags):
@@ -187,7 +186,7 @@ def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, 
     one.step, one.parallel_dims.pp_enabled = 4, pipeline
     for folder in (tmp_path / "of another run", tmp_path / "checkpoint"):
         assert validated == []
-        one.checkpointer.folder, one._start = tmp_path / "checkpoint", Start(4, checkpoint=folder / "step-4")
+        one.checkpointer.folder, one.start = tmp_path / "checkpoint", Start(4, checkpoint=folder / "step-4")
         one._validate_if_missing()
     assert validated == ([4] if can_validate or not pipeline else [])
 

@@ -21,12 +21,6 @@ from mxtrain.titan.v03.names import OptimizerStates, SchedulerStates, name_in_02
 from mxtrain.titan.v03.parallelize import with_converters
 
 
-class NamedCheckpointer(Checkpointer):
-    """A checkpoint manager whose checkpoints have the names of TorchTitan 0.2.2."""
-
-    renamed = staticmethod(name_in_022)
-
-
 class LoggingTrainer(titan.Trainer):
     """TorchTitan's trainer, which also logs a loss that is not finite. ``LossWatch`` stops at it, or goes on."""
 
@@ -67,6 +61,9 @@ class Trainer(TrainingRun, LoggingTrainer):
             self.validator.pp_schedule = SimpleNamespace(eval=self._shared_eval)
             self.validator.pp_has_last_stage = True
 
+    def saved_name(self, name: str) -> str:
+        return name_in_022(name)
+
     def batch_generator(self, data_iterable):
         """Yield microbatches of a pipeline, and whole batches without one."""
         batches = super().batch_generator(data_iterable)
@@ -91,7 +88,7 @@ class Trainer(TrainingRun, LoggingTrainer):
 
         def checkpoint(optimizers, lr_schedulers, **parts):
             states = {"optimizers": OptimizerStates(optimizers), "lr_schedulers": SchedulerStates(lr_schedulers)}
-            return NamedCheckpointer(checkpoint_config=job_config.checkpoint, **states, **parts)
+            return Checkpointer(self, checkpoint_config=job_config.checkpoint, **states, **parts)
 
         def dataloader(dp_world_size, dp_rank, tokenizer, **_):
             return build_dataloader(dp_world_size, dp_rank, tokenizer, job_config)

@@ -1,21 +1,108 @@
-"""What a loaded checkpoint has put into optimizer and schedule gives way to the settings."""
+"""What a checkpoint holds beside weights: random numbers, the count of tokens, optimizer and schedule."""
 
 import copy
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from mxtrain.checkpoints.optimizer import apply_settings
+from mxtrain.checkpoints import states as module
+from mxtrain.checkpoints.states import RandomState, TokenCount, apply_settings
 from mxtrain.titan.engine import engine
 from tests.support.releases import parallel_dims
 
-# Under TorchTitan 0.3, tests/titan/test_resume.py resumes runs with other settings.
-titan = pytest.importorskip("torchtitan.components.lr_scheduler", reason="optimizers and schedules of 0.2.2")
+
+def draw() -> list[float]:
+    draws = [random.random(), np.random.random(), torch.rand(()).item()]
+    return draws + ([torch.rand((), device="cuda").item()] if torch.cuda.is_available() else [])
+
+
+def pretend(monkeypatch, rank: int, states: list[dict]) -> None:
+    """Pretend to be ``rank`` of as many processes as there are ``states``, which are the states of all ranks."""
+    monkeypatch.setattr(module, "gather", lambda own: states)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: len(states))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+
+
+@pytest.fixture
+def states() -> list[dict]:
+    """The states of three ranks, all different."""
+    states = []
+    for _ in range(3):
+        states.append(module._states())
+        draw()
+    return states
+
+
+def test_every_rank_gets_its_own_states_back(monkeypatch, states):
+    expected = []
+    for own in states:
+        module._restore(own)
+        expected.append(draw())
+    assert all(len({draws[i] for draws in expected}) == 3 for i in range(len(expected[0]))), "all generators move"
+    for rank in (2, 0, 1):
+        pretend(monkeypatch, rank, states)
+        RandomState().load_state_dict(RandomState().state_dict())
+        assert draw() == expected[rank]
+
+
+@pytest.mark.parametrize("rank, processes", [(0, 2), (1, 2), (3, 4), (0, 4)])
+def test_with_other_processes_the_generators_stay_as_they_are(monkeypatch, caplog, states, rank, processes):
+    pretend(monkeypatch, 0, states)
+    saved = RandomState().state_dict()
+    pretend(monkeypatch, rank, [{}] * processes)
+    module._restore(states[0])
+    expected = draw()
+    module._restore(states[0])
+    caplog.set_level("INFO")
+    RandomState().load_state_dict(saved)
+    assert draw() == expected
+    line = f"generators of 3 process(es), and this run has {processes}: the generators start from the seed"
+    assert [record.message.endswith(line) for record in caplog.records] == ([True] if rank == 0 else [])
+
+
+def test_a_checkpoint_of_three_processes_loads_on_one(tmp_path, monkeypatch, states):
+    """DCP finds all the keys that it looks for."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "gather", lambda own: states)
+        dcp.save({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
+
+
+def test_one_process_without_torch_distributed(tmp_path):
+    dcp.save({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
+    expected = draw()
+    dcp.load({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("layouts", [[4, 2, 1, 4], [1, 3, 2], [8, 3, 5]])
+def test_the_count_goes_on_over_other_numbers_of_ranks(layouts):
+    """Three ranks cannot share evenly what eight have seen, nor two what three have seen."""
+    total = 0
+    for ranks in layouts:
+        counts = [TokenCount(ranks, rank) for rank in range(ranks)]
+        seen = [count.share(total) for count in counts]
+        assert sum(seen) == total and max(seen) - min(seen) <= 1
+        for _ in range(7):
+            seen = [tokens + 17 for tokens in seen]
+            total += 17 * ranks
+            assert sum(seen) == total
+            assert {count.of_all_ranks(tokens) for count, tokens in zip(counts, seen)} == {total}
+
+
+def test_a_new_run_counts_from_zero():
+    assert [TokenCount(3, rank).of_all_ranks(10) for rank in range(3)] == [30] * 3
 
 
 def build(steps=10, implementation="foreach", **optimizer):
     """A model of two parts, its optimizers and schedulers."""
+    # Under TorchTitan 0.3, tests/titan/test_resume.py resumes runs with other settings.
+    titan = pytest.importorskip("torchtitan.components.lr_scheduler", reason="optimizers and schedules of 0.2.2")
     from torchtitan.components.optimizer import build_optimizers
 
     config = engine().JobConfig()
