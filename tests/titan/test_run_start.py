@@ -46,7 +46,7 @@ def notes_of_starts(monkeypatch, start: Start) -> list[str]:
 @pytest.mark.parametrize("flag, is_told", [("--checkpoint.no-enable", True), ("--checkpoint.enable", False)])
 def test_a_run_without_checkpoints_says_so(monkeypatch, flag, is_told):
     lines = notes_of_starts(monkeypatch, Start(notes=("starts",)))
-    begin_run(parse_job_config([flag]), None, None)
+    begin_run(parse_job_config([flag]), dict, None)
     why = "no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints"
     assert lines == ["starts", why][: 1 + is_told]
 
@@ -68,11 +68,11 @@ def test_a_model_that_cannot_be_exported_is_named_before_it_trains(flags, proble
     name, flavor, *more = flags
     job_config = parse_job_config([f"--model.name={name}", f"--model.flavor={flavor}", "--checkpoint.enable", *more])
     lines = notes_of_starts(monkeypatch, Start())
-    begin_run(job_config, None, None)
+    begin_run(job_config, dict, None)
     where = "'mxtrain export', 'eval' and 'generate' will refuse this run"
     assert lines == ([f"{where}: a {name} with {problem} has no counterpart in transformers"] if problem else [])
     job_config.model.name = "own"  # a user's, whose sizes nobody looks up
-    begin_run(job_config, None, None)
+    begin_run(job_config, dict, None)
     assert len(lines) == bool(problem)
 
 
