@@ -95,7 +95,8 @@ def faults(
         ptx = ptx.replace(instruction, "") if case.startswith(kernel) else ptx
     if halves := halves_without_a_value(ptx):
         found.append(f"reads {', '.join(sorted(halves))}, which no instruction sets")
-    if "max.NaN" in ptx and case.startswith(("cast", "swiglu", "nvfp4_cast", "nvfp4_weight")) and "image" not in case:
+    transposes = case.startswith(("cast", "swiglu", "nvfp4_cast", "nvfp4_weight"))
+    if "max.NaN" in ptx and transposes and ("codes" in case or "blocked" in case):
         found.append("a maximum that keeps NaN beside transposed bytes, which Triton may miscompile")
     if ".ftz" in ptx:
         found.append("denormals are flushed to zero")
