@@ -239,9 +239,9 @@ def _why_it_must_stay(module: nn.Module) -> str | None:
         names = ", ".join(module.parametrizations)
         return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
     if hooks := hooks_of(module):
-        # Hooks there find a NormedInput among inputs or outputs, and None among gradients.
+        # Hooks there find a NormedInput among inputs or outputs, and full backward hooks are refused.
         sees_values = any("dict" not in hook for hook in hooks)
-        unless = ", unless it needs the result of an MXNorm as a tensor" if sees_values else ""
+        unless = ", unless it needs the result of an MXNorm as a tensor or its gradient" if sees_values else ""
         return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion{unless}"
     for name, parameter in module._parameters.items():
         if parameter is None:

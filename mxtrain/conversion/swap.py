@@ -1,11 +1,15 @@
 """Carry out a plan."""
 
+from functools import partial
+from itertools import accumulate
+
 import torch
 import torch.nn as nn
 
 from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.conversion.survey import STANDARD
 from mxtrain.errors import ConfigError
+from mxtrain.nn.backward_hooks import refuse_backward_hook
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.three_gemms import QuantizedLayer
@@ -36,6 +40,21 @@ def swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
         built[mixture.experts].fed_by = (built[norm],)  # a tuple, because a module would become a child
     for norm, linears in plan.groups.items():
         built[norm].group = LinearGroup([built[fqn] for fqn in linears])
+    for norm, layers in plan.feeds.items():
+        gates = [plan.mixtures[norm].gate] if norm in plan.mixtures else []
+        for layer in (*layers, *gates):
+            _refuse_backward_hooks(model, norm, layer)
+
+
+def _refuse_backward_hooks(model: nn.Module, norm: str, layer: str) -> None:
+    """Refuse full backward hooks on modules around only one of a norm and a layer: the norm's result passes them."""
+    around_norm, around_layer = ({*accumulate(fqn.split("."), "{}.{}".format)} for fqn in (norm, layer))
+    for fqn in around_norm ^ around_layer:
+        module = model.get_submodule(fqn)
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+            # Where the result is a tensor, its gradient is that of the plain model.
+            if name not in vars(type(module)) and (fqn in around_norm or "pre" not in name):
+                vars(module)[name] = partial(refuse_backward_hook, fqn)
 
 
 def _switch_off_fast_path(model: nn.Module) -> None:

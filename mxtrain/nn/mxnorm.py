@@ -30,6 +30,7 @@ import torch.nn.functional as F
 
 from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.nn.backward_hooks import refuse_backward_hook, refuse_global_backward_hooks
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.normed_input import NormedInput, check_norm_result, writes_to
@@ -255,6 +256,7 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         if self.is_plain:
             y = F.rms_norm(x, self.normalized_shape, self.gain(), self.plain_eps)
             return GatherSequences.apply(y, self.split.key) if self.split and self.gathers_plain else y
+        refuse_global_backward_hooks(self)
         mode = mode_in_forward(self.mode, x.device.type)
         gain = self.gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
@@ -281,6 +283,11 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
         for_experts = self.feeds_mixture, self.sends_codes
         return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes_to(whole.x), *for_experts)
+
+    def register_full_backward_hook(self, *_, **__):
+        refuse_backward_hook(self.fqn or "an MXNorm")
+
+    register_full_backward_pre_hook = register_full_backward_hook
 
     def gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
@@ -351,3 +358,6 @@ class MXNormLinear(QuantizedLinear):
             (y,) = _multiply(x, (self,), gemms, self.ready_with(x.gain), True)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)
+
+    def register_full_backward_hook(self, *_, **__):
+        refuse_backward_hook(self.fqn or "an MXNormLinear")

@@ -52,11 +52,10 @@ class _Values(torch.autograd.Function):
 class NormedInput(NamedTuple):
     """MXNorm's result, for the linears that it feeds. T is the product of the leading dimensions of x.
 
-    A tuple, because PyTorch finds tensors in tuples: for FSDP, for hooks on gradients, and where a compiled graph ends.
+    A tuple, because PyTorch finds tensors in tuples: for FSDP, and where a compiled graph ends.
     ``LOOKS`` lists what a model may ask the tuple, ``_REFUSED`` what a model must not do with it. PyTorch itself needs
     iteration and ``len``, so these stay. The norm comes first, so that a model that iterates fails at the first item.
-    Hooks on the gradients of a norm are those of ``register_full_backward_hook``; the deprecated
-    ``register_backward_hook`` takes the first item.
+    Hooks of modules see other gradients than those of a plain norm's result (``mxtrain.nn.backward_hooks``).
 
     ``torch.is_tensor`` and ``isinstance`` say that the result is no tensor, which the survey of a conversion cannot
     foresee. A model that then uses the result in another way fails; one that goes on without the result does not.

@@ -11,6 +11,7 @@ is then exact but for the fp32 sums, and no token chooses other experts than in 
 import torch
 
 from mxtrain.custom_op import untraced
+from mxtrain.nn.backward_hooks import refuse_backward_hook
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
 from mxtrain.nn.normed_input import NormedInput, check_norm_result
 from mxtrain.nn.once_differentiable import once_differentiable
@@ -85,3 +86,6 @@ class MXNormRouter(DecomposeKRouter):
         h = x.h.reshape(-1, x.shape[-1])
         logits = _NormedLogits.apply(h, x.x, x.rho, x.gain, weight, bias, x.mode)
         return logits.view(*x.shape[:-1], -1)
+
+    def register_full_backward_hook(self, *_, **__):
+        refuse_backward_hook("an MXNormRouter")

@@ -1,5 +1,7 @@
 """Modules with a recipe, and with random numbers of their own, derived from the job's seed and the module's name."""
 
+from dataclasses import dataclass, field
+
 import torch
 import torch.nn as nn
 
@@ -7,6 +9,29 @@ from mxtrain.recipes.recipe import LinearRecipe
 from mxtrain.recipes.schedule import LayerState, Timeline
 from mxtrain.rng.rounding import draws_of_call, position_as_set, random_position
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """A layer's signs, packed, and its key. Copies of the layer share the tensors, by which calls are counted."""
+
+    signs: int
+    key: int
+    tensors: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    def __deepcopy__(self, memo) -> "_Numbers":
+        return self
+
+    def __reduce__(self):
+        return _Numbers, (self.signs, self.key)  # a pickle may be loaded where devices differ
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return signs and key, int64 [2]."""
+        if device in self.tensors:
+            return self.tensors[device]
+        made = torch.tensor([self.signs, self.key], dtype=torch.int64, device="cpu").to(device)
+        # Fake tensors, and those made in inference mode, are of no use later.
+        return self.tensors.setdefault(device, made) if type(made) is torch.Tensor and not made.is_inference() else made
 
 
 class RecipeModule(nn.Module):
@@ -20,7 +45,7 @@ class RecipeModule(nn.Module):
     recipe: LinearRecipe
     timeline: Timeline | None = None
     """The recipes by step; None for one recipe throughout"""
-    # int64 [2] on the device of the parameters: signs packed by ``mxtrain.rng.seeds.sign_mask``, key.
+    # int64 [2] on the device of the parameters (``_Numbers``).
     _seeds: torch.Tensor | None = None
     _fqn: str = ""
 
@@ -36,7 +61,7 @@ class RecipeModule(nn.Module):
         the empty name.
         """
         self._fqn = fqn
-        self._numbers = [sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)]
+        self._numbers = _Numbers(sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn))
         self._seeds = None
         self._make_seeds()
 
@@ -46,19 +71,21 @@ class RecipeModule(nn.Module):
         self._make_seeds()
 
     def _make_seeds(self) -> None:
-        if self._seeds is None and self.recipe.needs_seeds:
-            self._seeds = torch.tensor(self._numbers, dtype=torch.int64, device="cpu")
-            self._move_seeds()
+        if self._seeds is None and not self.recipe.needs_seeds:
+            return
+        device = next((p.device for p in self.parameters(recurse=False)), None)
+        if device is None or device.type == "meta":
+            device = torch.device("cpu") if self._seeds is None else self._seeds.device
+        self._seeds = self._numbers.on(device)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        self._move_seeds()
+        self._make_seeds()
         return self
 
-    def _move_seeds(self) -> None:
-        device = next((p.device for p in self.parameters(recurse=False)), None)
-        if self._seeds is not None and device is not None and device.type != "meta":
-            self._seeds = self._seeds.to(device)
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._make_seeds()
 
     def signs(self, device: torch.device) -> torch.Tensor | None:
         """Return the packed signs, int64 []; None if the recipe has no transform."""

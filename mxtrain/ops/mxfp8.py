@@ -27,7 +27,12 @@ def cast(
     as_codes: bool = False,
     source: torch.Tensor | None = None,
     experts: int = 1,
-    **_,
+    is_weight: bool = False,
+    signs: torch.Tensor | None = None,
+    draws: Sequence[torch.Tensor | None] | None = None,
+    tensor_scale: torch.Tensor | None = None,
+    group: str | None = None,
+    ends: torch.Tensor | None = None,
 ) -> dict[int, Operand | Codes]:
     """Quantize a matrix X [R, C] along each dimension in ``dims``; return the operands by dimension.
 
@@ -44,7 +49,7 @@ def cast(
         as_codes: return ``Codes``. For one dimension, and one matrix of whole blocks.
         source: int64 [R]; row i of X is row source[i] of the one matrix in ``parts``, zero where source[i] is negative.
         experts: parts one below the other are so many stacked experts each; X is joined expert by expert.
-        _: what only NVFP4 needs.
+        is_weight, signs, draws, tensor_scale, group, ends: unused. Only ``mxtrain.ops.nvfp4.cast`` needs them.
     """
     if recipe.format is not None and runs_kernels(mode, parts[0].device.type):
         form = "codes" if as_codes else KERNEL_FORM[mode]

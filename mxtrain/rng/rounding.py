@@ -3,9 +3,9 @@
 A position is step, microbatch and rank. It is a tensor, so that one compiled graph serves all steps. A new step gets a
 new tensor: a backward still uses the position that its forward saved.
 
-A layer that is called twice at one position draws new bits. In eager mode the forwards of a layer are counted.
-Activation checkpointing runs a forward again inside of the backward; that changes no bits, because a backward keeps the
-draws of the first forward (see ``mxtrain.nn``).
+A layer that is called twice at one position draws new bits. In eager mode the forwards of a layer and of its copies are
+counted. Activation checkpointing runs a forward again inside of the backward; that changes no bits, because a backward
+keeps the draws of the first forward (see ``mxtrain.nn``).
 
 A compiled graph counts nothing while it runs. Calls in one graph are numbered when the graph is traced, and a graph
 that would repeat bits, because it runs twice at one position, is refused. Calls that reach a layer in two ways at one
@@ -201,7 +201,7 @@ def _compiled_draws(seeds: torch.Tensor, position: torch.Tensor, number: int) ->
         raise RuntimeError(
             "a compiled layer with stochastic rounding ran twice at one position and would repeat its random bits: "
             "call mxtrain.set_rounding_step(step, microbatch) before every forward; if one forward calls the layer "
-            "twice, compile both calls in one graph, or do not compile the layer"
+            "twice, compile both calls in one graph, or not at all; give a copy of a layer other bits with set_seed"
         )
     # The first call's key is the layer's own: no sum, and two kernels fewer.
     return _draws(seeds, position, number) if number else torch.cat((seeds.to(position.device)[1:], position))

@@ -165,7 +165,7 @@ def test_a_layer_norm_with_an_fp8_bias_a_hook_or_a_parametrization_stays():
     assert convert(model, "fused_norm").skipped == {
         "0": "has a bias of torch.float8_e4m3fn",
         "1": "has a forward hook, which a swap would lose: register it after conversion, unless it needs the result of "
-        "an MXNorm as a tensor",
+        "an MXNorm as a tensor or its gradient",
         "2": "has a parametrization of weight, which a swap would lose: register it after conversion",
     }
 

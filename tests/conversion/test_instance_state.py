@@ -1,5 +1,6 @@
 """What users put on a module (hooks, parametrizations, forwards, tensors, attributes) survives a conversion."""
 
+import copy
 import types
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from mxtrain import FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.errors import ConfigError
 from mxtrain.nn.normed_input import NormedInput
 from tests.support.conversion_models import DIM, TOKENS, Llama, kinds, llama, loss
 
@@ -33,7 +35,7 @@ HOOKS = {
 
 
 # What the advice adds for a hook that would see what passes from an MXNorm to its linears.
-NO_TENSOR = ", unless it needs the result of an MXNorm as a tensor"
+NO_TENSOR = ", unless it needs the result of an MXNorm as a tensor or its gradient"
 
 
 class Router(nn.Module):
@@ -162,6 +164,67 @@ def test_a_hook_on_a_block_uses_the_norms_outputs_that_it_returns():
     model[0].register_forward_hook(recorder()[0])
     plan = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
     assert plan.skipped == {"0.0": "its output is used by a forward hook of 0"}
+
+
+def twice(module, *gradients):
+    return tuple(None if gradient is None else 2 * gradient for gradient in gradients[0])
+
+
+def gradients_with_a_hook(fqn, kind, **settings):
+    """Of a model whose hook doubles a gradient; converted with ``settings``."""
+    model = llama(layers=1)
+    nn.init.uniform_(model.get_submodule(NORM).weight, 0.5, 2)
+    if settings:
+        convert(model, mode="reference", recipe="unquantized", **settings)
+    with getattr(model.get_submodule(fqn) if fqn else nn.modules.module, kind)(twice):
+        loss(model).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+EXACT = dict(estimator="exact", filter_fqns=["output"])
+WITH_THE_NORM = dict(estimator="exact", filter_fqns=["output", NORM])
+BLOCK, BETWEEN = "layers.0", "layers.0.feed_forward"
+FULL, PRE = "register_full_backward_hook", "register_full_backward_pre_hook"
+OF_ALL, PRE_OF_ALL = "register_module_full_backward_hook", "register_module_full_backward_pre_hook"
+
+
+@pytest.mark.parametrize(
+    ("fqn", "kind", "settings"),
+    [
+        (BLOCK, FULL, EXACT),
+        (BLOCK, PRE, EXACT),
+        (BETWEEN, PRE, EXACT),
+        (FED, PRE, EXACT),
+        (OTHER, FULL, EXACT),
+        *[(fqn, FULL, WITH_THE_NORM) for fqn in (BETWEEN, FED, NORM)],
+        *[(fqn, FULL, {"converter": "mx_linear"}) for fqn in (BETWEEN, FED, NORM)],
+        ("", OF_ALL, {"converter": "mx_linear"}),
+        ("", PRE_OF_ALL, EXACT),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_backward_hook_after_conversion_edits_the_gradients_of_the_plain_model(fqn, kind, settings):
+    got, expected = gradients_with_a_hook(fqn, kind, **settings), gradients_with_a_hook(fqn, kind)
+    assert got.keys() == expected.keys()
+    assert all((got[name] - expected[name]).norm() <= 1e-5 * expected[name].norm() for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("fqn", "kind", "named"),
+    [(fqn, FULL, fqn) for fqn in (BETWEEN, FED, NORM)]
+    + [(NORM, PRE, NORM), ("", OF_ALL, "all modules, layers.0.attention_norm among them,")],
+)
+def test_a_backward_hook_that_needs_the_gradient_of_an_mxnorms_result_is_refused(fqn, kind, named):
+    with pytest.raises(ConfigError, match=f"^a full backward hook on {named} cannot see .*: hook the block"):
+        gradients_with_a_hook(fqn, kind, **EXACT)
+
+
+def test_a_module_that_returns_an_mxnorms_result_refuses_backward_hooks_and_its_copy_as_well():
+    model = nn.Sequential(nn.Sequential(nn.RMSNorm(DIM)), nn.Linear(DIM, DIM))
+    convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
+    for kind in (FULL, PRE):
+        with pytest.raises(ConfigError, match="a full backward hook on 0 cannot see"):
+            getattr(copy.deepcopy(model)[0], kind)(twice)
 
 
 OLD_STYLE = ("a forward pre hook", "register it after conversion")

@@ -27,6 +27,8 @@ MAY_FLUSH = {
 # Loads of at least 16 bytes. A copy to shared memory that bypasses L1 always has 16.
 IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
 IS_HALF_WIDE = re.compile(r"\.v[24]\.\w32$")
+# A register made of two halves.
+JOIN = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\};")
 
 
 def compile_kernels(capability: int, folder: Path) -> dict:
@@ -60,6 +62,15 @@ def faults_of_a_product(case: str, ptx: str, launches: int, capability: int) -> 
     return found
 
 
+def halves_without_a_value(ptx: str) -> set[str]:
+    """The 16-bit registers that are read as a half of another one, and set nowhere.
+
+    Where ptxas knows the other half, it may take the stack pointer for both.
+    """
+    others = JOIN.sub("", ptx)
+    return {half for pair in JOIN.findall(ptx) for half in pair} - set(re.findall(r"%rs\d+", others))
+
+
 def faults(
     case: str, ptx: str, cubin_bytes: int, fits: bool, launches: int, prepared: bool, capability: int
 ) -> list[str]:
@@ -82,6 +93,11 @@ def faults(
         found.append("hardware E2M1 conversion missing or unexpected")
     for kernel, instruction in MAY_FLUSH.items():
         ptx = ptx.replace(instruction, "") if case.startswith(kernel) else ptx
+    if halves := halves_without_a_value(ptx):
+        found.append(f"reads {', '.join(sorted(halves))}, which no instruction sets")
+    transposes = case.startswith(("cast", "swiglu", "nvfp4_cast", "nvfp4_weight"))
+    if "max.NaN" in ptx and transposes and ("codes" in case or "blocked" in case):
+        found.append("a maximum that keeps NaN beside transposed bytes, which Triton may miscompile")
     if ".ftz" in ptx:
         found.append("denormals are flushed to zero")
     if ATOMIC.search(ptx) and not case.startswith("nvfp4_tensor_scales"):  # a maximum has no order

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 import mxtrain
+from mxtrain.errors import ConfigError
 from mxtrain.nn.normed_input import LOOKS, NormedInput
 from tests.support.layer_checks import NormBlock, draw, fields_with_gradients, results_of
 
@@ -167,14 +168,22 @@ def test_a_compiled_model_looks_at_a_result():
     assert all(map(torch.equal, results_of(compiled, x, dy := draw(2, 3, 2, D // 2, seed=1)), results_of(model, x, dy)))
 
 
-@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_hooks_on_a_norms_gradient_find_it(kind):
-    block, seen = NormBlock(D, N, "mxfp8", "mxfp8"), []
-    getattr(block.norm, kind)(lambda module, *gradients: seen.append(gradients))
-    x, dys = draw(2, 3, D, seed=0), [draw(2, 3, N, seed=s) for s in (1, 2)]
-    results_of(block, x, *dys)
-    _, of_h, *_ = seen[0][-1]
-    assert of_h.shape == x.shape and of_h.norm() > 0
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [("norm", "_hook"), ("norm", "_pre_hook"), ("linears.0", "_hook")],
+)
+def test_hooks_on_the_gradient_of_a_result_are_refused(part, kind):
+    module = NormBlock(D, N, "mxfp8").get_submodule(part)
+    with pytest.raises(ConfigError, match=r"^a full backward hook on .* cannot see the gradient of an MXNorm's"):
+        getattr(module, "register_full_backward" + kind)(print)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_a_linear_gives_the_gradient_of_its_result_to_a_hook():
+    block, seen = NormBlock(D, N, "mxfp8"), []
+    block.linears[0].register_full_backward_pre_hook(lambda module, gradients: seen.append(gradients))
+    results_of(block, draw(2, 3, D, seed=0), dy := draw(2, 3, N, seed=1))
+    assert [gradient for (gradient,) in seen] == [dy]
 
 
 @pytest.mark.parametrize("mode", ["reference", "emulated"])

@@ -1,5 +1,7 @@
 """A layer that is called more than once draws new random bits, which checkpointing and compilation do not change."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn as nn
@@ -144,6 +146,24 @@ def test_calls_in_one_compiled_graph_draw_the_bits_of_eager_ones(kind, compile_b
             with torch._dynamo.config.patch(error_on_recompile=step > 3):
                 first, second = drawn_by_two_calls(run, step)
             assert first != second and [first, second] == drawn_by_two_calls(repeated(layer), step)
+
+
+def test_a_layer_and_its_copy_draw_the_bits_of_two_calls(compile_backend):
+    layer = Show()
+    copied = copy.deepcopy(layer)
+    want = drawn_by_two_calls(repeated(layer))
+    assert want[0] != want[1] and drawn_by_two_calls(lambda x, y: (copied(x), y))[0] == want[0]
+
+    def both(x, y):
+        return layer(x), copied(y)
+
+    assert drawn_by_two_calls(both) == drawn_by_two_calls(compiled(both, compile_backend)) == want
+    alone = compiled(layer, compile_backend), compiled(copied, compile_backend)
+    with pytest.raises(RuntimeError, match="give a copy of a layer other bits with set_seed"):
+        drawn_by_two_calls(lambda x, y: (alone[0](x), alone[1](y)))
+    copied.set_seed(SEED, "a copy")
+    got = drawn_by_two_calls(lambda x, y: (alone[0](x), alone[1](y)))
+    assert got[0] == want[0] and got[1] not in want
 
 
 def test_compiled_calls_with_one_input_are_not_merged(compile_backend):

@@ -39,6 +39,12 @@ def gemms(recipe, mode="reference") -> ThreeGEMMs:
     return ThreeGEMMs(recipe.key, mode, WHOLE)
 
 
+@pytest.mark.parametrize("recipe", [MXFP8, NVFP4, get_recipe("unquantized")])
+def test_a_misspelt_setting_of_a_cast_is_refused(recipe):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colum_factor'"):
+        cast([draw(32, D)], recipe.fprop, "reference", (1,), colum_factor=draw(D))
+
+
 def all_operands(recipe, mode, tokens, dim, outputs, dtype=torch.float32):
     """Every operand of a norm, a linear behind it, and a linear without a norm, by (name, rows, length)."""
     x, w = draw(tokens, dim, dtype=dtype), draw(outputs, dim) * 700

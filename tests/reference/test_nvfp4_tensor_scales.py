@@ -70,6 +70,18 @@ def test_the_power_of_two_at_or_above_a_dynamic_tensor_scale():
         assert power_of_two_tensor_scale(zeros) == NVFP4_TENSOR_SCALE_MIN
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_elements_next_to_the_largest_number_dequantize_to_infinity(dtype):
+    """Under the power of two above 2^128 / 2688, 2^117, the nearest block scales of E4M3 are 320 and 352."""
+    limit = torch.tensor([2.0**127 * (2 - 1 / 32)], dtype=dtype)
+    beyond = limit.nextafter(torch.full_like(limit, INF)), torch.full_like(limit, torch.finfo(dtype).max)
+    for largest, expected in ((limit, 1920 * 2.0**117), *((each, INF) for each in beyond)):
+        x = torch.cat([largest, -largest, largest.new_ones(14)])
+        scale = power_of_two_tensor_scale(x)
+        values = dequantize(*cast(x, scale), scale)
+        assert scale == 2.0**117 and values[:2].tolist() == [expected, -expected]
+
+
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_with_a_dynamic_tensor_scale_non_finite_never_becomes_finite(bad):
     x = torch.ones(2, 32)

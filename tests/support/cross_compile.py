@@ -135,10 +135,12 @@ def cases(everything: bool) -> dict:
     one = matrix(bf16, 32, rows=1)
     add_norm("one block", one)
     add_cast("one block", one, dims=(1, 0), form="blocked", row_factor=vector(1), column_factor=vector(32))
+    element = matrix(bf16, 1, rows=1)
+    add_cast("one element", element, dims=(0,), column_factor=vector(1))
+    add_cast("one element row factor", element, dims=(0,), row_factor=vector(1), column_factor=vector(1))
     found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(
         one, one, one, True, True, False, False, "rceil", "codes"
     )
-    element = matrix(bf16, 1, rows=1)
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
     add_row_norms(found, "one element", element, vector(1), vector(1))
     found["fold_backward one row"] = lambda: fold_backward(one, one, vector(32))

@@ -123,9 +123,10 @@ def _cast_kernel(
     if ROW_FACTOR:
         x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     if COLUMN_FACTOR:
-        x *= tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)[None, :]
-        # The padding of the last block must not become a negative zero.
-        x = tl.where(mask, x, 0.0)
+        factor = tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)[None, :]
+        # Zero times zero: padding must not become a negative zero. A zero in the place of the product would be a code
+        # that Triton 3.8 knows: it leaves the other half of the register undefined, and ptxas may miscompile both.
+        x *= tl.where(mask, factor, 0.0)
     if IS_PART:
         # x is a part of a larger matrix, whose casts are the results. A tile lies in one expert.
         rows_before += first_row // expert_rows * (all_expert_rows - expert_rows)

@@ -135,7 +135,7 @@ def _nvfp4_cast_kernel(
             exact: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not (ROW_FACTOR or COLUMN_FACTOR)
             transformed = hadamard(strip, signs, exact)
         code_of_column, scale_of_column = scale_of_block(
-            amax_across(transformed).to(tl.float32, bitcast=True), column_inverse
+            amax_across(transformed, FORM != "image").to(tl.float32, bitcast=True), column_inverse
         )
         column_factor = multiplier(scale_of_column, column_inverse)
         eight, even = tl.zeros((COLUMNS,), tl.int64), transformed[0]

@@ -82,7 +82,8 @@ def _nvfp4_weight_kernel(
         group, _ = group_of(first_row, ends_ptr, groups, GROUPS)
     tensor_scale = tl.load(tensor_scale_ptr + group)
     inverse = inverse_of(tensor_scale)
-    amax = tl.max(tl.reshape(amax_across(strip), (COLUMNS // 16, 16)), 1).to(tl.float32, bitcast=True)
+    amax = tl.reshape(amax_across(strip, FORM != "image"), (COLUMNS // 16, 16))
+    amax = tl.max(amax, 1).to(tl.float32, bitcast=True)
     code, scale = scale_of_block(amax, inverse)
     factor = repeat_16(multiplier(scale, inverse), COLUMNS)
     if FORM == "image":
