@@ -22,10 +22,10 @@ HELP_FLAGS = ("-h", "--help")
 OWN_MODULE = "mxtrain.titan.job_config"
 
 
-def read_settings(arguments: list[str]) -> Settings:
+def read_settings(arguments: list[str], trains: bool = True) -> Settings:
     """Read and check the settings in ``arguments``: TorchTitan's flags, with ``--job.config_file`` among them.
 
-    Flags override the TOML file, which may extend others.
+    Flags override the TOML file, which may extend others. ``trains``: see ``removed.in_this_version``.
 
     Raises:
         ConfigError: for a mistake that shows without the machine and the model. It names the setting, and the file and
@@ -34,7 +34,7 @@ def read_settings(arguments: list[str]) -> Settings:
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
     if path is not None and Path(path).name == CONFIG_FILE and (Path(path).parent / FACTS_FILE).exists():
-        config = in_this_version(config)  # a run's own, which an earlier version may have written
+        config = in_this_version(config, trains)  # a run's own, which an earlier version may have written
     search_beside(path)
     with places(arguments):
         module = _custom_module(arguments, config)

@@ -23,10 +23,13 @@ COMMANDS = {
 """Converter; setting or table; key of mxnorm.schedule; command and option -> what to do instead"""
 
 
-def in_this_version(tables: Mapping) -> dict:
+def in_this_version(tables: Mapping, trains: bool = True) -> dict:
     """Return the settings that a run kept, as nested tables, without removed ones that change no number.
 
     TorchTitan's language models have no LayerNorm, so "fused_norm" does what "fused_rmsnorm" did.
+
+    Args:
+        trains: whether the run goes on. For an export, no removed setting changes a number.
     """
     tables = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     model, mxnorm, parallelism = (
@@ -38,9 +41,13 @@ def in_this_version(tables: Mapping) -> dict:
         tables["fused_norm"] = tables.pop("fused_rmsnorm", {})
     elif "fused_norm" not in names:
         tables.pop("fused_rmsnorm", None)
-    if not quantizing_among(names):
+    has_effect = trains and quantizing_among(names)
+    if not has_effect:
         mxnorm.pop("guard", None)
-    if not quantizing_among(names) or parallelism.get("expert_parallel_degree", 1) == 1:
+        if isinstance(entries := mxnorm.get("schedule"), list) and all(isinstance(entry, dict) for entry in entries):
+            entries = [{key: entry[key] for key in entry if key not in SCHEDULE_KEYS} for entry in entries]
+            mxnorm["schedule"] = [entry for entry in entries if "recipe" in entry or "norm" in entry]
+    if not has_effect or parallelism.get("expert_parallel_degree", 1) == 1:
         mxnorm.pop("combine_backward", None)
     return tables
 

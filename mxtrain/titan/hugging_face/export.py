@@ -30,6 +30,7 @@ from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings
+from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import active_settings, convert_on_meta
 from mxtrain.titan.engine import engine
@@ -160,13 +161,13 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         raise ConfigError(
             f"RUN = {str(folder)!r} is no run: {CONFIG_FILE} is missing; give a run's folder, such as outputs/NAME"
         )
-    own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"])
+    own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"], trains=False)
     checkpoint, manifest = find_checkpoint(folder, own["checkpoint.folder"], step)
     # The checkpoint's settings: the run may have resumed with others since, and this version may have other defaults.
     with TemporaryDirectory() as temporary:
         config, defaults = Path(temporary, CONFIG_FILE), Path(temporary, "defaults.toml")
         dump_config(other_defaults(own.known, manifest.defaults), defaults)
-        dump_config({"extends": defaults.name, **manifest.settings}, config)
+        dump_config({"extends": defaults.name, **in_this_version(manifest.settings, trains=False)}, config)
         # All modes round to the same operands, and this machine may lack the mode of the training.
         arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
         with places(arguments):
