@@ -66,7 +66,7 @@ def test_cpu_attention(kind):
     assert "for_cpu" not in source(_attention)
 
 
-def test_pinned_memory():
+def test_memory_that_is_kept_between_asynchronous_saves():
     """PyTorch 2.11, the oldest release that is supported."""
     project = (Path(__file__).parents[4] / "pyproject.toml").read_text()
     assert '"torch>=2.11,' in project
