@@ -112,6 +112,6 @@ def _throughput(run: Run) -> str:
     return f"{rate:,.0f} per device, {devices * rate:,.0f} on {devices}"
 
 
-def form(value: float | int | None, spec: str = ".4f", missing: str = "-") -> str:
-    """Return a number as text, a loss unless ``spec`` is another format; ``missing`` for None."""
-    return missing if value is None else f"{value:{spec}}"
+def form(value: float | int | None, spec: str = ".4f") -> str:
+    """Return a number as text, a loss unless ``spec`` is another format; a dash for None."""
+    return "-" if value is None else f"{value:{spec}}"

@@ -26,10 +26,6 @@ from mxtrain.json_toml import parse, read_toml
 from mxtrain.run_folder.files import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
 
 
-class NothingToResume(ConfigError):
-    """The folder holds the results of a run, but no whole checkpoint from which it could go on."""
-
-
 @dataclass(frozen=True)
 class Start:
     """Where a run starts. It is made once per run, and everything that depends on the start takes it."""
@@ -91,9 +87,8 @@ def find_start(folder: Path, checkpoint, processes: int, damaged: Mapping[str, s
         damaged: names of checkpoints in the folder whose contents are known to be wrong -> what is wrong with them.
 
     Raises:
-        NothingToResume: if the run would replace results, or all checkpoints are damaged.
-        ConfigError: if it would start at step 1 although the folder holds checkpoints, fail to load its checkpoint, or
-            ignore a setting; and if the folder cannot be read.
+        ConfigError: if the run would replace results, start at step 1 although the folder holds checkpoints, fail to
+            load its checkpoint, or ignore a setting; and if all checkpoints are damaged, or the folder cannot be read.
     """
     try:
         saved = Checkpoints(folder / checkpoint.folder, damaged)
@@ -147,7 +142,7 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
         return wanted
     if saved.found and not saved.whole:
         problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
-        raise NothingToResume(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems})")
+        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems})")
     return max(saved.whole, default=None)
 
 
@@ -246,7 +241,7 @@ def require_no_other_run(folder: Path, checkpoint) -> None:
 def _require_no_metrics(folder: Path, because: str) -> None:
     metrics = folder / METRICS_FILE
     if metrics.is_file() and metrics.stat().st_size > 0:
-        raise NothingToResume(
+        raise ConfigError(
             f"job.dump_folder = {str(folder)!r} holds the metrics of a run ({metrics}), which this run would replace "
             f"({because}); choose another folder, or move the old one away"
         )

@@ -1,4 +1,4 @@
-"""``mxtrain compare``: paired runs of several configs, and a table and figures of their differences."""
+"""``mxtrain compare``: paired runs of several configs, and a table and a figure of their differences."""
 
 import argparse
 import json
@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mxtrain.cli.path_parser import PathParser, positive
 from mxtrain.errors import ConfigError, errors_begin_with
-from mxtrain.files import os_errors_as, replace_file
+from mxtrain.files import os_errors_as, reason, replace_file
 from mxtrain.json_toml import read_json, read_toml
 from mxtrain.launched import COMPARISON_VARIABLE, import_flags
 from mxtrain.run_folder.files import CONFIG_FILE
@@ -46,7 +45,7 @@ reported, and the others go on. Ctrl-C stops all of them. The same command with 
 others resume from their checkpoints (with --checkpoint.enable). More seeds, rates and variants may come to the same
 folder. At the end, the folder gets a table, comparison.md, and a figure, differences.svg.
 
-Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the settings, 128 + n after signal n.
+Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the settings, 130 after Ctrl-C.
 """
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
 COMPARISON_FILE, TABLE_FILE = "comparison.json", "comparison.md"
@@ -76,7 +75,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--lr", metavar="A,B,...", type=_rates, default=[], help=that)
     parser.add_argument("--steps", metavar="N", type=positive, help="the same as --training.steps N")
     sharing = (
-        "GPUs of each run; every such share of the machine does one run at a time (on a CPU: processes; default: 1)"
+        "GPUs (on a CPU: processes) of each run; every such share of the machine does a run at a time (default: 1)"
     )
     parser.add_argument("--devices", metavar="N", type=positive, default=1, help=sharing)
     parser.add_argument("--baseline", metavar="NAME", help="variant to compare with (default: the first one)")
@@ -268,7 +267,7 @@ def finished_runs(folder: Path) -> set[str]:
     path = folder / COMPARISON_FILE
     try:
         ended = [row["name"] for row in read_json(path, kind=list) if row["status"] == 0]
-        return {name for name in ended if (folder / name).is_dir()}
+        return {name for name in ended if (folder / name / CONFIG_FILE).is_file()}
     except FileNotFoundError:
         return set()
     except (KeyError, TypeError) as error:
@@ -297,21 +296,23 @@ def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], proc
     waiting, lock = deque(name for name in runs if name not in finished), threading.Lock()
 
     def work(share: str | None) -> None:
-        with suppress(IndexError):  # none is left
-            while True:
+        while waiting:
+            try:
                 name = waiting.popleft()
-                begin, log = time.monotonic(), folder / f"{name}.log"
-                _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
-                status = _train(runs[name], folder / name, log, share, len(shares), processes)
-                how = f"after {(time.monotonic() - begin) / 60:.1f} min"
-                if status == 0:
-                    with lock:
-                        finished.add(name)
-                        _write(folder, finished)
-                    _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
-                else:
-                    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-                    _say(f"{name}: FAILED {how} with exit status {status}: {last}")
+            except IndexError:  # another thread was faster
+                return
+            begin, log = time.monotonic(), folder / f"{name}.log"
+            _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
+            status = _train(runs[name], folder / name, log, share, len(shares), processes)
+            how = f"after {(time.monotonic() - begin) / 60:.1f} min"
+            if status == 0:
+                with lock:
+                    finished.add(name)
+                    _write(folder, finished)
+                _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
+            else:
+                last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+                _say(f"{name}: FAILED {how} with exit status {status}: {last}")
 
     with ThreadPoolExecutor(len(shares)) as threads:
         try:
@@ -337,9 +338,11 @@ def _train(run: Run, folder: Path, log: Path, share: str | None, shares: int, pr
 
 
 def _write(folder: Path, finished: set[str]) -> None:
-    with os_errors_as(f"{folder / COMPARISON_FILE} cannot be written"):
-        rows = [{"name": name, "status": 0} for name in sorted(finished)]
+    rows = [{"name": name, "status": 0} for name in sorted(finished)]
+    try:
         replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
+    except OSError as error:  # a disk that is full for a while does not stop the other runs
+        _say(f"warning: {folder / COMPARISON_FILE} is written when the next run ends: {reason(error)}")
 
 
 def _say(text: str) -> None:

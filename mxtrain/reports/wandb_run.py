@@ -1,10 +1,11 @@
-"""Logs a run to wandb without letting wandb stop or block it.
+"""Logs a run to wandb by TorchTitan's logger, without letting wandb stop or block the run.
 
-Without credentials, or if wandb's server does not answer in time, the run is offline: it records the same data for
-``wandb sync``. WANDB_MODE, WANDB_SILENT and wandb's other settings stay as the user set them.
+TorchTitan and wandb read names, id and more from the environment. Without credentials, or if wandb's server does not
+answer in time, the run is offline: it records the same data for ``wandb sync``. WANDB_MODE, WANDB_SILENT and wandb's
+other settings stay as the user set them.
 
-``run.json`` keeps the id of the wandb run. A resumed run starts wandb with this id and resume = "allow", so that a
-server appends to the run. Offline, every start makes a local folder with the same id, and ``wandb sync`` of all of
+``run.json`` keeps the id of the wandb run. A resumed run starts wandb with this id and WANDB_RESUME = "allow", so that
+a server appends to the run. Offline, every start makes a local folder with the same id, and ``wandb sync`` of all of
 them uploads one run (wandb 0.31). A first part that is uploaded last would replace all others, so a run stays offline
 until its earlier parts are uploaded. wandb's history only grows, so steps that wandb has are not sent again.
 """
@@ -13,33 +14,34 @@ import glob
 import logging
 import os
 import shlex
-import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from mxtrain.analysis.metrics_file import NUMERICS, read_metrics
-from mxtrain.analysis.numerics import draw_numerics, wandb_key
-from mxtrain.analysis.plots import plot
-from mxtrain.analysis.runs import load_run, variant_of
-from mxtrain.errors import ConfigError
+from mxtrain.analysis.numerics import wandb_key
+from mxtrain.analysis.runs import variant_of
 from mxtrain.json_toml import read_json
 from mxtrain.run_folder import files
 
 logger = logging.getLogger()  # TorchTitan's
 
-TIMEOUTS = {"init_timeout": 30.0, "finish_timeout": 120.0}
+DEFAULTS = {
+    "WANDB_INIT_TIMEOUT": "30",
+    "WANDB_FINISH_TIMEOUT": "120",
+    "WANDB_SILENT": "true",
+    "WANDB_PROJECT": "mxtrain",
+}
 """
 Seconds that wandb waits for its server at the start, after which the run is offline, and for the upload at the end. The
-environment variables WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT set others
+summary says where the run is
 """
-PROJECT = "mxtrain"
 LONGEST_TAG = 64
 """Characters that wandb allows"""
 TOKENS = "n_tokens_seen"
 BY_TOKENS = ("loss_metrics/*", "validation_metrics/loss", "grad_norm", "lr")
 """Metrics whose charts have the tokens seen as their x-axis"""
-ATTACHED = (files.CONFIG_FILE, files.FACTS_FILE, files.CONVERSION_FILE, files.PICTURE_FILE, files.NUMERICS_FILE)
 USERS_CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 """Variables by which the user decides which wandb run continues"""
 
@@ -63,40 +65,27 @@ def earlier_run(folder: Path) -> EarlierRun | None:
 
 
 class WandbLogger:
-    """Logs TorchTitan's metrics and a run's files. A failure of wandb after the start is one warning."""
+    """Logs TorchTitan's metrics. A failure of wandb after the start is one warning."""
 
-    def __init__(
-        self,
-        place: Path,
-        job: dict,
-        metrics,
-        facts: dict,
-        folder: Path,
-        attaches: bool = True,
-        continued: EarlierRun | None = None,
-    ):
+    def __init__(self, start: Callable, job: dict, facts: dict, folder: Path, continued: EarlierRun | None = None):
         """Start wandb. Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
 
         Args:
-            place: folder for wandb's own files.
-            job: the sections of the job config, of which ``metrics`` is one.
+            start: makes TorchTitan's logger, which starts a wandb run.
+            job: the sections of the job config.
             facts: of the run, as in run.json.
-            folder: of the run, whose files are attached.
+            folder: of the run.
             continued: the wandb run so far, which this one continues unless the user has chosen another one.
         """
         import wandb
 
-        self.folder, self.attaches = folder, attaches
-        self.last_step, self.tokens_per_step, self.has_files, self.has_failed = 0, 0.0, False, False
-        place.mkdir(parents=True, exist_ok=True)
         if any(os.environ.get(name) for name in USERS_CHOICES):
             continued = None
-        settings = wandb.setup().settings
-        arguments = wandb_names(metrics, facts, settings, continued is not None)
-        if continued is not None:
-            arguments |= {"id": continued.id, "resume": settings.resume or "allow"}
+        self.last_step, self.tokens_per_step, self.has_failed = 0, 0.0, False
         stays_offline = continued is not None and sync_command(folder, continued.id) is not None
-        self.run = start_run(stays_offline, dir=place, config=job, **arguments)
+        with _environment(variables(job["metrics"], facts, continued)):
+            self.logger = started(start, stays_offline)
+        self.run = wandb.run
         if continued is not None and not self.run.disabled:
             # A server knows which steps have reached it.
             self.last_step = self.run.starting_step - 1 if self.run.resumed else continued.last_step
@@ -114,122 +103,85 @@ class WandbLogger:
         elif self.tokens_per_step:  # a validation
             metrics = {**metrics, TOKENS: round(self.tokens_per_step * step)}
         row = {wandb_key(name) if name.startswith(NUMERICS) else name: value for name, value in metrics.items()}
-        self._try(lambda: self.run.log(row, step=step))
-        if not self.has_files:  # all of them are there, and those that change later are attached again at the end
-            self.has_files = True
-            self._try(self._attach)
+        self._try(lambda: self.logger.log(row, step))
 
     def log_event(self, step: int, text: str) -> None:
         """Log a text with a step, in the column "event"; the run's summary keeps the last one."""
         if step > self.last_step:
-            self._try(lambda: self.run.log({"event": text}, step=step))
+            self._try(lambda: self.logger.log({"event": text}, step))
 
     def close(self) -> None:
-        if self.attaches and not self.run.disabled:
-            self._try(self._draw)
-            self._try(self._attach)
-        try:
-            self.run.finish()
-        except TimeoutError:
-            place = Path(self.run.dir).resolve().parent
-            logger.warning(f"wandb's server did not take everything in time; upload the rest with: wandb sync {place}")
-        except Exception as error:
-            self._warn(error)
-
-    def _draw(self) -> None:
-        """Draw the loss curve and the figures of diagnostics, each if the run has any and they can be written."""
-        with suppress(ConfigError):
-            run = load_run(self.folder)
-            plot([run], self.folder / files.PICTURE_FILE)
-            draw_numerics(run, self.folder / files.NUMERICS_FILE)
-
-    def _attach(self) -> None:
-        """Upload copies of the run's files as ``mxtrain/NAME``.
-
-        The copies are in wandb's folder, so that an offline run is uploaded whole after its folder has moved.
-        """
-        if not self.attaches or self.run.disabled:
-            return
-        place = Path(self.run.dir) / "mxtrain"
-        place.mkdir(exist_ok=True)
-        for name in ATTACHED:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, place / name)
-                self.run.save(str(place / name), base_path=self.run.dir, policy="now")
+        self._try(self.logger.close)
 
     def _try(self, action) -> None:
         try:
             action()
         except Exception as error:
-            self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        if not self.has_failed:
-            logger.warning(f"wandb failed: {first_line(error)}; training goes on, and metrics are in metrics.jsonl")
-        self.has_failed = True
+            if not self.has_failed:
+                logger.warning(f"wandb failed: {first_line(error)}; training goes on, and metrics are in metrics.jsonl")
+            self.has_failed = True
 
 
-def start_run(stays_offline: bool = False, **arguments):
-    """Return ``wandb.init(**arguments)``, silent, and offline where it cannot be online.
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    os.environ.pop("WANDB_RUN_TAGS", None)  # a text, which TorchTitan hands to wandb as a list: a tag per letter
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def started(start: Callable, stays_offline: bool = False):
+    """Return ``start()``, offline where it cannot be online.
 
     Args:
+        start: starts a wandb run.
         stays_offline: do not go online, unless WANDB_MODE says so.
 
     Raises whatever wandb raises for wrong settings.
     """
     import wandb
 
-    # wandb reads the environment only once per process, so settings change through wandb.setup.
-    choices = {name: seconds for name, seconds in TIMEOUTS.items() if f"WANDB_{name.upper()}" not in os.environ}
-    if "WANDB_SILENT" not in os.environ:
-        choices["silent"] = True  # the summary says where the run is
-    wandb.setup(settings=wandb.Settings(**choices, finish_timeout_raises=True))
-    mode = wandb.setup().settings.mode
-    if mode == "online" and stays_offline and "WANDB_MODE" not in os.environ:
-        mode = "offline"
-    if mode == "online":
+    if wandb.setup().settings.mode == "online":
         try:
-            if wandb.login(verify=False, prompt=False):
-                return wandb.init(**arguments)
+            if not (stays_offline and "WANDB_MODE" not in os.environ) and wandb.login(verify=False, prompt=False):
+                return start()
         except Exception as error:
             logger.warning(f"wandb cannot be online: {first_line(error)}; the run is offline")
-        mode = "offline"
-    wandb.setup(settings=wandb.Settings(mode=mode))
-    return wandb.init(**arguments)
+        # wandb has read the environment, which it does once per process.
+        wandb.setup(settings=wandb.Settings(mode="offline"))
+    return start()
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def variables(metrics: dict, facts: dict, continued: EarlierRun | None) -> dict[str, str]:
+    """Return the environment variables by which TorchTitan and wandb name the run.
 
-
-def wandb_names(metrics, facts: dict, settings, continues: bool) -> dict:
-    """Return the arguments ``entity``, ``project``, ``name``, ``group``, ``tags``, ``notes`` and ``job_type``.
-
-    Each comes from the first of these that says something: the section [metrics], TorchTitan's environment variables,
-    wandb's settings (environment and files), the run's own facts. wandb itself reads its settings for None. A run that
-    continues keeps the name, group and tags that it has on the server, where a user may have changed them.
+    Each comes from the first of these that says something: the section [metrics], the environment, the run's own facts.
+    A run that continues keeps the name, group and tags that it has on the server, where a user may have changed them.
 
     Args:
         metrics: the section of the job config. Without mxtrain's config module it has no settings of wandb.
         facts: of the run, as in run.json.
-        settings: a ``wandb.Settings``.
-        continues: whether an earlier start of this run has named the wandb run.
+        continued: see ``WandbLogger``.
     """
-    project, name, group, tags = (getattr(metrics, f"wandb_{k}", None) for k in ("project", "name", "group", "tags"))
-    default = {} if continues else default_names(facts)
-    env = os.environ.get
-    if tags is None:
-        words = [word.strip() for word in env("WANDB_RUN_TAGS", "").split(",") if word.strip()]
-        tags = words or settings.run_tags or default.get("tags")
-    return {
-        "entity": env("WANDB_TEAM"),
-        "project": project or settings.project or PROJECT,
-        "name": name or env("WANDB_RUN_NAME") or settings.run_name or default.get("name"),
-        "group": group or settings.run_group or default.get("group"),
-        "tags": tags,
-        "notes": env("WANDB_RUN_NOTES"),
-        "job_type": env("WANDB_RUN_JOB_TYPE"),
-    }
+    own, env, tags = {} if continued else default_names(facts), os.environ.get, metrics.get("wandb_tags")
+    found = {name: env(name, value) for name, value in DEFAULTS.items()}
+    found["WANDB_PROJECT"] = metrics.get("wandb_project") or found["WANDB_PROJECT"]
+    for key in ("name", "group"):
+        variable = f"WANDB_RUN_{key.upper()}"
+        found[variable] = metrics.get(f"wandb_{key}") or env(variable) or own.get(key)
+    words = env("WANDB_RUN_TAGS") or env("WANDB_TAGS") or ",".join(own.get("tags", []))
+    found["WANDB_TAGS"] = (words if tags is None else ",".join(tags)) or None
+    if continued:
+        found |= {"WANDB_RUN_ID": continued.id, "WANDB_RESUME": "allow"}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def default_names(facts: dict) -> dict:

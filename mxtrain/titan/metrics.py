@@ -80,7 +80,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
     processor.logger = loggers
     facts = run_facts(job_config) if is_first or wants_wandb else {}
     if wants_wandb:
-        _add_wandb(loggers, job_config, dict(facts), is_first, earlier)
+        _add_wandb(loggers, job_config, dict(facts), earlier)
     if is_first:
         facts["wandb"] = wandb_facts(loggers.to_wandb and loggers.to_wandb.run, folder)
         if loggers.to_wandb is not None:
@@ -111,13 +111,15 @@ def require_plain_recipes(job_config) -> None:
         raise ConfigError("mxnorm.schedule needs mxtrain's trainer: train with -m mxtrain.train")
 
 
-def _add_wandb(loggers: Loggers, job_config, facts: dict, is_first: bool, earlier) -> None:
+def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
     folder, section = Path(job_config.job.dump_folder), job_config.metrics
     place = folder / section.save_tb_folder / f"{datetime.now():%Y%m%d-%H%M}"
     if section.save_for_all_ranks:
         place /= f"rank_{torch.distributed.get_rank()}"
     try:
-        to_wandb = WandbLogger(place, job_config.to_dict(), section, facts, folder, is_first, earlier)
+        to_wandb = WandbLogger(
+            lambda: engine().wandb_logger(place, job_config), job_config.to_dict(), facts, folder, earlier
+        )
     except Exception as error:  # wandb's, for wrong settings of wandb
         logger.warning(
             f"wandb did not start: {first_line(error)}; training continues without it; metrics are in metrics.jsonl"

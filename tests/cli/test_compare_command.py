@@ -122,6 +122,21 @@ def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in
     assert [start["run"][-1] for start in starts(stand_in)] == ["0", "1", "2", "1"]
 
 
+def test_a_disk_that_is_full_for_a_while_is_a_warning(stand_in, monkeypatch, capfd):
+    written, calls = compare_command.replace_file, []
+
+    def fails_once(path, content):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        written(path, content)
+
+    monkeypatch.setattr(compare_command, "replace_file", fails_once)
+    assert compare("llama3_debug", "--seeds=2") == 0
+    assert "warning: c/comparison.json is written when the next run ends: No space" in capfd.readouterr().out
+    assert len(json.loads((stand_in / "comparison.json").read_text())) == 2
+
+
 def test_every_share_of_the_machine_does_one_run_at_a_time(stand_in, monkeypatch, capfd):
     monkeypatch.setattr(launch, "accelerator_count", lambda: 5)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(12))
@@ -314,11 +329,11 @@ def test_two_variants_from_start_to_figure(tmp_path):
     sizes = ["--training.seq_len=32", "--training.local_batch_size=2", "--data.max_bytes=100000"]
     quiet = ["--validation.no-enable", "--metrics.no-enable_wandb", "--metrics.log_freq=1"]
     words = ["compare", "llama3_debug_bf16", "fused=llama3_debug_fused_rmsnorm", "--steps=1", *sizes, *quiet, "-o", "c"]
-    for count in (2, 0):
+    for _ in range(2):
         compared = Forked(cli.main, words, cwd=tmp_path)
         out, err = compared.communicate(300)
         assert compared.process.exitcode == 0, err
-        assert out.count(": starts") == count, "finished runs stay"
+    assert out.count(": starts") == 2, "finished runs stay: this is the output of both commands"
     losses = [load_run(tmp_path / "c" / f"{name}-seed0").first_loss for name in ("llama3_debug_bf16", "fused")]
     assert losses[1] == pytest.approx(losses[0], rel=3e-7)  # two units in the last place of an fp32 sum
     assert "fused" in (tmp_path / "c" / "comparison.md").read_text()

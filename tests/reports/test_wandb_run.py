@@ -3,7 +3,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,12 +13,11 @@ from mxtrain.reports.wandb_run import (
     WandbLogger,
     default_names,
     earlier_run,
-    start_run,
+    started,
     sync_command,
+    variables,
     wandb_facts,
-    wandb_names,
 )
-from mxtrain.settings.sections import Metrics
 from tests.support.wandb_server import wandb_server
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -51,7 +49,23 @@ def server(monkeypatch):
 def build(folder, continued=None):
     """A logger as TorchTitan builds it, in a process of its own."""
     wandb.teardown()
-    return WandbLogger(folder / "tb", {"model": {"flavor": "125m"}}, Metrics(), FACTS, folder, continued=continued)
+    job = {"model": {"flavor": "125m"}, "metrics": {}}
+    return WandbLogger(lambda: TitansLogger(folder / "tb", job), job, FACTS, folder, continued)
+
+
+class TitansLogger:
+    """As TorchTitan's own, without importing TorchTitan."""
+
+    def __init__(self, folder, config):
+        env = {"project": "PROJECT", "name": "RUN_NAME", "id": "RUN_ID", "group": "RUN_GROUP", "tags": "RUN_TAGS"}
+        folder.mkdir(parents=True, exist_ok=True)
+        wandb.init(dir=folder, config=config, **{key: os.getenv(f"WANDB_{name}") for key, name in env.items()})
+
+    def log(self, metrics, step):
+        wandb.log(metrics, step=step)
+
+    def close(self):
+        wandb.finish()
 
 
 def warnings(caplog):
@@ -66,7 +80,7 @@ def mode_of(run):
 
 def test_a_damaged_key_is_one_warning(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("WANDB_API_KEY", "short")
-    assert mode_of(start_run(dir=tmp_path)) == "offline"
+    assert mode_of(started(lambda: wandb.init(dir=tmp_path))) == "offline"
     [warning] = warnings(caplog)
     assert warning.startswith("wandb cannot be online: WANDB_API_KEY invalid")
 
@@ -76,7 +90,9 @@ def test_the_users_mode_stands(monkeypatch, tmp_path, server, mode):
     """A run whose first part is not uploaded stays offline unless the user wants it online."""
     if mode is not None:
         monkeypatch.setenv("WANDB_MODE", mode)
-    assert mode_of(start_run(stays_offline=mode in ("online", None), dir=tmp_path)) == (mode or "offline")
+    assert mode_of(started(lambda: wandb.init(dir=tmp_path), stays_offline=mode in ("online", None))) == (
+        mode or "offline"
+    )
     assert (server.runs == {}) == (mode != "online")
 
 
@@ -85,31 +101,26 @@ def test_a_server_that_never_answers_costs_the_time_limit(monkeypatch, tmp_path,
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
         monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+        monkeypatch.setenv("WANDB_SILENT", "true")  # as by default; otherwise wandb asks the server for the user's name
         start = time.monotonic()
-        assert mode_of(start_run(dir=tmp_path)) == "offline"
+        assert mode_of(started(lambda: wandb.init(dir=tmp_path))) == "offline"
         assert time.monotonic() - start < 15
     assert "the run is offline" in caplog.text
 
 
 def test_without_a_key_a_run_is_offline_and_timeouts_and_silence_are_the_users_where_given(monkeypatch, tmp_path):
     monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: pytest.fail("asked for a key"))
-    run = start_run(dir=tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "false")
+    before = dict(os.environ)
+    run = build(tmp_path).run
+    assert os.environ == before
     assert mode_of(run) == "offline"
-    assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (30, 120, True)
-    wandb.teardown()
-    for name, value in {"INIT_TIMEOUT": "7", "FINISH_TIMEOUT": "8", "SILENT": "false"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    run = start_run(dir=tmp_path)
-    run.finish()
-    assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (7, 8, False)
+    assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (30, 120, False)
 
 
 def test_an_online_run_and_its_continuation(tmp_path, server):
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.toml").write_text("[training]\nsteps = 2\n")
-    (folder / "conversion.txt").write_text("mxnorm: 2 norms\n")
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "loss": 8.0}\n')
     first = build(folder)
     for step in (1, 2):
         first.log({"loss_metrics/global_avg_loss": 10.0 - step, "n_tokens_seen": 64.0 * step}, step)
@@ -119,9 +130,6 @@ def test_an_online_run_and_its_continuation(tmp_path, server):
     run = server.runs[first.run.id]
     assert (run["displayName"], run["groupName"]) == ("llama3 125m mxnorm mxfp8 p=2", "llama3 125m")
     assert run["tags"] == ["llama3", "125m", "mxnorm", "mxfp8", "p=2"] and run["project"] == "mxtrain"
-    assert server.files["mxtrain/config.toml"] == (folder / "config.toml").read_bytes()
-    assert server.files["mxtrain/conversion.txt"] == b"mxnorm: 2 norms\n"
-    assert server.files["mxtrain/loss.png"].startswith(b"\x89PNG")
     assert server.history[3]["validation_metrics/loss"] == 9.5 and server.history[3]["n_tokens_seen"] == 192
 
     second = build(folder, EarlierRun(first.run.id, last_step=2))
@@ -136,28 +144,13 @@ def test_an_online_run_and_its_continuation(tmp_path, server):
 
 def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
     wandb_logger = build(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
-
-    for name in ("log", "save", "finish"):
+    for name in ("log", "close"):
         lost = ConnectionResetError("Connection lost")
-        monkeypatch.setattr(wandb_logger.run, name, mock.Mock(side_effect=lost))
+        monkeypatch.setattr(wandb_logger.logger, name, mock.Mock(side_effect=lost))
     wandb_logger.log({"lr": 1.0}, 1)
     wandb_logger.log({"lr": 1.0}, 2)
     wandb_logger.close()
     assert warnings(caplog) == ["wandb failed: Connection lost; training goes on, and metrics are in metrics.jsonl"]
-
-
-def test_an_upload_that_takes_too_long_names_what_is_left(tmp_path, monkeypatch, caplog):
-    wandb_logger = build(tmp_path)
-    monkeypatch.setattr(wandb_logger.run, "finish", mock.Mock(side_effect=TimeoutError("Timed out finishing run.")))
-    wandb_logger.close()
-    place = Path(wandb_logger.run.dir).resolve().parent
-    message = f"wandb's server did not take everything in time; upload the rest with: wandb sync {place}"
-    assert warnings(caplog) == [message]
-
-
-def names(metrics=None, continues=False, **settings):
-    return wandb_names(metrics or Metrics(), FACTS, wandb.Settings(**settings), continues)
 
 
 @pytest.mark.parametrize(
@@ -175,25 +168,30 @@ def test_names_come_from_what_the_run_trains(facts, name, tags):
     assert found == {"name": f"llama3 125m {name}", "group": "llama3 125m", "tags": ["llama3", "125m", *tags]}
 
 
+def names(continued=None, **metrics):
+    found = variables(metrics, FACTS, continued)
+    keys = ("PROJECT", "RUN_NAME", "RUN_GROUP", "TAGS", "RUN_ID", "RESUME")
+    return [found.get(f"WANDB_{key}") for key in keys]
+
+
 def test_the_settings_override_the_environment_which_overrides_the_facts(monkeypatch):
-    tags = ["llama3", "125m", "mxnorm", "mxfp8", "p=2"]
-    own = [None, "mxtrain", "llama3 125m mxnorm mxfp8 p=2", "llama3 125m", tags, None, None]
-    assert list(names().values()) == own
+    own = ["mxtrain", "llama3 125m mxnorm mxfp8 p=2", "llama3 125m", "llama3,125m,mxnorm,mxfp8,p=2"]
+    assert names() == [*own, None, None]
     # A run that continues keeps its names unless the settings say others.
-    assert [names(continues=True)[key] for key in ("name", "group", "tags")] == [None] * 3
-    assert names(Metrics(wandb_name="new"), continues=True)["name"] == "new"
-    assert names(SimpleNamespace(log_freq=1))["group"] == "llama3 125m", "without mxtrain's config module"
+    assert names(EarlierRun("abc", 3)) == ["mxtrain", None, None, None, "abc", "allow"]
+    assert names(EarlierRun("abc", 3), wandb_name="new")[1] == "new"
+    for key, value in {"PROJECT": "P", "RUN_NAME": "N", "RUN_GROUP": "G", "RUN_TAGS": "c,d"}.items():
+        monkeypatch.setenv(f"WANDB_{key}", value)
+    assert names()[:4] == ["P", "N", "G", "c,d"]
+    metrics = {"wandb_project": "1", "wandb_name": "2", "wandb_group": "3", "wandb_tags": ["4", "5"]}
+    assert names(**metrics)[:4] == ["1", "2", "3", "4,5"] and names(wandb_tags=[])[3] is None
 
-    theirs = {"project": "p", "run_name": "n", "run_group": "g", "run_tags": ("a", "b")}
-    assert list(names(**theirs).values()) == [None, "p", "n", "g", ("a", "b"), None, None], "wandb reads the others"
-    own = {"TEAM": "E", "RUN_NAME": "N", "RUN_TAGS": "c, d", "RUN_NOTES": "O", "RUN_JOB_TYPE": "J"}
-    for name, value in own.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    assert list(names(**theirs).values()) == ["E", "p", "N", "g", ["c", "d"], "O", "J"]
 
-    metrics = Metrics(wandb_project="1", wandb_name="2", wandb_group="3", wandb_tags=["4"])
-    assert list(names(metrics, **theirs).values()) == ["E", "1", "2", "3", ["4"], "O", "J"]
-    assert names(Metrics(wandb_tags=[]), **theirs)["tags"] == []
+def test_the_users_tags_are_words_and_not_letters(monkeypatch, tmp_path):
+    monkeypatch.setenv("WANDB_RUN_TAGS", "first,try")
+    run = build(tmp_path).run
+    assert run.tags == ("first", "try")
+    run.finish()
 
 
 ROWS = '{"step": 1, "loss": 9.0}\n{"step": 8, "loss": 9.0}\n{"step": 8, "validation_loss": 9.0}\n'

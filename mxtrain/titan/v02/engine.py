@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch.nn as nn
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import JobConfig as JobConfig
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
@@ -35,6 +35,11 @@ FSDP_ON_ONE_PROCESS = False
 def convertible(model: nn.Module) -> nullcontext:
     """Context in which converters know the modules of ``model``."""
     return nullcontext()
+
+
+def wandb_logger(folder, job_config) -> WandBLogger:
+    """TorchTitan's logger for wandb, whose files are in ``folder``."""
+    return WandBLogger(str(folder), job_config)
 
 
 def metrics_processor(job_config, parallel_dims) -> MetricsProcessor:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
-from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
@@ -120,6 +120,11 @@ def try_plan(model: nn.Module, job_config) -> None:
         split_layers(model, init_device_mesh("cpu", (tensor,)), degrees.expert_parallel_degree > 1)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def wandb_logger(folder, job_config) -> WandBLogger:
+    """TorchTitan's logger for wandb, whose files are in ``folder``."""
+    return WandBLogger(str(folder), job_config.to_dict())
 
 
 def metrics_processor(job_config, parallel_dims) -> MetricsProcessor:
