@@ -85,7 +85,7 @@ def test_the_report_of_8b_and_its_flags(capsys):
     assert "1 x  kept: output: is the output head" in text
 
 
-SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], p = 1}']
+SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe = "wgrad=bf16"}']
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], p = 1}
         pytest.param(["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  left out here: not a con"],
                      marks=only_022),
         (["--mxnorm.mode=native"], ["mode reference on cpu" if not torch.cuda.is_available() else "mode "]),
-        (SCHEDULE, ["precision schedule\n  steps 3 to 100: p=1 in layers.0 (mxnorm.schedule[0])\n"]),
+        (SCHEDULE, ["precision schedule\n  steps 3 to 100: wgrad=bf16 in layers.0 (mxnorm.schedule[0])\n"]),
         (["--training.enable_cpu_offload", TENSOR_2],
          ["\n  gathered: the two largest groups of weights, in float32\n  left out: gathered gradients, act",
           "all but the gathered weights is in the CPU's memory", "leaves whole (gates, DeepSeek's wkv_a, wq_a) c"]),
