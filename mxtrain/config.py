@@ -146,8 +146,13 @@ def _where_it_lies(config: dict, folder: Path) -> dict:
             "job": {"dump_folder": str(old)},
             "model": {"hf_assets_path": str(own)},
             "checkpoint": {"initial_load_path": str(weights)},
-        } if own.startswith(f"{old}/") and not os.path.exists(old):
-            old, own, weights = (path.replace(old, str(folder), 1) for path in (old, own, weights))
+        } if own.startswith(f"{old}/") and (folder / own.removeprefix(f"{old}/")).exists():
+            if Path(old).absolute() == folder:
+                return config
+            old, own, weights = (
+                f"{folder}{path.removeprefix(old)}" if f"{path}/".startswith(f"{old}/") else path
+                for path in (old, own, weights)
+            )
             moved = {"job": {"dump_folder": old}, "model": {"hf_assets_path": own}}
             return _merge(config, {**moved, "checkpoint": {"initial_load_path": weights}})
     return config

@@ -4,7 +4,7 @@ A result is a row: a run's settings and final numbers, from its folder or from a
 baseline's run with the same learning rate and seed. Results of different models or lengths are compared apart.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -217,15 +217,16 @@ class Group:
         return next(loss for loss in LOSSES if self.cells[loss].notna().all())
 
 
-def compare(rows: list[dict], baseline: str | None = None) -> list[Group]:
+def compare(rows: list[dict], baseline: str | None = None, variants: Sequence[str] = ()) -> list[Group]:
     """Return the groups of ``rows`` that can be compared, in the order in which they came.
 
     Args:
         baseline: name of a variant; None for the first one.
+        variants: all names in their order, also of variants without a row.
 
     Raises ConfigError if no row counts, or no variant has the name ``baseline``.
     """
-    names = list(dict.fromkeys(row["variant"] for row in rows))
+    names = list(dict.fromkeys([*variants, *(row["variant"] for row in rows)]))
     if baseline is not None and baseline not in names:
         raise ConfigError(f"--baseline {baseline!r} is not one of the variants: {', '.join(map(repr, names))}")
     if all(row["problem"] for row in rows):

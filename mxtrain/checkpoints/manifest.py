@@ -22,7 +22,7 @@ from mxtrain.json_toml import read_json
 
 MANIFEST_FILE = "manifest.json"
 FORMATS = (1, 2)
-"""Those that are read; the last one is written. Format 1 has hashes of all files"""
+"""Formats that this version reads. It writes the last one. Format 1 always has hashes of all files"""
 
 
 class DamagedCheckpoint(Exception):

@@ -1,8 +1,7 @@
-"""What a checkpoint holds beside weights, where TorchTitan 0.2.2 has too little or too much of it.
+"""States in a checkpoint beside the weights, where TorchTitan 0.2.2 saves or restores them wrongly.
 
-The states of the random number generators are not in its checkpoints, and the tokens that the run has seen are those of
-one rank. From the optimizer and its schedule it restores learning rate, betas and so on, so that a changed setting has
-no effect.
+It saves no states of random number generators, and the token count of one rank only. It restores learning rate, betas
+and so on from the checkpoint, so a changed setting would have no effect.
 """
 
 import logging

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import product
@@ -42,8 +42,9 @@ listed below go to every run: --training.local_batch_size 16 --checkpoint.enable
 
 Every run is an 'mxtrain train' with a folder and a log of its own in the comparison's folder. A run that fails is
 reported, and the others go on. Ctrl-C stops all of them. The same command with -o FOLDER goes on: finished runs stay,
-others resume from their checkpoints (with --checkpoint.enable). More seeds, rates and variants may come to the same
-folder. At the end, the folder gets a table, comparison.md, and a figure, differences.svg.
+others resume from their checkpoints (with --checkpoint.enable; remove run folders without a checkpoint). More seeds,
+rates and variants may come to the same folder. At the end, the folder gets a table, comparison.md, and a figure,
+differences.svg.
 
 Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the settings, 130 after Ctrl-C.
 """
@@ -120,16 +121,17 @@ def _compare(options) -> int:
     names = dict.fromkeys(run.variant for run in runs.values())
     if options.baseline is not None and options.baseline not in names:
         raise ConfigError(f"--baseline {options.baseline!r} is not one of the variants: {', '.join(names)}")
-    shares = device_shares(options.devices)
     # A dry run may plan runs for another machine.
-    settings = read_all(runs, options.devices, has_gpus=options.dry_run or shares[0] is not None)
+    shares = [""] if options.dry_run else device_shares(options.devices)
+    settings = read_all(runs, options.devices, has_gpus=shares[0] is not None)
     finished = finished_runs(folder)
     for name in finished & set(runs):
         require_same_settings(folder / name, settings[name])
     notes = unpaired_settings(runs, settings, options.devices)
     for line in notes:
         print(f"mxtrain: note: {line}", file=sys.stderr)
-    print(f"mxtrain: {len(runs)} runs in {folder}, {len(shares)} at a time", flush=True)
+    at_a_time = "" if options.dry_run else f", {len(shares)} at a time"
+    print(f"mxtrain: {len(runs)} runs in {folder}{at_a_time}", flush=True)
     if options.dry_run:
         for name, run in runs.items():
             print(f"{name}: {'finished' if name in finished else shlex.join(['mxtrain', 'train', *run.arguments])}")
@@ -145,12 +147,13 @@ def _compare(options) -> int:
         except ConfigError as error:
             notes.append(f"{name}: not read: {error}")
     try:
-        show(rows, notes, folder, options.baseline)
+        show(rows, notes, folder, options.baseline, list(names))
     except ConfigError as error:
         print(f"mxtrain: no comparison: {error}", file=sys.stderr)
     if left := [name for name in runs if name not in finished]:
         print(f"mxtrain: {len(left)} of {len(runs)} runs are not finished: {', '.join(left)}", file=sys.stderr)
-        print(f"mxtrain: the same command with -o {shlex.quote(str(folder))} goes on", file=sys.stderr)
+        again = f"the same command with -o {shlex.quote(str(folder))} goes on"
+        print(f"mxtrain: remove run folders without a checkpoint, and {again}", file=sys.stderr)
     return 130 if is_stopped else 1 if left else 0
 
 
@@ -303,7 +306,11 @@ def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], proc
                 return
             begin, log = time.monotonic(), folder / f"{name}.log"
             _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
-            status = _train(runs[name], folder / name, log, share, len(shares), processes)
+            try:
+                status = _train(runs[name], folder / name, log, share, len(shares), processes)
+            except OSError as error:  # the log cannot be written
+                _say(f"{name}: FAILED: {log}: {reason(error)}")
+                continue
             how = f"after {(time.monotonic() - begin) / 60:.1f} min"
             if status == 0:
                 with lock:
@@ -349,7 +356,7 @@ def _say(text: str) -> None:
     print(f"mxtrain: {text}\n", end="", flush=True)
 
 
-def show(rows: list[dict], notes: list[str], folder: Path, baseline: str | None) -> None:
+def show(rows: list[dict], notes: list[str], folder: Path, baseline: str | None, variants: Sequence[str] = ()) -> None:
     """Print the tables of ``rows`` with ``notes``, and write them and the figures into ``folder``.
 
     Raises ConfigError if nothing can be compared, or a file cannot be written.
@@ -357,15 +364,18 @@ def show(rows: list[dict], notes: list[str], folder: Path, baseline: str | None)
     from mxtrain.analysis.comparison import compare
     from mxtrain.analysis.comparison_figures import differences_svg, markdown
 
-    groups, parts = compare(rows, baseline), []
+    groups, parts, figures = compare(rows, baseline, variants), [], []
     with os_errors_as(f"the comparison in {str(folder)!r} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
+        for figure in folder.glob("differences*.svg"):  # of an earlier comparison
+            figure.unlink()
         for number, group in enumerate(groups, start=1):
             parts += [f"{group.title}, baseline {group.baseline}", markdown(group)]
             notes = [*notes, *group.notes]
             if svg := differences_svg(group):
                 name = "differences.svg" if len(groups) == 1 else f"differences_{number}.svg"
                 replace_file(folder / name, svg.encode())
+                figures.append(name)
         text = "\n\n".join([*parts, *["\n".join(f"- {line}" for line in notes)] * bool(notes)])
         replace_file(folder / TABLE_FILE, f"{text}\n".encode())
-    print(f"{text}\nmxtrain: the table and differences.svg are in {folder}")
+    print(f"{text}\nmxtrain: {', '.join([TABLE_FILE, *figures])} in {folder}")

@@ -125,8 +125,8 @@ class MXLinearConverter(Converter):
     """
 
     name: ClassVar[str] = "mx_linear"
-    # Whether features that no block divides are an error, as where sizes are settings; a single one, such as that of a
-    # shared expert's gate, is none. This is no setting, so it has no annotation.
+    # True where sizes are settings: a linear whose features no block divides is then an error. A linear with a single
+    # feature, such as a shared expert's gate, always stays. Without an annotation, this is not a setting.
     refuses_odd_sizes = False
 
     recipe: str | LinearRecipe = "mxfp8"

@@ -43,10 +43,10 @@ def swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
     for norm, layers in plan.feeds.items():
         gates = [plan.mixtures[norm].gate] if norm in plan.mixtures else []
         for layer in (*layers, *gates):
-            _refuse_backward_hooks(model, norm, layer)
+            _refuse_backward_hooks(model, norm, layer, prefix)
 
 
-def _refuse_backward_hooks(model: nn.Module, norm: str, layer: str) -> None:
+def _refuse_backward_hooks(model: nn.Module, norm: str, layer: str, prefix: str) -> None:
     """Refuse full backward hooks on modules around only one of a norm and a layer: the norm's result passes them."""
     around_norm, around_layer = ({*accumulate(fqn.split("."), "{}.{}".format)} for fqn in (norm, layer))
     for fqn in around_norm ^ around_layer:
@@ -54,7 +54,7 @@ def _refuse_backward_hooks(model: nn.Module, norm: str, layer: str) -> None:
         for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
             # Where the result is a tensor, its gradient is that of the plain model.
             if name not in vars(type(module)) and (fqn in around_norm or "pre" not in name):
-                vars(module)[name] = partial(refuse_backward_hook, fqn)
+                vars(module)[name] = partial(refuse_backward_hook, f"{prefix}.{fqn}" if prefix else fqn)
 
 
 def _switch_off_fast_path(model: nn.Module) -> None:

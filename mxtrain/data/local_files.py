@@ -53,7 +53,7 @@ MEGATRONS_OWN = re.compile(r"[0-9a-f]{32}-.*-(description\.txt|\w+_index\.npy)|.
 """Files in which Megatron keeps the order of its samples, in a folder below its ``.bin`` file or beside it"""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-READ = f"formats are {', '.join(FORMATS)} and UTF-8 text; JSON and text also compressed ({', '.join(COMPRESSED)})"
+READ = f"formats are {', '.join(FORMATS)} and UTF-8 text; JSON, CSV and text also compressed ({', '.join(COMPRESSED)})"
 
 
 def _open_zstd(file: Path, mode: str, **text) -> TextIO:

@@ -106,7 +106,7 @@ def load(folder: Path) -> Pretrained:
     stored = (getattr(config, "quantization_config", None) or {}).get("format")
     if hasattr(config, "num_experts_per_tok") and stored in {layout.compression for layout in LAYOUTS.values()}:
         raise ConfigError(
-            f"{where}: transformers misreads experts in {stored!r}; give the run, or an export with --format hf"
+            f"{where}: transformers cannot read experts in {stored!r}; give the run, or an export with --format hf"
         )
     if not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{where}: it has no tokenizer: {TOKENIZER_FILE} is missing")

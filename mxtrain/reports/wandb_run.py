@@ -30,12 +30,13 @@ logger = logging.getLogger()  # TorchTitan's
 DEFAULTS = {
     "WANDB_INIT_TIMEOUT": "30",
     "WANDB_FINISH_TIMEOUT": "120",
+    "WANDB_FINISH_TIMEOUT_RAISES": "true",
     "WANDB_SILENT": "true",
     "WANDB_PROJECT": "mxtrain",
 }
 """
-Seconds that wandb waits for its server at the start, after which the run is offline, and for the upload at the end. The
-summary says where the run is
+Values of wandb's variables where the user has set none. Timeouts are in seconds: after the first, the run is offline;
+after the second, the upload at the end stops. wandb is silent because the summary says where the run is
 """
 LONGEST_TAG = 64
 """Characters that wandb allows"""
@@ -111,7 +112,14 @@ class WandbLogger:
             self._try(lambda: self.logger.log({"event": text}, step))
 
     def close(self) -> None:
-        self._try(self.logger.close)
+        self._try(self._finish)
+
+    def _finish(self) -> None:
+        try:
+            self.logger.close()
+        except TimeoutError:
+            rest = f"wandb sync {shlex.quote(str(Path(self.run.dir).resolve().parent))}"
+            logger.warning(f"wandb's server did not take everything in time; upload the rest with: {rest}")
 
     def _try(self, action) -> None:
         try:
@@ -130,7 +138,8 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        os.environ.clear()
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)
 
 

@@ -62,8 +62,8 @@ def layout_problems(s: Settings, processes: int) -> Problems:
         culprit = max(kinds, key=lambda kind: s[f"parallelism.{kind}_degree"]) if given == -1 else "data_parallel_shard"
         yield (
             f"parallelism.{culprit}_degree",
-            f"does not fit {processes} process(es), which the product of all degrees must be; beside shard they are "
-            f"replicate {replicas}, tensor {tensor}, pipeline {degree(s, 'pipeline')} and context {context}",
+            f"does not fit {processes} process(es): the product of all degrees must be {processes}, and they are shard "
+            f"{given}, replicate {replicas}, tensor {tensor}, pipeline {degree(s, 'pipeline')} and context {context}",
         )
     if s["parallelism.enable_async_tensor_parallel"] and quantizing:
         finds = f"finds no products to overlap with converter {quantizing[0]!r}: allowed is false"

@@ -5,22 +5,22 @@ from collections.abc import Mapping, Sequence
 from mxtrain.errors import ConfigError
 from mxtrain.settings.mxnorm_section import quantizing_among
 
-CONVERTERS = {"fused_rmsnorm": "name 'fused_norm', which swaps LayerNorms, too"}
+CONVERTERS = {"fused_rmsnorm": "name 'fused_norm', which also swaps LayerNorms"}
 SETTINGS = {
     "fused_rmsnorm": "its settings are those of [fused_norm]",
     "mxnorm.combine_backward": "gradients of the experts' results travel in high precision; remove it",
     "mxnorm.guard": "remove it; entries of mxnorm.schedule change the recipe by step",
 }
-SCHEDULE_KEYS = dict.fromkeys(("p", "estimator"), "remove it; norms have that of [mxnorm] in all steps")
+SCHEDULE_KEYS = dict.fromkeys(("p", "estimator"), "remove it; [mxnorm] sets it for all steps")
 COMMANDS = {
-    "report": "'mxtrain compare' ends with the table and differences.svg; --from CSV compares rows of results",
+    "report": "'mxtrain compare' ends with the table and differences.svg, 'mxtrain compare --from CSV' too",
     "compare --gpus": "--devices N gives every run N GPUs",
     "compare --side-by-side": "--devices N cuts the machine into shares of N GPUs, and each does one run at a time",
     "compare --resume": "the command that began the comparison goes on, with -o FOLDER",
     "completion": "'mxtrain train --help' lists all settings",
     "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",
 }
-"""Converter; setting or table; key of mxnorm.schedule; command and option -> what to do instead"""
+"""The keys of these four tables -> what to do instead. A key of COMMANDS is a command, or a command and its option"""
 
 
 def in_this_version(tables: Mapping, trains: bool = True) -> dict:

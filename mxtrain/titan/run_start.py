@@ -24,7 +24,7 @@ from mxtrain.settings.resume import changes, settings_before
 from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.models import MODELS, require_computed_alike
 
-UNREADABLE = "'mxtrain export', 'eval' and 'generate' will refuse this run"
+NOT_EXPORTED = "'mxtrain export', 'eval' and 'generate' will refuse this run"
 
 
 def require_same_settings(settings: Settings, resolved: dict) -> None:
@@ -97,7 +97,7 @@ def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start 
         lines.append("no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints")
     elif start.step == 0 and job_config.model.name in MODELS.values():
         try:
-            require_computed_alike(engine().SizedModel.of_job(job_config), UNREADABLE)
+            require_computed_alike(engine().SizedModel.of_job(job_config), NOT_EXPORTED)
         except ConfigError as error:
             lines.append(str(error))
     if start.step >= job_config.training.steps:

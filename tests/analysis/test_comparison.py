@@ -119,6 +119,8 @@ def test_other_models_and_lengths_are_compared_apart(ran):
     assert [group.title for group in groups] == [f"llama3 {title}" for title in titles]
     assert [[c.variant for c in cells_of(group)] for group in groups] == [["a", "b"], ["b"], ["a"], ["a"], ["a"]]
     assert groups[1].notes == ["no run of the baseline 'a' counts here: differences are to 'b'"]
+    (group,) = compare([row("b", 0, 1.0), row("c", 0, 1.5)], None, ["a", "b", "c"])  # no run of "a" could be read
+    assert group.notes[0] == "no run of the baseline 'a' counts here: differences are to 'b'"
 
 
 def test_a_run_that_resumed_with_another_setting_is_compared_with_a_note(tmp_path):

@@ -215,7 +215,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
     out = capsys.readouterr().out.splitlines()
     flags = "--job.description=train --training.steps=7 --optimizer.lr=0.00030000001 --debug.seed=0"
     assert out[:2] == [
-        "mxtrain: 2 runs in c, 1 at a time",
+        "mxtrain: 2 runs in c",
         f"llama3_debug-lr0.00030000001-seed0: mxtrain train llama3_debug {flags}",
     ]
     assert compare("llama3_125m", "--dry-run") == 0, "a plan for a machine with GPUs, which torch.compile needs"
@@ -236,7 +236,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
         (["llama3_debug", "--seed", "2"], "llama3_debug-seed0: seed is not a setting"),
         (
             ["llama3_debug", "b=llama3_debug --parallelism.tensor_parallel_degree=3", "--devices=2"],
-            "b-seed0: parallelism.tensor_parallel_degree = 3 does not fit 2 process(es), which",
+            "b-seed0: parallelism.tensor_parallel_degree = 3 does not fit 2 process(es): the product",
         ),
         (["llama3_debug --training.dataset=files --training.dataset_path=gone"], "llama3_debug-training.dataset-files"),
         (["llama3_debug", "-o", "/proc/nope"], "--output = '/proc/nope' cannot be written: "),

@@ -185,7 +185,8 @@ def test_the_pieces_of_a_file_are_on_one_side_unless_it_is_the_only_file(tmp_pat
 
 def test_a_missing_path_names_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"'nowhere' does not exist and .* in the current folder, {tmp_path}; data.prepared names"):
+    where = f"in the current folder, {tmp_path}; data.prepared names"
+    with pytest.raises(ConfigError, match=f"'nowhere' does not exist and .* {where}"):
         documents("nowhere")
 
 

@@ -121,7 +121,7 @@ DAMAGE = {
             num_experts_per_tok=2,
             quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
         ),
-        "transformers misreads experts in 'nvfp4-pack-quantized'; give the run, or an export with --format hf",
+        "transformers cannot read experts in 'nvfp4-pack-quantized'; give the run, or an export with --format hf",
     ),
 }
 

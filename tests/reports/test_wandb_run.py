@@ -153,6 +153,16 @@ def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
     assert warnings(caplog) == ["wandb failed: Connection lost; training goes on, and metrics are in metrics.jsonl"]
 
 
+def test_an_upload_that_takes_too_long_names_what_is_left(tmp_path, monkeypatch, caplog):
+    wandb_logger = build(tmp_path)
+    assert wandb_logger.run.settings.finish_timeout_raises
+    monkeypatch.setattr(wandb_logger.logger, "close", mock.Mock(side_effect=TimeoutError("Timed out finishing run.")))
+    wandb_logger.close()
+    place = Path(wandb_logger.run.dir).resolve().parent
+    message = f"wandb's server did not take everything in time; upload the rest with: wandb sync {place}"
+    assert warnings(caplog) == [message]
+
+
 @pytest.mark.parametrize(
     ("facts", "name", "tags"),
     [

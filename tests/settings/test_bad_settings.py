@@ -183,7 +183,7 @@ FLAGS = {
     "--mxnorm.filter_fqns=layers.99": ["mxnorm.filter_fqns: 'layers.99' matches no module", "tok_embeddings"],
     "--mxnorm.recipes layers.99 bf16": ["mxnorm.recipes: 'layers.99' matches no module"],
     "--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=layers.99": ["mxnorm.diagnostics.fqns = ['layers.99']"],
-    '--mxnorm.schedule {from_step=3,recipe="bf16",modules=["layers.99"]}': ["mxnorm.schedule[0].modules", "'layers.99'"],
+    '--mxnorm.schedule {from_step=3,recipe="bf16",modules=["x.9"]}': ["mxnorm.schedule[0].modules", "'x.9'"],
     "--model_args.hidden_dim=600": ["layers.0.feed_forward.w1: out_features = 600", "32", "filter_fqns"],
     # A machine with one process and no GPU
     "--parallelism.tensor_parallel_degree=2": ["parallelism.tensor_parallel_degree = 2 ", "1 process", "tensor 2"],
