@@ -98,7 +98,7 @@ def main() -> None:
             print(preset, flush=True)
         run("train", "--resume", folder / "llama3_debug", "--training.steps", 6)
         found["resumed"] = training(folder / "llama3_debug")["losses"]
-        for preset, form in (("llama3_debug", "bf16"), ("qwen3_debug", "mxfp8"), ("llama3_debug_nvfp4", "nvfp4")):
+        for preset, form in (("llama3_debug", "hf"), ("qwen3_debug", "mxfp8"), ("llama3_debug_nvfp4", "nvfp4")):
             run("export", folder / preset, folder / f"{preset}-{form}", "--format", form)
             weights = sorted((folder / f"{preset}-{form}").glob("*.safetensors"))
             found[f"export {form}"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in weights}
