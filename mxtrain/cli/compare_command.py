@@ -279,15 +279,18 @@ def finished_runs(folder: Path) -> set[str]:
 
 def require_same_settings(folder: Path, settings: "Settings") -> None:
     """Raise ConfigError if the finished run in ``folder`` had other settings that change what is trained."""
+    from mxtrain.settings.removed import removed_in_effect
     from mxtrain.settings.resume import settings_before
     from mxtrain.settings.types import Resume
 
-    before = settings_before(read_toml(folder / CONFIG_FILE), settings.known)
-    for name, field in settings.known.items():
-        if field.resume is not Resume.FREE and before[name] != settings[name]:
+    tables = read_toml(folder / CONFIG_FILE)
+    before = settings_before(tables, settings.known)
+    other = {name: before[name] for name, field in settings.known.items() if field.resume is not Resume.FREE}
+    for name, value in (other | removed_in_effect(tables)).items():
+        now = settings[name] if name in settings.known else None
+        if value != now:
             raise ConfigError(
-                f"{name} = {settings[name]!r}, but the run in {folder} was made with {before[name]!r}; choose another "
-                "--output folder"
+                f"{name} = {now!r}, but the run in {folder} was made with {value!r}; choose another --output folder"
             )
 
 

@@ -52,6 +52,16 @@ def in_this_version(tables: Mapping, trains: bool = True) -> dict:
     return tables
 
 
+def removed_in_effect(tables: Mapping) -> dict[str, object]:
+    """Return the removed settings, by full name, that changed numbers of the run that kept ``tables``."""
+    tables, found = in_this_version(tables), {}
+    for name in SETTINGS:
+        section, _, key = name.partition(".")
+        if key and isinstance(table := tables.get(section), dict) and key in table:
+            found[name] = table[key]
+    return found
+
+
 def refuse_removed_command(words: Sequence[str]) -> None:
     """Raise ConfigError for a command line, without its first word, that an earlier version had."""
     for command, instead in COMMANDS.items():

@@ -18,7 +18,7 @@ from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.layout import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
-from mxtrain.settings.removed import in_this_version
+from mxtrain.settings.removed import SCHEDULE_KEYS, in_this_version, removed_in_effect
 from mxtrain.settings.types import Resume
 
 FLAG = "--resume"
@@ -146,6 +146,8 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         raise _refusal(refused, may_change, start.checkpoint, beside_batch(settings, processes, batch))
     step = f"at step {start.step + 1}"
     lines = [f"{change.name}{SETTING_CHANGES}{change.old!r} to {change.new!r} {step}" for change in found]
+    gone = removed_in_effect(manifest.settings)
+    lines += [f"{name}{SETTING_CHANGES}{value!r} to none {step}" for name, value in gone.items()]
     lines += [
         f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
         for old, new in moved_entries(start, settings)
@@ -184,8 +186,11 @@ def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Pa
     in_effect = ""
     if first.name == BATCH:
         in_effect, back = " in effect", f"{back} and {beside}" if beside else back
+    advice = f"; {back}, or"
+    if first.name == SCHEDULE and any(SCHEDULE_KEYS.keys() & entry for entry in first.old or ()):
+        advice = ", which this version cannot repeat;"
     return ConfigError(
-        f"{first.name} = {first.new!r}{in_effect}, but {checkpoint} was trained {trained}; {back}, or allow the change "
+        f"{first.name} = {first.new!r}{in_effect}, but {checkpoint} was trained {trained}{advice} allow the change "
         f"with --checkpoint.may_change {names}{also}"
     )
 

@@ -107,6 +107,11 @@ def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(st
     assert compare("a.toml", "--steps=4", "--dry-run") == 2
     problem = "training.steps = 4, but the run in c/a-seed0 was made with 3; choose another --output folder"
     assert capsys.readouterr().err == f"mxtrain: error: {problem}\n"
+    with (folder / "config.toml").open("a") as file:
+        file.write('[model]\nconverters = ["mxnorm"]\n[mxnorm.guard]\nrecipe = "bf16"\n')
+    Path("a.toml").write_text('[model]\nconverters = ["mxnorm"]\n[training]\nsteps = 3\n')
+    assert compare("a.toml", "--dry-run") == 2
+    assert "mxnorm.guard = None, but the run in c/a-seed0 was made with {" in capsys.readouterr().err
     (stand_in / "comparison.json").write_text('[{"name": 1}]')
     assert compare("a.toml", "--dry-run") == 2 and "comparison.json is damaged: " in capsys.readouterr().err
 

@@ -50,6 +50,11 @@ def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 
 
+def tensor(pretrained, tokens: list[int]) -> torch.Tensor:
+    """A batch of one sequence, where the model is."""
+    return torch.tensor([tokens], device=pretrained.model.device)
+
+
 def ids_of(pretrained, text: str) -> list[int]:
     return pretrained.encode(text)[0]
 
@@ -167,7 +172,7 @@ def test_the_likeliest_token_is_taken_after_bos_and_prompt(pretrained, text_of):
     tokens = [0, *ids_of(pretrained, "def main")]
     for _ in range(12):
         with torch.no_grad():
-            tokens.append(pretrained.model(torch.tensor([tokens])).logits[0, -1].argmax().item())
+            tokens.append(pretrained.model(tensor(pretrained, tokens)).logits[0, -1].argmax().item())
     expected = pretrained.tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
     assert text_of(do_sample=False) == text_of(top_p=1e-6) == text_of(temperature=1e-4) == expected
 
@@ -190,7 +195,7 @@ def test_the_command_line_alone_says_how_tokens_are_chosen(given, copy, text_of)
 
 
 def test_an_eos_token_ends_the_text(pretrained, text_of, monkeypatch):
-    tokens = torch.tensor([[0, *ids_of(pretrained, "def main")]])
+    tokens = tensor(pretrained, [0, *ids_of(pretrained, "def main")])
     with torch.no_grad():
         likeliest = pretrained.model(tokens).logits[0, -1].argmax().item()
     monkeypatch.setattr(pretrained.model.generation_config, "eos_token_id", likeliest)
@@ -216,7 +221,7 @@ def test_a_text_is_as_long_as_the_model_allows(pretrained, text_of):
 def surprise(pretrained, context: list[int], token: int) -> float:
     """-ln of the probability of ``token`` after ``context``."""
     with torch.no_grad():
-        logits = pretrained.model(torch.tensor([context])).logits[0, -1].double()
+        logits = pretrained.model(tensor(pretrained, context)).logits[0, -1].double()
     return -logits.log_softmax(0)[token].item()
 
 
@@ -282,7 +287,7 @@ def test_the_loss_of_a_bf16_model_is_computed_in_fp32(folder):
     """A sum in bf16 has two or three digits."""
     pretrained = load(folder)
     pretrained.model.to(torch.bfloat16)
-    tokens = torch.tensor([[pretrained.first_token, *ids_of(pretrained, SHORT)]])
+    tokens = tensor(pretrained, [pretrained.first_token, *ids_of(pretrained, SHORT)])
     with torch.no_grad():
         logits = pretrained.model(tokens[:, :-1]).logits[0].double()
     expected = -logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).sum().item()

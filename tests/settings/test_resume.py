@@ -212,6 +212,19 @@ def test_a_run_of_an_earlier_version_goes_on_without_what_changes_no_number(tmp_
     assert check_resume(Start(100, (), tmp_path), settings, 1) == []
 
 
+def test_a_run_that_goes_on_without_a_removed_setting_says_so(tmp_path):
+    guard = {"recipe": "wgrad=bf16"}
+    entry = {"from_step": 3, "recipe": "wgrad=bf16"}
+    mxnorm = {"guard": guard, "schedule": [entry | {"p": 1}]}
+    saved(tmp_path, 100, settings={"model": {"converters": ["mxnorm"]}, "mxnorm": mxnorm})
+    tables = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"schedule": [entry]}}
+    with pytest.raises(ConfigError, match=r"'p': 1.*\], which this version cannot repeat; allow the change with"):
+        check_resume(Start(100, (), tmp_path), now(**tables), 1)
+    allowed = now(**tables, checkpoint={"may_change": ["mxnorm.schedule"]})
+    _, line = check_resume(Start(100, (), tmp_path), allowed, 1)
+    assert line == f"mxnorm.guard changes from {guard} to none at step 101"
+
+
 def test_every_setting_has_a_rule():
     assert [name for name, field in KNOWN.items() if field.resume is None] == []
     assert KNOWN["model_args.max_seq_len"].resume is Resume.FREE  # an export's alone
