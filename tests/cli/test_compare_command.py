@@ -55,9 +55,8 @@ def stand_in(tmp_path, monkeypatch):
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.setattr(compare_command, "TRAIN", [sys.executable, "-S", str(tmp_path / "stand_in.py")])
     monkeypatch.setattr(launch, "accelerator_count", lambda: 0)
-    monkeypatch.setattr(
-        comparison_figures, "differences_svg", lambda group: ""
-    )  # drawing is slow, and tested elsewhere
+    # Drawing is slow, and tested elsewhere.
+    monkeypatch.setattr(comparison_figures, "differences_svg", lambda group: "")
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -91,6 +90,18 @@ def test_finished_runs_stay_and_more_seeds_come_to_them(stand_in, capfd):
         "llama3_debug-seed0", "p1-seed0", "p1-seed1"
     }  # fmt: skip
     assert other == "llama3_debug-seed1", "runs of earlier commands stay finished"
+
+
+def test_a_log_that_cannot_be_written_fails_its_run_and_an_old_figure_goes(stand_in, capfd):
+    (stand_in / "llama3_debug-seed0.log").mkdir(parents=True)
+    (stand_in / "differences_1.svg").touch()
+    assert compare("llama3_debug", "p1=llama3_debug --mxnorm.p 1") == 1
+    out, err = capfd.readouterr()
+    assert "llama3_debug-seed0: FAILED: c/llama3_debug-seed0.log: Is a directory" in out
+    assert "p1-seed0: finished" in out and out.endswith("mxtrain: comparison.md in c\n")
+    assert "1 of 2 runs are not finished: llama3_debug-seed0" in err
+    assert "no run of the baseline 'llama3_debug' counts here: differences are to 'p1'" in out
+    assert not (stand_in / "differences_1.svg").exists()
 
 
 def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(stand_in, monkeypatch, capsys):

@@ -311,6 +311,7 @@ def test_a_run_that_is_moved_goes_on_where_it_lies(has_begun, models, tmp_path):
         write_resolved_config(parse_job_config([f"--job.config_file={run / 'config.toml'}"]))
     moved.parent.mkdir()
     run.rename(moved)
+    shutil.copytree(moved, run)  # another import takes the name
     for arguments in ([f"--job.config_file={moved / 'config.toml'}"], resolved(["--resume", str(moved)])):
         settings = read_settings(arguments)
         check_machine(settings, Machine(1, has_gpus=False))
