@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mxtrain.cli.path_parser import PathParser, positive
+from mxtrain.cli.console import PathParser, positive
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.files import os_errors_as, reason, replace_file
 from mxtrain.json_toml import read_json, read_toml

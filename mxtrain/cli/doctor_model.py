@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain.analysis.tables import titled
-from mxtrain.cli import quiet
+from mxtrain.cli import console
 from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
@@ -33,7 +33,7 @@ def report(arguments: list[str]) -> str:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("--model: CONFIG is missing: give a TOML file, and any flags after it")
     config, *flags = arguments
-    quiet.hide_library_warnings()
+    console.hide_library_warnings()
     # This machine may lack the mode of the training, which changes nothing here.
     words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
     with places(words):

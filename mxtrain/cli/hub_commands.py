@@ -7,8 +7,8 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mxtrain.cli import quiet
-from mxtrain.cli.path_parser import positive
+from mxtrain.cli import console
+from mxtrain.cli.console import positive
 from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as, reason
 from mxtrain.run_folder.files import CONFIG_FILE
@@ -121,7 +121,7 @@ def _command(commands, name: str, run, summary: str, description: str):
 def _export(options) -> int:
     if options.loss_tokens < 0:
         raise ConfigError(f"--loss-tokens = {options.loss_tokens} is negative; 0 computes no loss")
-    quiet.hide_library_warnings()
+    console.hide_library_warnings()
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -143,7 +143,7 @@ def _export(options) -> int:
 
 
 def _import(options) -> int:
-    quiet.hide_library_warnings()
+    console.hide_library_warnings()
     import mxtrain.titan  # noqa: F401  registers the flavors
     from mxtrain.titan.hugging_face.import_model import import_model
 
@@ -206,7 +206,7 @@ def _pretrained(options):
     Raises:
         ConfigError: RUN is neither of the two, cannot be exported or loaded, or a step of a model is asked for.
     """
-    quiet.hide_library_warnings()
+    console.hide_library_warnings()
     from mxtrain.hugging_face.text import load, require_transformers
 
     require_transformers()

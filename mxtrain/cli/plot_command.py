@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from mxtrain.cli.path_parser import positive
+from mxtrain.cli.console import positive
 from mxtrain.errors import ConfigError
 
 

@@ -2,7 +2,8 @@
 
 import argparse
 
-from mxtrain.cli import quiet
+from mxtrain.cli.console import FLAG as VERBOSE
+from mxtrain.cli.console import hide_library_warnings, take_verbose
 from mxtrain.errors import ConfigError
 from mxtrain.launched import end_with_comparison
 from mxtrain.settings.resume import FLAG
@@ -92,7 +93,7 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
         nargs=argparse.REMAINDER,
         help="any TorchTitan flag, --section.key value; overrides the TOML; 'CONFIG --help' lists all flags",
     )
-    parser.add_argument(quiet.FLAG, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
+    parser.add_argument(VERBOSE, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
 
 
 def _train(options) -> int:
@@ -105,7 +106,7 @@ def _train(options) -> int:
         return _print_settings("train", config, flags)
     from mxtrain.cli.launch import train
 
-    return train(config, flags, [quiet.FLAG] if verbose else [])
+    return train(config, flags, [VERBOSE] if verbose else [])
 
 
 def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
@@ -148,8 +149,8 @@ def _print_settings(command: str, config: str, flags: list[str]) -> int:
 
 def _take_verbose(options) -> tuple[bool, list[str]]:
     """Return whether the run is verbose, and TorchTitan's flags. Hide library warnings unless the run is verbose."""
-    verbose, flags = quiet.take_verbose([*(getattr(options, "resume", None) or []), *options.flags])
+    verbose, flags = take_verbose([*(getattr(options, "resume", None) or []), *options.flags])
     verbose = verbose or options.verbose
     if not verbose:
-        quiet.hide_library_warnings()
+        hide_library_warnings()
     return verbose, flags

@@ -96,7 +96,7 @@ def test_a_wrong_command_line_exits_with_2_and_usage(line, why, capsys):
 @pytest.mark.parametrize("command", ["train", "prepare"])
 def test_a_config_that_cannot_be_read_is_one_line(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    monkeypatch.setattr("mxtrain.cli.train_command.hide_library_warnings", lambda: None)
     (tmp_path / "b.toml").write_text("steps = \n")
     for name, problem in {"a": "config 'a.toml' does not exist", "b": "config 'b.toml' is not valid TOML"}.items():
         assert cli.main([command, f"{name}.toml", "--training.steps", "3"]) == 2
@@ -116,7 +116,7 @@ def test_verbose_goes_to_the_workers_before_and_after_the_config(monkeypatch):
     seen, hidden = [], []
     monkeypatch.delenv("MXTRAIN_VERBOSE", raising=False)
     monkeypatch.setattr("mxtrain.cli.launch.train", lambda config, flags, others: seen.append([*flags, *others]) or 0)
-    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: hidden.append(True))
+    monkeypatch.setattr("mxtrain.cli.train_command.hide_library_warnings", lambda: hidden.append(True))
     for arguments in (["--verbose", "a.toml", "-x"], ["a.toml", "--verbose", "-x"], ["a.toml", "-x"]):
         assert cli.main(["train", *arguments]) == 0
     assert seen == [["-x", "--verbose"], ["-x", "--verbose"], ["-x"]] and hidden == [True]
@@ -127,7 +127,7 @@ def test_help_after_a_config_shows_all_settings_with_its_values(tmp_path, monkey
     (tmp_path / "a.toml").write_text('extends = "base.toml"\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    monkeypatch.setattr("mxtrain.cli.train_command.hide_library_warnings", lambda: None)
     assert cli.main(["train", "a.toml", "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("usage: mxtrain train ") and "(set to 12345; default: 10000)" in text
@@ -145,7 +145,7 @@ def test_prepare_prints_progress_and_the_report_and_nothing_else(tmp_path, monke
         '[training]\ndataset = "files"\ndataset_path = "text.txt"\n[data]\nvocab_size = 300\ncache_dir = "cache"\n'
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    monkeypatch.setattr("mxtrain.cli.train_command.hide_library_warnings", lambda: None)
     assert cli.main(["prepare", "a.toml"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()

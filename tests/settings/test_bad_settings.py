@@ -231,7 +231,7 @@ def refused(tmp_path, monkeypatch, capsys):
     for name in ("NGPU", "MXTRAIN_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("mxtrain.cli.launch.accelerator_count", lambda: 0)
-    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    monkeypatch.setattr("mxtrain.cli.train_command.hide_library_warnings", lambda: None)
 
     def refused(config, flags=""):
         (tmp_path / "a.toml").write_text(tomli_w.dumps(config))

@@ -14,7 +14,7 @@ import pytest
 
 from mxtrain import cli
 from mxtrain.checkpoints.ending import Stop, StopSignals, resume_command
-from mxtrain.launched import LAUNCHER_VARIABLE
+from mxtrain.launched import START_VARIABLE
 from tests.support import training_runs
 from tests.support.forked import Forked
 from tests.support.releases import Checkpoint
@@ -159,7 +159,7 @@ def test_the_line_says_why_a_step_is_not_saved(tmp_path):
 
 
 def test_the_command_that_resumes_is_quoted_for_the_shell(monkeypatch):
-    monkeypatch.setenv(LAUNCHER_VARIABLE, "1")
+    monkeypatch.setenv(START_VARIABLE, "1")
     assert resume_command(Path("outputs/my run")) == "mxtrain train --resume 'outputs/my run'"
-    monkeypatch.delenv(LAUNCHER_VARIABLE)
+    monkeypatch.delenv(START_VARIABLE)
     assert resume_command(Path("outputs/a")) == ("torchrun ... -m mxtrain.train --resume outputs/a")
