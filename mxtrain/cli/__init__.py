@@ -13,6 +13,7 @@ from mxtrain.cli import (
     doctor,
     hub_commands,
     plot_command,
+    text_commands,
     train_command,
 )
 from mxtrain.cli.console import PathParser, open_closed_streams
@@ -29,6 +30,7 @@ COMMANDS = (
     plot_command,
     compare_command,
     hub_commands,
+    text_commands,
     doctor,
 )
 
