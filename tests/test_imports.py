@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "mxtrain"
 LAYERS = [
     {"errors"},
     {"files"},
-    {"launched", "custom_op", "json_toml", "ranks"},
+    {"launched", "launch", "json_toml", "ranks"},
     {"run_folder"},
     {"checkpoints"},
     {"config", "recipes", "rng", "data"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"reference", "kernels"},
     {"ops"},
     {"nn"},
-    {"inductor"},
+    {"compile"},
     {"conversion", "hugging_face", "parallel"},
     {"diagnostics"},
     {"titan"},

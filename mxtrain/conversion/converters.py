@@ -119,7 +119,7 @@ class MXLinearConverter(Converter):
             rounded to nearest, stay.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
-            them and computes complex products as real ones (``mxtrain.inductor``).
+            them and computes complex products as real ones (``mxtrain.compile``).
         seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
             loops call ``mxtrain.set_rounding_step`` before every forward.
     """

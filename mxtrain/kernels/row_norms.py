@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.device import (
+from mxtrain.launch.device import (
     H100_SMS,
     INTERPRETED,
     MAX_PERSISTENT_COLUMNS,
@@ -36,7 +36,7 @@ from mxtrain.kernels.device import (
     shared_memory,
     sm_count,
 )
-from mxtrain.kernels.launch import Launch, contiguous, register_op
+from mxtrain.launch.launch import Launch, contiguous, register_op
 
 # Launch plans
 

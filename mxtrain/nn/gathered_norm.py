@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from mxtrain.custom_op import untraced
+from mxtrain.launch.custom_op import untraced
 from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.split import SplitSequences
 from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens

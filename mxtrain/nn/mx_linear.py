@@ -2,7 +2,7 @@
 
 import torch
 
-from mxtrain.custom_op import untraced
+from mxtrain.launch.custom_op import untraced
 from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import (
     QuantizedLinear,

@@ -28,8 +28,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.launch.custom_op import untraced
 from mxtrain.nn.backward_hooks import refuse_backward_hook, refuse_global_backward_hooks
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError
+from mxtrain.launch.custom_op import untraced
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
 from mxtrain.nn.once_differentiable import once_differentiable

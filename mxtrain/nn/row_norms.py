@@ -12,8 +12,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
+from mxtrain.launch.custom_op import untraced
 from mxtrain.nn.once_differentiable import once_differentiable, refuse_transforms
 from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels

@@ -6,7 +6,7 @@ split by features and need the result of whole sequences [B, S, D]. So x is gath
 
 import torch
 
-from mxtrain.custom_op import untraced
+from mxtrain.launch.custom_op import untraced
 from mxtrain.nn.normed_input import NormedInput, writes_to
 from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.split import SplitSequences

@@ -9,8 +9,8 @@ results and their gradients, travel in high precision.
 import torch
 import torch.nn as nn
 
-from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError
+from mxtrain.launch.custom_op import untraced
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.once_differentiable import once_differentiable, without_data
 from mxtrain.ops.collectives import exchange_rows

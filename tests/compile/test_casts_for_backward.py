@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mxtrain
-from mxtrain.inductor.casts_for_backward import compute_casts_in_backward
+from mxtrain.compile.casts_for_backward import compute_casts_in_backward
 from tests.support.feed_forward import D, FeedForward, H, graphs_of, kept_for_backward
 
 pytestmark = pytest.mark.usefixtures("kernels")

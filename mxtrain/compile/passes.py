@@ -10,13 +10,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.lowering import needs_realized_inputs
 from torch.fx import Graph
 
-from mxtrain.inductor import analyses
-from mxtrain.inductor.casts_for_backward import compute_casts_in_backward
-from mxtrain.inductor.complex_products import split_complex_products
-from mxtrain.inductor.launches import launch_from_graphs
-from mxtrain.inductor.residual_add import fuse_residual_add
-from mxtrain.inductor.rounding import fuse_rounding
-from mxtrain.inductor.swiglu import fuse_swiglu
+from mxtrain.compile import analyses
+from mxtrain.compile.casts_for_backward import compute_casts_in_backward
+from mxtrain.compile.complex_products import split_complex_products
+from mxtrain.compile.launches import launch_from_graphs
+from mxtrain.compile.residual_add import fuse_residual_add
+from mxtrain.compile.rounding import fuse_rounding
+from mxtrain.compile.swiglu import fuse_swiglu
 
 JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
@@ -53,8 +53,7 @@ class _Passes(InferenceAware or CustomGraphPass):
     def uuid(self) -> object | None:
         """Part of the key of Inductor's cache; None, which switches the cache off, if another pass has no uuid."""
         theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
-        folders = [Path(__file__).parents[1] / name for name in ("inductor", "kernels")]  # compiled graphs hold kernels
-        files = tuple(str(path) for folder in folders for path in sorted(folder.rglob("*.py")))
+        files = tuple(map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))  # compiled graphs hold kernels
         return None if None in theirs else (get_hash_for_files(files), *theirs)
 
 

@@ -22,8 +22,8 @@ from torch.fx import Graph, Node
 
 import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
 import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401
-from mxtrain.inductor.nodes import as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
-from mxtrain.inductor.pointwise import Chain
+from mxtrain.compile.nodes import as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
+from mxtrain.compile.pointwise import Chain
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.reference.swiglu import swiglu, swiglu_backward
 

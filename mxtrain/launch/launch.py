@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from triton.compiler import CompiledKernel
 
-from mxtrain.custom_op import define_op
-from mxtrain.kernels.device import INTERPRETED
+from mxtrain.launch.custom_op import define_op
+from mxtrain.launch.device import INTERPRETED
 
 _compiled: dict[tuple, tuple[CompiledKernel, tuple]] = {}
 # Op -> its implementation (``register_op``), for graphs that launch kernels themselves.

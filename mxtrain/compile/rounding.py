@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operation
-from mxtrain.inductor.nodes import CONVERT, VIEWS, as_matrix, describe_call
+from mxtrain.compile.nodes import CONVERT, VIEWS, as_matrix, describe_call
 
 ours = torch.ops.mxtrain
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from mxtrain.inductor import launches, passes
+from mxtrain.compile import launches, passes
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 from tests.support.graph_checks import assert_same, draw, graph_after, operations

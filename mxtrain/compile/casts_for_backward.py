@@ -19,8 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
 import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
-from mxtrain.inductor.nodes import that_depend_on_tangents
-from mxtrain.inductor.pointwise import Chain
+from mxtrain.compile.nodes import that_depend_on_tangents
+from mxtrain.compile.pointwise import Chain
 from mxtrain.reference.swiglu import swiglu
 
 ours = torch.ops.mxtrain

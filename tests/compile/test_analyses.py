@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
-from mxtrain.inductor import analyses, passes
+from mxtrain.compile import analyses, passes
 
 
 class Kernel:

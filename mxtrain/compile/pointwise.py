@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mxtrain.inductor.nodes import CONVERT, without_views
+from mxtrain.compile.nodes import CONVERT, without_views
 
 aten = torch.ops.aten
 _CONVERSIONS = (CONVERT, aten._to_copy.default)

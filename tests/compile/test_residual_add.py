@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtrain.inductor.residual_add import fuse_residual_add
+from mxtrain.compile.residual_add import fuse_residual_add
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 from tests.support.graph_checks import assert_same, draw, graph_after, operations

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import MXLinear
-from mxtrain.inductor.swiglu import fuse_swiglu
+from mxtrain.compile.swiglu import fuse_swiglu
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.reference.swiglu import swiglu_backward
 from tests.support.feed_forward import D, FeedForward, H, T, graphs_of, kept_for_backward, swiglu

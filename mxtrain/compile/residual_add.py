@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import mxtrain.kernels.mxnorm  # noqa: F401  # registers the operations
-from mxtrain.inductor.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
+from mxtrain.compile.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain
 _DTYPES = (torch.bfloat16, torch.float32)

@@ -12,8 +12,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from mxtrain.kernels import device, launch
-from mxtrain.kernels.launch import Launch
+from mxtrain.launch import device, launch
+from mxtrain.launch.launch import Launch
 
 
 class Compiled(CompiledKernel):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtrain.inductor.complex_products import split_complex_products
+from mxtrain.compile.complex_products import split_complex_products
 from mxtrain.titan.engine import RELEASE
 from tests.support.graph_checks import draw, graph_after, operations
 

@@ -21,7 +21,7 @@ from torch._inductor.pattern_matcher import fwd_only
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from mxtrain.kernels.launch import Launch, as_sequence, implementations
+from mxtrain.launch.launch import Launch, as_sequence, implementations
 
 DEVICES, VIEW = ("cuda",), torch.ops.aten.view.dtype
 
