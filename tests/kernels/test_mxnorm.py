@@ -85,7 +85,7 @@ def test_every_setting_on_ugly_rows(fmt, p, estimator):
 
 # One block (for NVFP4 half of MXFP8's), rows of three and five parts, several programs, the longest row in registers,
 # and rows read twice.
-MXFP8_SHAPES = [(1, 32), (67, 96), (130, 32), (5, 768), (3, 3104), (1, 10240), (1, 16384), (1, 65536)]
+MXFP8_SHAPES = [(1, 32), (67, 96), (130, 32), (5, 768), (3, 3104), (1, 10240), (1, 16384), (1, 20480)]
 NVFP4_SHAPES = [(1, 16), (3, 48), (130, 16), (19, 176), (5, 624), (3, 3088), (1, 16384)]
 
 
@@ -117,7 +117,7 @@ def test_images_of_long_rows_with_the_exact_rms(fmt):
     ids=str,
 )
 def test_ugly_rows_that_are_read_twice(fmt, p, estimator, form):
-    fmt.check(ugly(11, 16384 + fmt.block)[[2, 3, 4, 5, 7, 10]], form=form, p=p, estimator=estimator)
+    fmt.check(ugly(8, 16384 + fmt.block)[[2, 5, 7]], form=form, p=p, estimator=estimator)
 
 
 @pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
@@ -137,14 +137,13 @@ def check_rho(x, *estimate):
 @pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
 def test_rho_of_many_rows(p, estimator):
     for columns in (96,) if INTERPRETED else (32, 96, 768, 4096):
-        check_rho(draw(*((16384 if INTERPRETED else 2**22) // columns, columns)), p, estimator)
+        check_rho(draw(*((8192 if INTERPRETED else 2**22) // columns, columns)), p, estimator)
 
 
 @pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
 def test_rho_of_rows_of_equal_numbers(p, estimator):
     """Every term is rounded in the same direction, so errors that cancel elsewhere add up."""
-    for columns, rows in ((160, 64), (4128, 4), (65536, 2)):
-        rows = rows if INTERPRETED else 1024
+    for columns, rows in ((160, 16), (4128, 2)) if INTERPRETED else ((160, 1024), (4128, 1024), (65536, 1024)):
         check_rho(torch.linspace(1, 4, rows + 1)[1:, None].expand(rows, columns).contiguous(), p, estimator)
 
 
@@ -160,7 +159,7 @@ def test_rho_of_rows_of_every_size(p, estimator):
 @formats
 def test_settings_make_a_difference(fmt):
     """Otherwise a kernel that ignores a setting would pass wherever the reference happens to agree."""
-    x = draw(3, 768)
+    x = draw(3, 96)
     rhos = [fmt.call(x, "codes", None, RMSEstimate(*setting, 1e-5, fmt.block)).rho for setting in fmt.estimates]
     assert all(not torch.equal(a, b) for i, a in enumerate(rhos) for b in rhos[:i])
 
@@ -174,7 +173,7 @@ def test_any_tensor_scale():
 @formats
 def test_residual(fmt):
     """The kernel normalizes the sum as stored, rounded to the dtype of x."""
-    cases = zip(itertools.product(DTYPES, DTYPES), [96, LOOPED, 96, LOOPED], ["codes", "blocked", "image", "image"])
+    cases = zip(itertools.product(DTYPES, DTYPES), [96, LOOPED, 96, 64], ["codes", "blocked", "image", "image"])
     for (dtype, residual_dtype), columns, form in cases:
         x, residual = draw(3, columns, dtype=dtype), draw(3, columns, seed=1, dtype=residual_dtype) * 2.0**5
         fmt.check(x, form=form, residual=residual)
@@ -213,26 +212,25 @@ def test_the_same_bits_every_time(fmt, shape):
 
 @formats
 def test_compiles_without_a_graph_break(fmt, compile_backend):
-    """One graph with every form, with and without a residual."""
+    """One graph, with and without a residual."""
 
     def run(x, residual):
         x = x + x
-        casts = [fmt.call(x, form, other) for form, other in zip(FORMS, (None, residual, None))]
+        casts = [fmt.call(x, form, other) for form, other in (("codes", residual), ("image", None))]
         return [casts[0].rho * 2, *(t for result in casts for t in result if t is not None)]
 
     compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
-    for rows in (5, 9, 17):  # the row count is symbolic from the second call on
-        x, residual = draw(rows, 96, seed=rows), draw(rows, 96, seed=1)
+    for rows in (5, 9):  # the row count is symbolic from the second call on
+        x, residual = draw(rows, 32, seed=rows), draw(rows, 32, seed=1)
         assert_same_results(compiled(x, residual), run(x, residual))
 
 
 @formats
-@pytest.mark.parametrize("form", FORMS)
-def test_op_matches_its_schema_and_fake(fmt, form):
+def test_op_matches_its_schema_and_fake(fmt):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
     constant = RMSEstimate(2, "pre_round", 1e-5, fmt.block).constant
-    for residual in (None, draw(5, 96, seed=1)):
-        arguments = (draw(5, 96), residual, 2, "pre_round", 1e-5, constant, form, *fmt.settings)
+    for form, residual in (("codes", None), ("image", draw(5, 32, seed=1))):
+        arguments = (draw(5, 32), residual, 2, "pre_round", 1e-5, constant, form, *fmt.settings)
         op = torch.ops.mxtrain.mxnorm_cast.default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 

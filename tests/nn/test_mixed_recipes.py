@@ -30,7 +30,7 @@ ROTATIONS = [FORMATS, FORMATS[1:] + FORMATS[:1], FORMATS[2:] + FORMATS[:2]]
 
 @pytest.mark.parametrize(
     ("mode", "dtype", "mixed", "tokens"),
-    [("reference", torch.float32, MIXED, T), ("emulated", torch.bfloat16, ROTATIONS, 5)],
+    [("reference", torch.float32, MIXED, T), ("emulated", torch.bfloat16, ROTATIONS[:1], 5)],
 )
 def test_every_gemm_of_a_linear_is_that_of_its_recipe(mode, dtype, mixed, tokens):
     x, dy = draw(tokens, D, seed=0, dtype=dtype), draw(tokens, N, seed=1, dtype=dtype)

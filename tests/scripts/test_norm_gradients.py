@@ -74,11 +74,3 @@ def test_the_configs_change_the_gradient_of_every_norm(norm_gradients, name, mon
     (after,) = torch.autograd.grad(norm(x).h, x, g)
     assert not torch.equal(before, after)
     assert (along(after, x).abs().max() < 1e-6) == (name == "orthogonal_gradient")
-
-
-def test_radial_gradient_needs_the_exact_norm(norm_gradients):
-    job_config = parse_job_config(
-        [f"--job.config_file={EVIDENCE / 'radial_gradient.toml'}", "--mxnorm.estimator=pre_round"]
-    )
-    with pytest.raises(ConfigError, match="'radial_gradient' needs 'exact'"):
-        norm_gradients.RadialGradient(job_config, None).convert(torch.nn.Identity())
