@@ -14,12 +14,14 @@ from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
 from mxtrain.settings.read import import_own
 from mxtrain.titan.model_layout import ModelFacts, layout_problems
-from mxtrain.titan.v03.config import JobConfig as JobConfig
-from mxtrain.titan.v03.config import refuse_gone, same, trainer_config
+from mxtrain.titan.v03.config import same, trainer_config
 from mxtrain.titan.v03.models import FLAVORS, model_spec, sizes_of
 from mxtrain.titan.v03.names import name_in_022 as saved_name
 from mxtrain.titan.v03.parallelize import convertible as convertible
 from mxtrain.titan.v03.parallelize import split_layers
+from mxtrain.titan.v03.settings import GONE as GONE
+from mxtrain.titan.v03.settings import JobConfig as JobConfig
+from mxtrain.titan.v03.settings import refuse_gone
 from mxtrain.titan.v03.sized_model import SizedModel as SizedModel
 from mxtrain.titan.v03.sized_model import multiply_experts_in_fp32 as multiply_experts_in_fp32
 
