@@ -13,7 +13,7 @@ from mxtrain.cli import quiet
 from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
-from mxtrain.settings.layout import layout_problems, pipeline_problems
+from mxtrain.settings.machine import layout_problems, pipeline_problems
 from mxtrain.settings.mxnorm_section import schedule_in
 from mxtrain.settings.read import places, read_settings
 

@@ -18,7 +18,7 @@ from mxtrain.reports import terminal
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import lock_owner
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.layout import global_batch_size
+from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
 from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.models import MODELS, require_computed_alike

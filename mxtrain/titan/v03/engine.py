@@ -10,8 +10,7 @@ from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Settings, raise_first
-from mxtrain.settings.model_settings import given_in
-from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
+from mxtrain.settings.model_settings import absent, given_in, refuse, wrong_sizes
 from mxtrain.settings.read import import_own
 from mxtrain.titan.model_layout import ModelFacts, layout_problems
 from mxtrain.titan.v03.config import same, trainer_config
