@@ -20,7 +20,7 @@ from mxtrain.analysis.numerics import wandb_key
 from mxtrain.cli import commands, compare_command
 from mxtrain.config import presets
 from mxtrain.settings.help import with_tables
-from mxtrain.settings.known import own_fields
+from mxtrain.settings.titan import own_fields
 from mxtrain.titan.job_config import parse_job_config
 
 ROOT = Path(__file__).parents[1]

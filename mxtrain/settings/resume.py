@@ -15,7 +15,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.run_folder.files import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.settings.fields import Field, Settings, flat
-from mxtrain.settings.layout import beside_batch, global_batch_size
+from mxtrain.settings.machine import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
 from mxtrain.settings.removed import SCHEDULE_KEYS, in_this_version, removed_in_effect

@@ -9,8 +9,8 @@ import tomli_w
 from mxtrain.errors import ConfigError
 from mxtrain.norms.row_norm import WHEN_COMPILED
 from mxtrain.ops.hardware import MODES
-from mxtrain.settings.known import known_fields
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.titan import known_fields
 
 
 def test_every_default_is_allowed():

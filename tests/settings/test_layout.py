@@ -3,8 +3,7 @@
 import pytest
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.layout import global_batch_size
-from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.settings.machine import Machine, check_machine, global_batch_size
 from mxtrain.settings.read import read_settings
 
 CP, TP, PP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline"))

@@ -1,6 +1,6 @@
-from mxtrain.settings.known import own_fields
 from mxtrain.settings.model_settings import PLACES, given_in
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.titan import own_fields
 
 
 def test_every_setting_belongs_to_a_model():

@@ -9,7 +9,6 @@ from mxtrain.checkpoints.manifest import Manifest, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.known import known_fields
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.resume import (
     SettingChange,
@@ -21,6 +20,7 @@ from mxtrain.settings.resume import (
     resumed,
     settings_before,
 )
+from mxtrain.settings.titan import known_fields
 from mxtrain.settings.types import Resume
 
 KNOWN = known_fields()
