@@ -17,7 +17,8 @@ from torch.distributed.run import get_args_parser
 
 import mxtrain
 from mxtrain.analysis.numerics import wandb_key
-from mxtrain.cli import commands, compare_command
+from mxtrain import cli
+from mxtrain.cli import compare_command
 from mxtrain.config import presets
 from mxtrain.settings.help import with_tables
 from mxtrain.settings.titan import own_fields
@@ -85,7 +86,7 @@ def check_config(words: list[str]) -> None:
 
 
 def check_mxtrain(words: list[str]) -> None:
-    options = commands._parser().parse_args(words)
+    options = cli._parser().parse_args(words)
     if words[0] == "compare":
         options, variants, flags = compare_command.separated(options)
         assert options.table or compare_command.read_all(compare_command.planned(variants, options.seeds, [], flags))
