@@ -45,54 +45,44 @@ RULES = {
 
 CHECKPOINT_PARTS = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 
-NARROWER = (
-    (
-        Positive,
-        "profiling.profile_freq profiling.profiler_active metrics.log_freq lr_scheduler.total_steps "
-        "training.local_batch_size training.seq_len training.steps training.gc_freq "
-        "training.dataloader.prefetch_factor parallelism.data_parallel_replicate_degree "
-        "parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree "
-        "parallelism.pipeline_parallel_layers_per_stage parallelism.pipeline_parallel_microbatch_size "
-        "parallelism.context_parallel_degree parallelism.expert_parallel_degree "
-        "parallelism.expert_tensor_parallel_degree checkpoint.interval comm.init_timeout_seconds "
-        "comm.train_timeout_seconds validation.local_batch_size validation.seq_len validation.freq "
-        "validation.dataloader.prefetch_factor",
-    ),
-    (
-        NotNegative,
-        "profiling.profiler_warmup lr_scheduler.warmup_steps training.dataloader.num_workers "
-        "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
-        "checkpoint.keep_latest_k comm.trace_buf_size validation.dataloader.num_workers",
-    ),
-    (PositiveOrMinusOne, "training.global_batch_size parallelism.data_parallel_shard_degree validation.steps"),
-    (StepOrMinusOne, "checkpoint.load_step"),
-    (Seed, "debug.seed"),
-    (Amount, "optimizer.lr optimizer.eps optimizer.weight_decay"),
-    (PositiveNumber, "training.max_norm"),
-    (ShareBelowOne, "optimizer.beta1 optimizer.beta2"),
-    (Share, "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.memory_budget"),
-    (
-        LocalPath,
-        "job.dump_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder metrics.save_tb_folder "
-        "checkpoint.folder checkpoint.initial_load_path comm.save_traces_folder",
-    ),
-    (OpOrPositive, "activation_checkpoint.selective_ac_option"),
-    (Literal["default", "none"], "activation_checkpoint.determinism_check"),
-    (Literal["Adam", "AdamW"], "optimizer.name"),
-    (Literal["for-loop", "foreach", "fused"], "optimizer.implementation"),
-    (list[Literal["model", "loss"]], "compile.components"),
-    (list[Literal[CHECKPOINT_PARTS]], "checkpoint.exclude_from_loading"),
+NARROWER = {
+    Positive: "profiling.profile_freq profiling.profiler_active metrics.log_freq lr_scheduler.total_steps "
+    "training.local_batch_size training.seq_len training.steps training.gc_freq training.dataloader.prefetch_factor "
+    "parallelism.data_parallel_replicate_degree parallelism.tensor_parallel_degree "
+    "parallelism.pipeline_parallel_degree parallelism.pipeline_parallel_layers_per_stage "
+    "parallelism.pipeline_parallel_microbatch_size parallelism.context_parallel_degree "
+    "parallelism.expert_parallel_degree parallelism.expert_tensor_parallel_degree checkpoint.interval "
+    "comm.init_timeout_seconds comm.train_timeout_seconds validation.local_batch_size validation.seq_len "
+    "validation.freq validation.dataloader.prefetch_factor",
+    NotNegative: "profiling.profiler_warmup lr_scheduler.warmup_steps training.dataloader.num_workers "
+    "parallelism.pipeline_parallel_first_stage_less_layers parallelism.pipeline_parallel_last_stage_less_layers "
+    "checkpoint.keep_latest_k comm.trace_buf_size validation.dataloader.num_workers",
+    PositiveOrMinusOne: "training.global_batch_size parallelism.data_parallel_shard_degree validation.steps",
+    StepOrMinusOne: "checkpoint.load_step",
+    Seed: "debug.seed",
+    Amount: "optimizer.lr optimizer.eps optimizer.weight_decay",
+    PositiveNumber: "training.max_norm",
+    ShareBelowOne: "optimizer.beta1 optimizer.beta2",
+    Share: "lr_scheduler.decay_ratio lr_scheduler.min_lr_factor activation_checkpoint.memory_budget",
+    LocalPath: "job.dump_folder profiling.save_traces_folder profiling.save_memory_snapshot_folder "
+    "metrics.save_tb_folder checkpoint.folder checkpoint.initial_load_path comm.save_traces_folder",
+    OpOrPositive: "activation_checkpoint.selective_ac_option",
+    Literal["default", "none"]: "activation_checkpoint.determinism_check",
+    Literal["Adam", "AdamW"]: "optimizer.name",
+    Literal["for-loop", "foreach", "fused"]: "optimizer.implementation",
+    list[Literal["model", "loss"]]: "compile.components",
+    list[Literal[CHECKPOINT_PARTS]]: "checkpoint.exclude_from_loading",
     # The other schedules compute the gradients of inputs and of weights apart. The backward of a layer computes both
     # each time it runs, so half of its work would be in vain.
-    (Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"], "parallelism.pipeline_parallel_schedule"),
-    (Literal[""], "parallelism.pipeline_parallel_schedule_csv"),
-    (Literal["headtail", "ptrr"], "parallelism.context_parallel_load_balancer"),
-    (Literal["standard"], "parallelism.expert_parallel_comm_backend"),  # not "deepep": other modules
-    (Literal["default"], "comm.mode"),  # the others simulate many processes on one, for tests
+    Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"]: "parallelism.pipeline_parallel_schedule",
+    Literal[""]: "parallelism.pipeline_parallel_schedule_csv",
+    Literal["headtail", "ptrr"]: "parallelism.context_parallel_load_balancer",
+    Literal["standard"]: "parallelism.expert_parallel_comm_backend",  # not "deepep": other modules
+    Literal["default"]: "comm.mode",  # the others simulate many processes on one, for tests
     # TorchTitan takes one name without a list, too, which a flag could not tell from a list.
-    (list[str], "quantize.grouped_mm.float8.fqns quantize.grouped_mm.mx.fqns"),
-)
-"""Types, and the settings of TorchTitan that have them. A setting that is unset by default may also be None."""
+    list[str]: "quantize.grouped_mm.float8.fqns quantize.grouped_mm.mx.fqns",
+}
+"""Types -> settings of TorchTitan that have them. A setting that is unset by default may also be None."""
 
 
 @cache
@@ -106,7 +96,7 @@ def titan_fields() -> dict[str, Field]:
     """TorchTitan's settings by full name."""
     found = fields_of(_engine().JobConfig)
     rules = sorted((section, rule) for rule, names in RULES.items() for section in names.split())
-    narrower = {name: kind for kind, names in NARROWER for name in names.split()}
+    narrower = {name: kind for kind, names in NARROWER.items() for name in names.split()}
     for name, field in found.items():
         rule = [rule for section, rule in rules if f"{name}.".startswith(f"{section}.")][-1]
         kind = narrower.get(name)

@@ -28,6 +28,7 @@ TABLES = {
     "compile": CompileConfig,
     "comm": CommConfig,
     "validation": Validator.Config,
+    "validation.dataloader": ParallelAwareDataloader.Config,
     "debug": DebugConfig,
 }
 """Tables of 0.2.2 whose settings are fields of these classes"""
@@ -40,6 +41,7 @@ NEW = {
     "parallelism": "enable_fsdp_symm_mem enable_sequence_parallel spmd_backend context_parallel_ptrr_mask_key",
     "compile": "enable_async_tensor_parallel",
     "validation": "dataloader",
+    "validation.dataloader": "dataset dataset_path",
     "debug": "spmd_typechecking detect_anomaly batch_invariant print_config save_config_file enable_structured_logging",
 }
 """Fields of these classes that are no settings of 0.2.2, or have another name there"""
@@ -111,7 +113,6 @@ GONE = {
     "fault_tolerance": "torchft has a trainer of its own, which mxtrain does not use",
     "memory_estimation": "mxtrain doctor --model estimates memory",
     "quantize": "model.converters names mxtrain's converters",
-    "validation.dataloader": "training.dataloader holds for validation, too",
 }
 """Settings, and tables of settings, of 0.2.2 that 0.3 does not have -> what takes their place"""
 
