@@ -9,11 +9,9 @@ from mxtrain import __version__
 from mxtrain.cli import (
     cache_command,
     compare_command,
-    configs_command,
     doctor,
     hub_commands,
     plot_command,
-    text_commands,
     train_command,
 )
 from mxtrain.cli.console import PathParser, open_closed_streams
@@ -25,12 +23,10 @@ __all__ = ["main"]
 
 COMMANDS = (
     train_command,
-    configs_command,
     cache_command,
     plot_command,
     compare_command,
     hub_commands,
-    text_commands,
     doctor,
 )
 

@@ -74,9 +74,9 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             with places(arguments):
                 start = checked_start(folder, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
-            os.environ.update(worker_defaults(os.environ, processes, devices))
-            os.environ[START_VARIABLE] = json.dumps(start.to_json())
-            status = run_workers([*arguments, "--job.dump_folder", str(folder), *worker_flags], processes, folder)
+            own = {START_VARIABLE: json.dumps(start.to_json()), **worker_defaults(os.environ, processes, devices)}
+            worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
+            status = run_workers(worker_arguments, processes, folder, own)
         except ConfigError:
             status = CONFIG_ERROR_STATUS
             raise
@@ -168,8 +168,10 @@ def worker_defaults(environment: Mapping[str, str], processes: int, devices: int
     return {name: value for name, value in defaults.items() if name not in environment}
 
 
-def run_workers(arguments: list[str], processes: int, folder: Path) -> int:
+def run_workers(arguments: list[str], processes: int, folder: Path, environment: dict[str, str]) -> int:
     """Run the workers on this machine until they end, and return the exit status (see ``train``).
+
+    They inherit the variables of this process, to which ``environment`` is added.
 
     A stop signal goes on to the workers, which save for as long as they need. The agent's own handlers would kill them
     after 30 seconds.
@@ -207,7 +209,7 @@ def run_workers(arguments: list[str], processes: int, folder: Path) -> int:
                 os.kill(worker, number) if is_first else os.killpg(worker, signal.SIGKILL)
 
     earlier = {number: signal.signal(number, handle) for number in stop_signals()}
-    os.environ[ELASTIC_SIGNALS] = "SIGQUIT"
+    os.environ |= {**environment, ELASTIC_SIGNALS: "SIGQUIT"}  # the signal that stays with the agent
     logging.disable(logging.ERROR)  # the agent's lines about every worker
     try:
         failures = agent.run().failures
