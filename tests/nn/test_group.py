@@ -262,15 +262,6 @@ def test_native_nvfp4_stays_single():
         assert joins(get_recipe(recipe), mode) == expected
 
 
-def test_without_wgrad_weights_and_gain_get_no_gradients():
-    block, (x, dys) = block_of(mode="reference"), inputs()
-    results, _ = run(block)
-    for linear in block.linears:
-        linear.runs_wgrad = False
-    torch.autograd.backward(block(x.requires_grad_()), dys)
-    assert torch.equal(x.grad, results[3]) and all(p.grad is None for p in block.parameters())
-
-
 def test_outputs_that_the_loss_does_not_need():
     found = []
     for grouped in (False, True):
