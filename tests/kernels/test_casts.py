@@ -232,22 +232,6 @@ def test_any_matrix_to_mxfp8(shape, seed, log2_scale, dtype, form, rounding, dim
     check_cast(x, rounding, form, dims, **factors(which, rows, columns))
 
 
-@settings(max_examples=3, deadline=None)
-@given(
-    shape=st.tuples(st.integers(1, 20), st.integers(1, 10)),
-    seed=st.integers(0, 2**31),
-    log2_scale=st.integers(-60, 60),
-    dtype=st.sampled_from(DTYPES),
-    form=st.sampled_from(FORMS),
-    dims=st.sampled_from(DIMS),
-    stochastic=st.booleans(),
-    transform=st.booleans(),
-)
-def test_any_matrix_to_nvfp4(shape, seed, log2_scale, dtype, form, dims, stochastic, transform):
-    x = draw(shape[0], 16 * shape[1], seed=seed, dtype=dtype) * 2.0**log2_scale
-    check_nvfp4_cast(x, dims, form, transform, stochastic)
-
-
 def test_random_bits_depend_on_key_step_microbatch_and_rank():
     x, scales = draw(16, 16), torch.ones(1, 1)
 

@@ -97,15 +97,6 @@ def test_every_shape(fmt):
         fmt.check(draw(*shape, dtype=dtype), form=form)
 
 
-@formats
-def test_images_of_long_rows_with_the_exact_rms(fmt):
-    """Two parts, of which the second is not full."""
-    columns = 7168 + fmt.block
-    x, residual = ugly(11, columns), (ugly if fmt is MXFP8 else draw)(11, columns, seed=1)
-    fmt.check(x, form="image", estimator="exact")
-    fmt.check(draw(11, columns), form="image", estimator="exact", residual=residual)
-
-
 @pytest.mark.parametrize(
     ("fmt", "p", "estimator", "form"),
     [
@@ -118,15 +109,6 @@ def test_images_of_long_rows_with_the_exact_rms(fmt):
 )
 def test_ugly_rows_that_are_read_twice(fmt, p, estimator, form):
     fmt.check(ugly(8, 16384 + fmt.block)[[2, 5, 7]], form=form, p=p, estimator=estimator)
-
-
-@pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
-def test_eps_is_added_to_the_squared_estimate(p, estimator):
-    x = draw(7, 96)
-    x[1:] *= 10.0 ** torch.arange(-3, 3)[:, None]
-    x[0] = 0
-    for eps in (0.0, 1e-12, 1e6):
-        check_mxnorm_cast(x, eps=eps, p=p, estimator=estimator)
 
 
 def check_rho(x, *estimate):
@@ -162,12 +144,6 @@ def test_settings_make_a_difference(fmt):
     x = draw(3, 96)
     rhos = [fmt.call(x, "codes", None, RMSEstimate(*setting, 1e-5, fmt.block)).rho for setting in fmt.estimates]
     assert all(not torch.equal(a, b) for i, a in enumerate(rhos) for b in rhos[:i])
-
-
-def test_any_tensor_scale():
-    """Too small a scale saturates elements. Too large a scale leaves block scales at their minimum."""
-    for form, tensor_scale in itertools.product(("blocked", "image"), (2.0**-121, 2.0**-12, 2.0**60)):
-        check_norm(draw(7, 96), tensor_scale, form)
 
 
 @formats
@@ -263,22 +239,6 @@ def test_rows_fit_in_registers(form, estimator):
         filled = -columns // 32 * -32
         assert columns <= parts * part <= filled * 4 // 3, columns
         assert rows * parts * part <= 112 * 32 * warps, columns
-
-
-@pytest.mark.parametrize("form", ["codes", "blocked"])
-def test_every_thread_has_a_block_of_codes(form):
-    """A thread has whole blocks of NVFP4, of which it stores the scale."""
-    for columns in range(256, MAX_PERSISTENT_COLUMNS + 1, 16):
-        tile = row_tile(columns, form, "pre_round")
-        assert tile.rows * tile.columns // 16 >= 32 * tile.warps, columns
-
-
-def test_rows_that_fill_five_or_six_eighths_are_parts():
-    assert row_tile(5120, "image", "pre_round") == RowTile(True, 1, 5, 1024, 2)
-    assert row_tile(5120, "image", "exact") == RowTile(True, 1, 5, 1024, 4)
-    assert row_tile(768, "codes", "pre_round") == RowTile(True, 2, 3, 256, 1)
-    assert row_tile(7168, "image", "pre_round") == RowTile(True, 1, 1, 8192, 4)
-    assert not row_tile(MAX_PERSISTENT_COLUMNS + 32, "image", "exact").persistent
 
 
 def test_the_exact_rms_has_smaller_tiles_of_images():

@@ -177,25 +177,6 @@ def test_what_is_not_finite_in_one_expert_stays_there(recipe):
         assert torch.equal(a[own], b[own]) and a[~own].isnan().any()
 
 
-def test_small_experts_survive_beside_large_ones():
-    """In NVFP4, also for small tokens and gradients: a tensor scale that experts shared would make zeros of them."""
-    experts, exact = (quantized_experts(D, H, E, recipe) for recipe in ("nvfp4", "unquantized"))
-    factors = torch.logspace(-6, 0, E)
-    with torch.no_grad():
-        for w in (*experts.parameters(), *exact.parameters()):
-            w.mul_(factors[:, None, None])
-    x, dy = (draw(sum(UNEVEN), D, seed=s) * factors.repeat_interleave(torch.tensor(UNEVEN))[:, None] for s in (0, 1))
-    of_experts = [
-        [*y.split(UNEVEN), *dx.split(UNEVEN), *(part for dw in dws for part in dw)]
-        for y, dx, *dws in (results_of(experts, x, UNEVEN, dy), results_of(exact, x, UNEVEN, dy))
-    ]
-    for got, want in zip(*of_experts, strict=True):
-        assert_near([got], [want], 0.5)
-    before = results_of(experts, x, UNEVEN, dy)
-    experts.ready = experts.quantize_ahead(experts.gemms(x.device))
-    assert all(torch.equal(a, b) for a, b in zip(results_of(experts, x, UNEVEN, dy), before, strict=True))
-
-
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_native_experts_have_the_results_of_others(device, monkeypatch):
     """With PyTorch's grouped products decoded on a CPU, which also look at the memory of operands and scales."""

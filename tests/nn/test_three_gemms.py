@@ -168,7 +168,7 @@ CASES = [
 def test_codes_stand_for_the_operand(device, recipe, mode):
     recipe = get_recipe(recipe)
     generator = torch.Generator(device).manual_seed(0)
-    x = (torch.randn(32, 64, generator=generator) ** 25).bfloat16()
+    x = (torch.randn(64, 32, generator=generator) ** 25).bfloat16()
     estimate = RMSEstimate.for_recipe(recipe)
     operand, rho = normalize(x, estimate, recipe, mode)
     codes, own_rho = normalize(x, estimate, recipe, mode, as_codes=True)

@@ -1,7 +1,6 @@
 """The fault drill notices every kind of harm."""
 
 import json
-from pathlib import Path
 
 import judge
 import moments
@@ -11,8 +10,6 @@ import torch.distributed.checkpoint as dcp
 
 from mxtrain.checkpoints.manifest import Manifest, write_manifest
 from mxtrain.files import hash_file
-
-ROOT = Path(__file__).parents[2]
 
 
 def row(step: int, loss: float) -> str:

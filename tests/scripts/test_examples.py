@@ -1,15 +1,12 @@
 """The examples do what they say: they train, stop, go on as if they had not stopped, and leave a model that loads."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import mxtrain
-
-EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 
 
 @pytest.fixture
