@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 import mxtrain
-from mxtrain.analysis.numerics import wandb_key
 from mxtrain import cli
+from mxtrain.analysis.numerics import wandb_key
 from mxtrain.cli import compare_command
 from mxtrain.config import presets
 from mxtrain.settings.help import with_tables
@@ -89,9 +89,7 @@ def check_mxtrain(words: list[str]) -> None:
     options = cli._parser().parse_args(words)
     if words[0] == "compare":
         options, variants, flags = compare_command.separated(options)
-        assert options.table or compare_command.read_all(
-            compare_command.planned(variants, options.seeds[:1], [], flags)
-        )
+        assert options.table or compare_command.read_all(compare_command.planned(variants, 1, [], flags))
     elif getattr(options, "resume", None):
         parse_job_config(options.resume[1:])  # the run's own config is not here
     elif "config" in options:
