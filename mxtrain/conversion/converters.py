@@ -13,8 +13,7 @@ import torch.nn as nn
 
 from mxtrain.conversion.layers import MixtureFacts
 from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
-from mxtrain.conversion.selection import selected
-from mxtrain.conversion.survey import Survey
+from mxtrain.conversion.survey import Survey, selected
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.decompose_k_router import DecomposeKRouter

@@ -206,10 +206,9 @@ class Plan:
     def headline(self) -> str:
         """The numbers of modules that are swapped and kept, and the share of multiplications quantized, in one line."""
         counts = [
-            (len(self.norms), "norm", "norms"),
+            (len(self.norms) + len(self.fused_norms), "norm", "norms"),
             (sum(map(len, self.norms.values())) + len(self.linears), "linear", "linears"),
             (len(self.experts), "stack of experts", "stacks of experts"),
-            (len(self.fused_norms), "norm", "norms"),
             (len(self.gates), "gate", "gates"),
         ]
         words = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
