@@ -16,7 +16,7 @@ from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
 from mxtrain.nn.backward_hooks import refuse_backward_hook
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.row_norms import WhenCompiled
+from mxtrain.norms.row_norm import WhenCompiled
 from mxtrain.ops.hardware import Mode
 from mxtrain.recipes.formats import P, ScaleRounding
 from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale

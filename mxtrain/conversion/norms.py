@@ -7,16 +7,13 @@ from inspect import signature
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from mxtrain.conversion.forward_pass import copy_of
 from mxtrain.nn.recipe_module import RecipeModule
-from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
+from mxtrain.norms import FUSED_NORMS
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
 
-KINDS = nn.RMSNorm, nn.LayerNorm
-_FUSED = {FusedRMSNorm: nn.RMSNorm, FusedLayerNorm: nn.LayerNorm}
 # Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours.
 _ROWS = (1.0, 1e-2, 1e-4, 1e-6)
 
@@ -44,7 +41,7 @@ class NormFacts:
 
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
         """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
-        bias = {"bias": self.bias} if self.kind is nn.LayerNorm else {}
+        bias = {"bias": self.bias} if "bias" in FUSED_NORMS[self.kind].parameters_of else {}
         norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
         for name in norm._parameters:
             setattr(norm, name, getattr(module, name, None))
@@ -59,15 +56,15 @@ def find_norms(
     Args:
         modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
     """
-    norms, lookalikes = {}, {kind: {} for kind in KINDS}
+    norms, lookalikes = {}, {kind: {} for kind in FUSED_NORMS}
     for fqn, module in modules.items():
         name = type(module).__name__.lower().replace("_", "")
-        if not fqn or not (isinstance(module, KINDS) or "norm" in name):
+        if not fqn or not (isinstance(module, tuple(FUSED_NORMS)) or "norm" in name):
             continue
         if facts := norm_facts(module):
             norms[fqn] = facts
             continue
-        for kind in KINDS:
+        for kind in FUSED_NORMS:
             is_derived = isinstance(module, kind) and not isinstance(module, RecipeModule)
             if is_derived or kind.__name__.lower() in name:
                 lookalikes[kind][fqn] = f"is a {type(module).__name__} {_why_none(module, kind) or _differs(kind)}"
@@ -84,11 +81,10 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
     """
     name, has_bias = type(module).__name__, "bias" in dict(module.named_parameters())
-    kind = _FUSED.get(type(module), type(module))
-    if kind in KINDS:
-        shape = tuple(module.normalized_shape)
-        return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
-    for kind in KINDS:
+    for kind, fused in FUSED_NORMS.items():
+        if type(module) in (kind, fused):
+            shape = tuple(module.normalized_shape)
+            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
         if not _why_none(module, kind) and (eps := _eps_of(module, kind)) is not None:
             shape = tuple(module.weight.shape)
             return NormFacts(kind, shape, eps, True, has_bias, f"{name} by results and gradients")
@@ -111,9 +107,7 @@ def _why_none(module: nn.Module, kind: NormKind) -> str | None:
         return "with a forward of its own"
     if len(signature(module.forward).parameters) != 1:
         return "whose forward takes more than x"
-    shapes, allowed = {parameter.shape for parameter in parameters.values()}, {"weight"}
-    if kind is nn.LayerNorm:
-        allowed.add("bias")
+    shapes, allowed = {parameter.shape for parameter in parameters.values()}, {*FUSED_NORMS[kind].parameters_of}
     if not {"weight"} <= parameters.keys() <= allowed or dict(module.named_buffers()) or [*map(len, shapes)] != [1]:
         return f"with other parameters or buffers than an {norm} of one dimension"
     return None
@@ -141,10 +135,9 @@ def _eps_of(module: nn.Module, kind: NormKind) -> float | None:
     except Exception:  # the module is no function of rows
         return None
     vectors = {name: vector.detach().double().requires_grad_() for name, vector in norm.named_parameters()}
-    function = F.rms_norm if kind is nn.RMSNorm else F.layer_norm
     # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
     for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
-        norm_of_pytorch = partial(function, normalized_shape=(dim,), eps=eps, **vectors)
+        norm_of_pytorch = partial(FUSED_NORMS[kind].formula, normalized_shape=(dim,), eps=eps, **vectors)
         wanted = _results(norm_of_pytorch, x.double(), dy.double(), *vectors.values())
         limits = [1e-4 * want.abs().amax(-1, keepdim=True) for want in wanted]
         if all(((g - w).abs() <= limit).all() for g, w, limit in zip(got, wanted, limits, strict=True)):

@@ -29,16 +29,14 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.experts import weight_names
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
-from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLayer
+from mxtrain.norms import FUSED_NORMS
 
 _CONVERTED = (MXNorm, QuantizedLayer, MXNormRouter)
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 # The parameters of the classes that are swapped.
-_PARAMETERS = {
-    **dict.fromkeys((nn.RMSNorm, FusedRMSNorm), ("weight",)),
-    **dict.fromkeys((nn.Linear, nn.LayerNorm, FusedLayerNorm), ("weight", "bias")),
-}
+_PARAMETERS = {kind: norm.parameters_of for norm in FUSED_NORMS.values() for kind in (norm.replaces, norm)}
+_PARAMETERS[nn.Linear] = ("weight", "bias")
 
 
 @dataclass(frozen=True)
