@@ -14,8 +14,8 @@ from mxtrain.conversion.converters import Converter, get_converter
 from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
-from mxtrain.nn.backward_hooks import refuse_backward_hook
 from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.normed_input import refuse_backward_hook
 from mxtrain.norms.row_norm import WhenCompiled
 from mxtrain.ops.hardware import Mode
 from mxtrain.recipes.formats import P, ScaleRounding
@@ -90,10 +90,10 @@ def convert(
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear and no experts, or only an output head that stays by default, parameters in float16 or
-            float64, ``example_inputs`` that are neither a tuple nor a mapping, a prefix that is no FQN, a forward pass
-            that fails without data, a model that is wrapped, sharded, compiled or was converted before, or one with
-            nothing to convert. The model is then unchanged.
+            matches no linear and no experts, or only an output head that stays by default, ``example_inputs`` that are
+            neither a tuple nor a mapping, a prefix that is no FQN, a forward pass that fails without data, a model that
+            is wrapped, sharded, compiled or was converted before, or one with nothing to convert. The model is then
+            unchanged.
     """
     # Another spelling of a name, such as "layers.0.", would give other bits.
     if not isinstance(prefix, str) or (prefix and not all(prefix.split("."))):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import ClassVar, get_args
 
-import torch
 import torch.nn as nn
 
 from mxtrain.conversion.layers import MixtureFacts
@@ -36,9 +35,6 @@ from mxtrain.recipes.recipe import (
     recipe_of_norm,
 )
 from mxtrain.settings.removed import CONVERTERS as REMOVED_CONVERTERS
-
-# Dtypes of parameters that every recipe takes.
-_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(kw_only=True)
@@ -171,7 +167,6 @@ class MXLinearConverter(Converter):
                 check_features(layer.in_features, layer.out_features, recipe)
                 if fqn in survey.experts:
                     check_tiles(layer.in_features, layer.out_features, recipe, self._mode_on(survey))
-        self._check_dtypes(survey, swaps)
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
         _, share = self._last_blocks(survey)
@@ -255,20 +250,6 @@ class MXLinearConverter(Converter):
                 kind = MXLinear if fqn in survey.linears else QuantizedExperts
                 swaps[fqn] = ToQuantized(kind, recipe_of[fqn], self.mode, self.seed)
         return swaps, skipped
-
-    def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
-        """Raise ConfigError for weights, gains and biases with a dtype that the casts do not take."""
-        for parameter, dtype in survey.dtypes.items():
-            swap = swaps.get(parameter.rpartition(".")[0])
-            if swap is None or dtype in _DTYPES:
-                continue
-            if dtype == torch.float64 and all(gemm.format is None for gemm in swap.recipe.gemms):
-                continue
-            raise ConfigError(
-                f"converter = {self.name!r}: {parameter} is {str(dtype).removeprefix('torch.')}; allowed are bfloat16 "
-                "and float32, and float64 with recipe = 'unquantized': convert the model with model.to(torch.bfloat16) "
-                f"first, or name the module in filter_fqns{self._and_heads(survey)}"
-            )
 
     @contextmanager
     def _advice(self, survey: Survey, fqn: str):

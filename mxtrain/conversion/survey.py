@@ -4,7 +4,6 @@ import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 import torch.nn as nn
 from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -58,7 +57,6 @@ class Survey:
         heads: the linears that are output heads.
         unswappable: every module with something that a new module would not have -> what, and the way out.
         weights: every parameter with two or more dimensions.
-        dtypes: every parameter, under all its names -> its dtype.
         converted: every MXNorm and every quantized layer of an earlier conversion -> name of its class.
         uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
         failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
@@ -76,7 +74,6 @@ class Survey:
     heads: tuple[str, ...]
     unswappable: Mapping[str, str]
     weights: Mapping[str, WeightFacts]
-    dtypes: Mapping[str, torch.dtype]
     converted: Mapping[str, str]
     uses: Uses | None
     failed_pass: str = ""
@@ -174,7 +171,6 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         heads=find_heads(modules, linears, blocks),
         unswappable=unswappable,
         weights=find_weights(modules),
-        dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
         converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, _CONVERTED)},
         uses=None,
     )

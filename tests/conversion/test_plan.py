@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError
@@ -43,7 +42,6 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         heads=("output",),
         unswappable={},
         weights={f"{fqn}.weight": WeightFacts((64, 64), (fqn,), 1.0, "") for fqn in (*linears, "output")},
-        dtypes={f"{fqn}.weight": torch.float32 for fqn in names},
         converted={},
         uses=Uses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(("norm", *linears), 1), ()),
     )
@@ -208,7 +206,7 @@ def stack(count) -> Survey:
     blocks = tuple(f"layers.{i}" for i in range(count))
     linears = {f"{block}.wo": LINEAR for block in blocks}
     names = {fqn: fqn for fqn in (*blocks, *linears, "norm")}
-    return block(names=names, blocks=blocks, norms={}, linears=linears, uses=None, weights={}, heads=(), dtypes={})
+    return block(names=names, blocks=blocks, norms={}, linears=linears, uses=None, weights={}, heads=())
 
 
 def test_the_last_pattern_that_matches_a_linear_wins():

@@ -10,7 +10,6 @@ from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 
 from mxtrain import ConfigError, MXNorm, MXNormLinear, convert
-from mxtrain.nn.three_gemms import QuantizedLinear
 from tests.support.conversion_models import DIM, llama
 
 
@@ -54,12 +53,6 @@ def sharded_in_part():
     return model
 
 
-def with_one(dtype, fqn="layers.1.attention.wk"):
-    model = llama()
-    model.get_submodule(fqn).to(dtype)
-    return model
-
-
 def without_a_copy():
     model = llama()
     model.rows = (row for row in range(3))
@@ -80,7 +73,6 @@ def converted(converter, **settings):
 
 LAYER_0 = {"filter_fqns": ["layers.1", "output"]}
 TWICE = "this Llama was converted before .layers.0.attention"
-HALF = "allowed are bfloat16 and float32, and float64 with recipe = 'unquantized': convert the model with model.to"
 
 REFUSED = {
     "no module": (lambda: nn.ParameterList().parameters(), {}, "^model is a generator, not a torch.nn.Module$"),
@@ -97,18 +89,6 @@ REFUSED = {
     ),
     "compiled": (lambda: torch.compile(llama()), {}, "^the model is compiled: convert the model first, then compile"),
     "compiled in place": (compiled_in_place, {}, "^layers.1 is compiled: convert"),
-    "float16": (lambda: llama().half(), {}, f"^converter = 'mxnorm': layers.0.*weight is float16; {HALF}"),
-    "float64": (lambda: llama().double(), {}, f"^converter = 'mxnorm': layers.0.*weight is float64; {HALF}"),
-    "float64, partly without casts": (
-        lambda: llama().double(),
-        {"recipe": "fprop=unquantized, dgrad=mxfp8, wgrad=mxfp8"},
-        f"layers.0.*weight is float64; {HALF}",
-    ),
-    "a float64 norm": (
-        lambda: with_one(torch.float64, "layers.0.ffn_norm"),
-        {"recipe": "unquantized", "recipes": {"w1": "mxfp8", "w3": "mxfp8"}},
-        f"layers.0.ffn_norm.weight is float64; {HALF}",
-    ),
     "mxnorm twice": (lambda: converted("mxnorm"), {}, f"^converter = 'mxnorm': {TWICE}_norm is an MXNorm.; convert a"),
     "mx_linear after mxnorm": (
         lambda: converted("mxnorm", **LAYER_0),
@@ -146,20 +126,6 @@ def test_a_model_is_wrapped_after_conversion():
     assert torch.equal(DistributedDataParallel(model)(tokens), expected)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     assert torch.equal(model(tokens), expected)
-
-
-def test_float64_needs_a_recipe_without_casts():
-    model = llama().double()
-    convert(model, recipe="unquantized", mode="reference")
-    assert isinstance(model.layers[0].attention.wq, QuantizedLinear)
-
-
-def test_modules_that_stay_may_have_any_dtype():
-    model = llama()
-    model.output.half()
-    model.layers[1].double()
-    plan = convert(model, "mx_linear", filter_fqns=["layers.1", "output"], mode="reference")
-    assert len(plan.linears) == 7
 
 
 class FailsToSet(nn.Module):
