@@ -105,7 +105,8 @@ def convert(
 def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs = None, prefix: str = "") -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
-    plan = replace(converter.plan(facts), note=facts.failed_pass)
+    plan = converter.plan(facts)
+    plan = replace(plan, notes=plan.notes + facts.unseen)
     _swap(model, plan, prefix)
     if converter.graph_passes is True:
         install()

@@ -170,7 +170,8 @@ class MXLinearConverter(Converter):
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
         _, share = self._last_blocks(survey)
-        return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey), share)
+        notes = (self._execution(survey), share) if share else (self._execution(survey),)
+        return Plan(swaps, skipped, self.default_recipe, weights, notes)
 
     def _plan_norms(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
@@ -332,7 +333,7 @@ class MXNormConverter(MXLinearConverter):
                 facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped, mixture
             )
             if mixture is not None:
-                swaps[mixture.gate] = ToRouter(MXNormRouter, recipe)
+                swaps[mixture.gate] = ToRouter(MXNormRouter)
                 swaps[mixture.experts] = ToQuantized(QuantizedExperts, recipe_of[mixture.experts], self.mode, self.seed)
             for linear in linears:
                 swaps[linear] = ToQuantized(MXNormLinear, recipe_of[linear], self.mode, self.seed)

@@ -59,7 +59,7 @@ class Survey:
         weights: every parameter with two or more dimensions.
         converted: every MXNorm and every quantized layer of an earlier conversion -> name of its class.
         uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
-        failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
+        unseen: a note on what was not seen because a forward pass failed, which the converter does not need.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Survey:
     weights: Mapping[str, WeightFacts]
     converted: Mapping[str, str]
     uses: Uses | None
-    failed_pass: str = ""
+    unseen: tuple[str, ...] = ()
 
     @property
     def layers(self) -> dict[str, LinearFacts]:
@@ -184,11 +184,11 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         if watched:
             raise
         cause = error.__cause__ or error
-        return replace(
-            facts,
-            failed_pass="not seen: uses of weights outside of their layers, because the forward pass without data "
-            f"failed ({type(cause).__name__}: {first_line(cause)})",
+        note = (
+            "not seen: uses of weights outside of their layers, because the forward pass without data failed "
+            f"({type(cause).__name__}: {first_line(cause)})"
         )
+        return replace(facts, unseen=(note,))
 
 
 def _refuse_unfit_model(model: nn.Module) -> None:
