@@ -160,13 +160,10 @@ class MXLinearConverter(Converter):
             raise self._nothing_to_convert(survey, skipped | left)
         swaps, skipped = swaps | others, skipped | left
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantized)}
-        layers = survey.layers
-        for fqn, recipe in recipes.items():
-            layer = layers[fqn]
-            with self._advice(survey, fqn):
-                check_features(layer.in_features, layer.out_features, recipe)
-                if fqn in survey.experts:
-                    check_tiles(layer.in_features, layer.out_features, recipe, self._mode_on(survey))
+        for fqn, experts in survey.experts.items():
+            if fqn in recipes:
+                with self._advice(survey, fqn):
+                    check_tiles(experts.in_features, experts.out_features, recipes[fqn], self._mode_on(survey))
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
         _, share = self._last_blocks(survey)
@@ -210,16 +207,19 @@ class MXLinearConverter(Converter):
                 for fqn in survey.experts
                 if has_nvfp4(recipe_of[fqn])
             }
+        last, _ = self._last_blocks(survey)
+        kept = high_precision | last | dict.fromkeys(heads, "is the output head") | self._kept(survey)
         for fqn, layer in layers.items():
+            if fqn in kept or layer.why_it_stays:
+                continue
             try:
                 check_features(layer.in_features, layer.out_features, recipe_of[fqn])
             except ConfigError as error:
-                is_single = 1 in (layer.in_features, layer.out_features)
-                if layer.why_it_stays is None and (is_single or not self.refuses_odd_sizes):
-                    high_precision.setdefault(fqn, str(error))
-        last, _ = self._last_blocks(survey)
-        kept = last | dict.fromkeys(heads, "is the output head") | self._kept(survey)
-        return recipe_of, high_precision | kept
+                if self.refuses_odd_sizes and 1 not in (layer.in_features, layer.out_features):
+                    with self._advice(survey, fqn):
+                        raise
+                kept[fqn] = str(error)
+        return recipe_of, kept
 
     def _last_blocks(self, survey: Survey) -> tuple[dict[str, str], str]:
         """All modules of the last ``high_precision_share`` of the blocks -> the reason to stay; the share in words."""
