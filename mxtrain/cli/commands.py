@@ -7,7 +7,6 @@ import sys
 
 from mxtrain import __version__
 from mxtrain.cli import (
-    cache_command,
     compare_command,
     configs_command,
     doctor,
@@ -24,7 +23,6 @@ from mxtrain.settings.resume import separated
 COMMANDS = (
     train_command,
     configs_command,
-    cache_command,
     plot_command,
     compare_command,
     hub_commands,

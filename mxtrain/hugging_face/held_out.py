@@ -7,8 +7,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mxtrain.data.prepared import load_text
 from mxtrain.data.run_data import TOKENIZER_FOLDER, read_record
-from mxtrain.data.store import DamagedText, load_text
+from mxtrain.data.token_files import Tokens
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import DATA_FILE
 
@@ -28,7 +29,7 @@ class HeldOutText:
         seq_len: length of a sequence. A shorter text is a sequence.
     """
 
-    def __init__(self, ids: np.ndarray, tokens: int, seq_len: int):
+    def __init__(self, ids: np.ndarray | Tokens, tokens: int, seq_len: int):
         self._ids = ids
         self._seq_len = min(seq_len, tokens, len(ids) - 1)
         chunks = len(ids) // (self._seq_len + 1)
@@ -60,7 +61,7 @@ class HeldOutText:
         return total / self.tokens
 
 
-def held_out_ids(run: Path) -> tuple[str, np.ndarray]:
+def held_out_ids(run: Path) -> tuple[str, Tokens]:
     """Return the name and the held-out tokens of the prepared text that the ``data.json`` of a run's folder names.
 
     Raises:
@@ -73,12 +74,12 @@ def held_out_ids(run: Path) -> tuple[str, np.ndarray]:
     if name is None:
         raise NoLoss("the run's text was streamed")
     try:
-        text = load_text(Path(cache) / name, str(run / TOKENIZER_FOLDER), reads_tokens=True)
-    except (DamagedText, ConfigError) as error:
+        text = load_text(Path(cache) / name, str(run / TOKENIZER_FOLDER))
+    except ConfigError as error:
         raise NoLoss(f"the run's text {name!r} in {cache} is gone or damaged") from error
     if text.identity != kept["identity"]:
         raise NoLoss(f"the text {name!r} in {cache} is not the run's: its hash differs")
-    if text.validation is None or text.validation.count < 2:
+    if text.validation is None or len(text.validation) < 2:
         reasons = "it was streamed, is short, or data.validation_share is 0"
         raise NoLoss(f"no part of the run's text {name!r} is held out: {reasons}")
-    return name, text.validation.open()
+    return name, text.validation

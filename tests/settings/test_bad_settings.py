@@ -14,10 +14,10 @@ from mxtrain.settings.read import places
 # The bound that the message names -> flags out of range, for each type of a setting and each way to declare one.
 OUT_OF_RANGE = {
     "1": """training.steps=-5 training.steps=0 training.dataloader.prefetch_factor=0 lr_scheduler.total_steps=0
-        optimizer.beta1=1 lr_scheduler.decay_ratio=1.5 lr_scheduler.min_lr_factor=2 data.package_share=1.1
+        optimizer.beta1=1 lr_scheduler.decay_ratio=1.5 lr_scheduler.min_lr_factor=2
         data.validation_share=1 mxnorm.high_precision_share=1 model_args.dim=0""",
     "0": """mxnorm.diagnostics.every=-1 training.max_norm=0 training.max_norm=nan training.dataloader.num_workers=-1
-        optimizer.lr=-1 optimizer.beta2=-0.1 optimizer.eps=-1e-8 debug.seed=-1 data.vocab_size=-1 data.package_share=0
+        optimizer.lr=-1 optimizer.beta2=-0.1 optimizer.eps=-1e-8 debug.seed=-1 data.vocab_size=-1
         mxnorm.eps=-1 model_args.rope_factor=0 model_args.norm_eps=-1""",
     "-1": "training.global_batch_size=0 training.global_batch_size=-2 checkpoint.load_step=-2 validation.steps=0",
     "32": "mxnorm.diagnostics.tokens=0 mxnorm.diagnostics.tokens=100",
@@ -178,7 +178,7 @@ FLAGS = {
     "--model.hf_assets_path=/no/such": ["model.hf_assets_path = '/no/such'"],
     "--model.hf_assets_path=.": ["model.hf_assets_path = '.'", "tokenizer.json"],
     "--training.dataset=hf": ["training.dataset = 'hf' needs training.dataset_path"],
-    "--data.prepared=gone": ["data.prepared = 'gone': there is no folder '", "mxtrain cache"],
+    "--data.prepared=gone": ["data.prepared = 'gone': there is no folder '"],
     # The model's modules
     "--mxnorm.filter_fqns=layers.99": ["mxnorm.filter_fqns: 'layers.99' matches no module", "tok_embeddings"],
     "--mxnorm.recipes layers.99 bf16": ["mxnorm.recipes: 'layers.99' matches no module"],
