@@ -50,7 +50,7 @@ WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "vali
 
 BATCH_CHARACTERS = 2_000_000
 """Text of a row: much work beside a row's costs, and little memory"""
-ROWS_IN_MEMORY = 16
+ROWS_IN_MEMORY = 8
 """Rows that a process collects before it writes them"""
 
 
@@ -412,7 +412,7 @@ def _batches(source: Source, validation_share: float, counts: Counter) -> Iterat
         yield row
 
 
-def _encode(tokenizer: str, parent: int, row: dict) -> dict[str, list[int]]:
+def _encode(tokenizer: str, parent: int, row: dict) -> dict[str, np.ndarray]:
     """Return the tokens of a row of ``_batches``, each text ``bos ... eos``, by split."""
     loaded = _of_process(tokenizer, parent, os.getpid())
     before, after = ([] if token is None else [token] for token in (loaded.bos_id, loaded.eos_id))
@@ -421,7 +421,7 @@ def _encode(tokenizer: str, parent: int, row: dict) -> dict[str, list[int]]:
     tokens = {split: [] for split in SPLITS}
     for text, ids, is_held_out in zip(row["texts"], row["ids"], row["is_held_out"], strict=True):
         tokens[SPLITS[is_held_out]] += ids if text is None else [*before, *next(encodings).ids, *after]
-    return tokens
+    return {split: np.array(ids, token_dtype(loaded.size)) for split, ids in tokens.items()}
 
 
 @cache
