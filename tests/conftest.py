@@ -37,7 +37,7 @@ def no_rounding_step():
 @pytest.fixture
 def compile_backend(device, monkeypatch):
     """Inductor with our passes on a GPU; on a CPU, where it serves no training, the same graphs without its code."""
-    from mxtrain.inductor import launches, passes
+    from mxtrain.compile import launches, passes
     from tests.support.graph_checks import graphs_after_all_passes
 
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.device import INTERPRETED, round_up
+from mxtrain.launch.device import INTERPRETED, round_up
 from mxtrain.recipes.formats import MXFP8, NVFP4
 
 FORMS = ("codes", "blocked", "image")

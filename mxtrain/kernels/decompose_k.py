@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mxtrain.kernels.device import (
+from mxtrain.launch.device import (
     H100_SHARED_MEMORY,
     H100_SMS,
     INTERPRETED,
@@ -34,7 +34,7 @@ from mxtrain.kernels.device import (
     shared_memory,
     sm_count,
 )
-from mxtrain.kernels.launch import Launch, contiguous
+from mxtrain.launch.launch import Launch, contiguous
 
 # Launch plans
 

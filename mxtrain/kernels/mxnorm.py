@@ -25,15 +25,6 @@ from mxtrain.kernels.casts import (
     rounded,
     scale_offset,
 )
-from mxtrain.kernels.device import (
-    MAX_PERSISTENT_COLUMNS,
-    cdiv,
-    check_row_length,
-    converts_fp4,
-    converts_fp8,
-    next_power_of_2,
-)
-from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.mxfp8.arithmetic import (
     e4m3_codes,
     e4m3_image,
@@ -52,6 +43,15 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
+from mxtrain.launch.device import (
+    MAX_PERSISTENT_COLUMNS,
+    cdiv,
+    check_row_length,
+    converts_fp4,
+    converts_fp8,
+    next_power_of_2,
+)
+from mxtrain.launch.launch import Launch, contiguous, register_op
 from mxtrain.recipes.recipe import Recipe, RMSEstimate
 
 

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.device import MAX_PERSISTENT_COLUMNS, cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch, contiguous, register_op
+from mxtrain.launch.device import MAX_PERSISTENT_COLUMNS, cdiv, next_power_of_2
+from mxtrain.launch.launch import Launch, contiguous, register_op
 
 # Rows and columns that a program of the fold holds at once, and its warps.
 FOLD_ROWS, FOLD_COLUMNS, FOLD_WARPS = 16, 128, 2

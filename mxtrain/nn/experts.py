@@ -15,9 +15,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
-from mxtrain.custom_op import untraced
 from mxtrain.errors import ConfigError
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.three_gemms import (
     QuantizedLayer,

@@ -2,8 +2,8 @@
 
 import torch
 
-from mxtrain.custom_op import untraced
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import (
     QuantizedLinear,
     ReadyOperands,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mxtrain.custom_op import define_op
+from mxtrain.launch.custom_op import define_op
 from mxtrain.ops.gemm import Codes
 
 _ops = torch.ops._c10d_functional

@@ -6,7 +6,7 @@ changes.
 
 import torch
 
-from mxtrain.custom_op import define_op
+from mxtrain.launch.custom_op import define_op
 from mxtrain.ops.gemm import full_precision, wide_product
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
 from mxtrain.reference import decompose_k as reference

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from mxtrain.custom_op import define_op
+from mxtrain.launch.custom_op import define_op
 from mxtrain.reference.casts import converted
 
 # The form of operand that the kernels write for each mode that uses them.

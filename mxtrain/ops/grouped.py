@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, grouped_mm, scaled_grouped_mm
 
-from mxtrain.custom_op import define_op
+from mxtrain.launch.custom_op import define_op
 from mxtrain.ops.gemm import Operand, matmul
 
 # The tensor cores read the scales of 128 rows by 4 blocks of 32 (128 columns) from one piece of memory.

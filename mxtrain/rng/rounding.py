@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mxtrain.custom_op import define_op
+from mxtrain.launch.custom_op import define_op
 
 _WORD = 2**32
 # Largest matrix with random bits. Four elements share one draw, and the index of a draw must fit in 32 bits.

@@ -5,7 +5,7 @@
 
 Inputs are x and residual; results are x + residual, MXNorm's bf16 image of the sum, and rho. "fp32" is a residual
 stream in fp32 beside linears in bf16, as under autocast; "bf16" is a stream in bf16. "fused" is compiled with the
-passes of mxtrain.inductor, "unfused" without them.
+passes of mxtrain.compile, "unfused" without them.
 
 Every result is checked before it is timed. "fused" also fails if Inductor runs another operation beside the
 kernel. Bytes count the tensors named above. Columns and times are those of ``cast.py``.
@@ -20,7 +20,7 @@ import torch
 from kernel_benchmark import Entry, Section, Shape, compiled_function, draw, is_rounding_apart, same_bits
 from torch._inductor import config
 
-from mxtrain.inductor.passes import install
+from mxtrain.compile.passes import install
 from mxtrain.kernels.mxnorm import mxnorm_cast
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from kernel_benchmark import Entry
 
-from mxtrain.kernels.device import INTERPRETED
-from mxtrain.kernels.launch import Launch, register_op
+from mxtrain.launch.device import INTERPRETED
+from mxtrain.launch.launch import Launch, register_op
 
 N = 1024
 COLUMNS = {"what": "<", "launches": "d", "us per call": ".2f", "us over bare launch": ".2f", "check": "<"}
@@ -55,7 +55,7 @@ def bare() -> Callable:
 
 
 def with_register_op() -> Callable:
-    """Return the op that ``mxtrain.kernels.launch.register_op`` makes."""
+    """Return the op that ``mxtrain.launch.launch.register_op`` makes."""
 
     def implementation(x):
         out = torch.empty_like(x)

@@ -40,7 +40,7 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
-from mxtrain.inductor import passes
+from mxtrain.compile import passes
 from mxtrain.ops.hardware import default_device_type, resolve_mode
 from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
 

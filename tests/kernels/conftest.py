@@ -11,7 +11,7 @@ if not HAS_TRITON:
 @pytest.fixture
 def device():
     """Make the GPU the default device of a test, or the CPU where Triton interprets kernels."""
-    from mxtrain.kernels.device import INTERPRETED
+    from mxtrain.launch.device import INTERPRETED
 
     name = "cpu" if INTERPRETED else "cuda"
     if name == "cuda" and not torch.cuda.is_available():

@@ -16,7 +16,7 @@ from mxtrain.kernels.decompose_k import (
     reduction_tile,
     softmax_tile,
 )
-from mxtrain.kernels.device import cdiv
+from mxtrain.launch.device import cdiv
 
 CPU = torch.device("cpu")
 # SMs and bytes of shared memory per program.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxtrain.kernels.casts import FORMS
-from mxtrain.kernels.device import INTERPRETED, MAX_PERSISTENT_COLUMNS
 from mxtrain.kernels.mxnorm import RowTile, mxnorm_cast, nvfp4_norm, row_tile
+from mxtrain.launch.device import INTERPRETED, MAX_PERSISTENT_COLUMNS
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import mxnorm as reference
 from tests.support.kernel_checks import (

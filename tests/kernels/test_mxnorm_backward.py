@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxtrain.kernels import mxnorm_backward as module
-from mxtrain.kernels.device import next_power_of_2
 from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
+from mxtrain.launch.device import next_power_of_2
 from tests.support.kernel_checks import (
     DTYPES,
     assert_same_bits,

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mxtrain.kernels.device import INTERPRETED
+from mxtrain.launch.device import INTERPRETED
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import by_output_features
 from mxtrain.ops.gemm import guarded_mm

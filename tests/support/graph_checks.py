@@ -44,7 +44,7 @@ def assert_same(module, function, *inputs):
 
 def graphs_after_all_passes():
     """A backend for ``torch.compile`` that runs the graphs that Inductor would generate code for."""
-    from mxtrain.inductor import passes
+    from mxtrain.compile import passes
 
     def after(some_passes, module):
         for one in some_passes:

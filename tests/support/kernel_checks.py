@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 
-from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxnorm import mxnorm_cast
 from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
+from mxtrain.launch.device import INTERPRETED
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate

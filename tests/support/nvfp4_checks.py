@@ -2,11 +2,11 @@
 
 import torch
 
-from mxtrain.kernels.device import INTERPRETED
 from mxtrain.kernels.mxnorm import nvfp4_norm
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.launch.device import INTERPRETED
 from mxtrain.recipes.recipe import RMSEstimate
 from mxtrain.reference import casts, mxnorm, nvfp4
 from mxtrain.reference.hadamard import hadamard, pad

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.casts import magnitude_bits
-from mxtrain.kernels.device import INTERPRETED
+from mxtrain.launch.device import INTERPRETED
 from mxtrain.recipes.formats import MXFP8
 
 BLOCK = MXFP8.block_size

@@ -2,7 +2,7 @@
 
 Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
 W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
-``mxtrain.inductor.rounding`` uses.
+``mxtrain.compile.rounding`` uses.
 
 Several matrices can be cast into one operand: each is read and written once, and nothing is copied. Weights that share
 their input lie one below the other, and their output gradients side by side. The operand has the bits of a cast of the
@@ -32,9 +32,9 @@ from mxtrain.kernels.casts import (
     scale_offset,
     tile_start,
 )
-from mxtrain.kernels.device import cdiv, converts_fp8
-from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, inverse_scale, scale_code, scale_value
+from mxtrain.launch.device import cdiv, converts_fp8
+from mxtrain.launch.launch import Launch, contiguous, register_op
 from mxtrain.recipes.recipe import Recipe
 
 

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.casts import as_bytes, flat, rounded, tile_start
-from mxtrain.kernels.device import cdiv, converts_fp8
-from mxtrain.kernels.launch import Launch, register_op
 from mxtrain.kernels.mxfp8.cast import cast_along_columns, cast_along_rows, results_for
+from mxtrain.launch.device import cdiv, converts_fp8
+from mxtrain.launch.launch import Launch, register_op
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

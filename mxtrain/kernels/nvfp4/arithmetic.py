@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.casts import magnitude_bits
-from mxtrain.kernels.device import INTERPRETED
+from mxtrain.launch.device import INTERPRETED
 from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MAX, NVFP4_SCALE_MIN
 
 BLOCK = NVFP4.block_size

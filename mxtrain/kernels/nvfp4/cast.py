@@ -30,8 +30,6 @@ from mxtrain.kernels.casts import (
     flat,
     tile_start,
 )
-from mxtrain.kernels.device import cdiv, converts_fp4, next_power_of_2, round_up
-from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
@@ -56,6 +54,8 @@ from mxtrain.kernels.nvfp4.strip import (
     store_row,
     tile_columns,
 )
+from mxtrain.launch.device import cdiv, converts_fp4, next_power_of_2, round_up
+from mxtrain.launch.launch import Launch, contiguous, register_op
 
 # Of a thread that makes both images of a gradient. With the 205 that the compiler takes, fewer programs run at a time:
 # 99.9 instead of 90.5 us at 16384 x 2048 (H200).

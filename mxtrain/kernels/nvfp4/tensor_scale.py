@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.casts import tile_start
-from mxtrain.kernels.device import cdiv, next_power_of_2
-from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import BLOCK, amax_across
 from mxtrain.kernels.nvfp4.strip import WARPS, group_of, load_strip, quarter_hadamard, tile_columns
+from mxtrain.launch.device import cdiv, next_power_of_2
+from mxtrain.launch.launch import Launch, contiguous, register_op
 from mxtrain.recipes.formats import NVFP4_RANGE, NVFP4_TENSOR_SCALE_MIN
 
 _RANGE, _MIN = tl.constexpr(NVFP4_RANGE), tl.constexpr(NVFP4_TENSOR_SCALE_MIN)

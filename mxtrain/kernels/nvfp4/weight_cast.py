@@ -23,8 +23,6 @@ from mxtrain.kernels.casts import (
     flat,
     tile_start,
 )
-from mxtrain.kernels.device import cdiv, converts_fp4, next_power_of_2
-from mxtrain.kernels.launch import Launch, contiguous, register_op
 from mxtrain.kernels.nvfp4.arithmetic import (
     BLOCK,
     amax_across,
@@ -45,6 +43,8 @@ from mxtrain.kernels.nvfp4.strip import (
     store_row,
     tile_columns,
 )
+from mxtrain.launch.device import cdiv, converts_fp4, next_power_of_2
+from mxtrain.launch.launch import Launch, contiguous, register_op
 
 
 @triton.jit

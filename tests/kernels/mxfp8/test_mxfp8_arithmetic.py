@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from mxtrain.kernels.casts import scale_offset
-from mxtrain.kernels.device import converts_fp8
 from mxtrain.kernels.mxfp8.arithmetic import e4m3_codes, e4m3_image, scale_code
 from mxtrain.kernels.mxfp8.cast import cast
+from mxtrain.launch.device import converts_fp8
 from mxtrain.reference.casts import to_blocked
 from tests.support.kernel_checks import RECIPES, assert_is_cast, assert_same_bits, bits, draw, kernel_tests
 

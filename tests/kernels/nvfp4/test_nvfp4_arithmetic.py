@@ -5,7 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.kernels.device import converts_fp4
 from mxtrain.kernels.nvfp4.arithmetic import (
     element_code,
     inverse_of,
@@ -16,6 +15,7 @@ from mxtrain.kernels.nvfp4.arithmetic import (
     scale_of_block,
 )
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
+from mxtrain.launch.device import converts_fp4
 from mxtrain.reference import nvfp4
 from tests.support.kernel_checks import assert_same_bits, draw, kernel_tests
 from tests.support.nvfp4_checks import assert_is_nvfp4, positive_nans

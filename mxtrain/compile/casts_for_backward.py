@@ -1,0 +1,80 @@
+"""A pass that lets the backward compute its own casts, instead of keeping their results from the forward.
+
+Casts of inputs for wgrad and of weights for dgrad do not depend on gradients. PyTorch would compute many of them in the
+forward, and hold the results of all layers at the same time. What they are made from is there in the backward anyway:
+
+    a weight                 the parameter. NVFP4 casts it once for both passes, and keeps its tensor scale. Under
+                             FSDP2, the results of all layers would be a second copy of the model, not sharded
+    attention's output       its own backward reads it
+    h = silu(gate) * up      the backward of SwiGLU reads gate and up, and computes h again beside their gradients
+
+With activation checkpointing the graph says already what is computed again, and the pass changes nothing.
+"""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
+import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
+from mxtrain.compile.nodes import that_depend_on_tangents
+from mxtrain.compile.pointwise import Chain
+from mxtrain.reference.swiglu import swiglu
+
+ours = torch.ops.mxtrain
+
+
+def compute_casts_in_backward(graph: Graph) -> None:
+    """Mark the casts that the backward uses, and the SwiGLU before them, to be computed there."""
+    if any("recompute" in node.meta for node in graph.nodes):
+        return
+    casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default}
+    backward = that_depend_on_tangents(graph)
+    for calls in _equal_calls(graph, casts):
+        if len(calls[0].args[0]) > 1 and calls[0].target is not ours.nvfp4_weight.default:
+            continue  # casts of several matrices stay where PyTorch puts them, as when speed and memory were measured
+        if backward.isdisjoint(calls) and any(_is_read_by(call, backward) for call in calls):
+            for node in {n for call in calls for n in (call, *_swiglu_before(call))}:
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            for call in calls:
+                if call.target is ours.nvfp4_weight.default:
+                    for scale in call.args[1]:
+                        scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:
+    """Return the calls of ``targets``; calls with the same results, which PyTorch will merge, are in one list."""
+    first_of: dict[str, Node] = {}
+    stands_for: dict[Node, Node] = {}
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        first = node
+        if node.op == "call_function":
+            args = torch.fx.map_arg((node.args, node.kwargs), stands_for.__getitem__)
+            first = first_of.setdefault(f"{node.target}{args}", node)
+        stands_for[node] = first
+        if node.target in targets:
+            found.setdefault(first, []).append(node)
+    return list(found.values())
+
+
+def _is_read_by(node: Node, readers: set[Node]) -> bool:
+    """Whether ``readers`` read results of a call or views of them."""
+    return any(
+        user in readers
+        or ((user.target is operator.getitem or getattr(user.target, "is_view", False)) and _is_read_by(user, readers))
+        for user in node.users
+    )
+
+
+def _swiglu_before(cast: Node) -> set[Node]:
+    """Return the operations that compute SwiGLU of two tensors in memory for ``cast``; none for another input."""
+    if len(cast.args[0]) > 1:  # weights of a group
+        return set()
+    chain = Chain(*cast.args[0])
+    if len(chain.inputs) != 2:
+        return set()
+    gate, up = chain.inputs
+    return chain.operations if chain.computes(swiglu, gate, up) or chain.computes(swiglu, up, gate) else set()

@@ -1,0 +1,140 @@
+"""Which casts the backward computes itself, what the forward keeps for it, and that results stay the same."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import mxtrain
+from mxtrain.compile.casts_for_backward import compute_casts_in_backward
+from tests.support.feed_forward import D, FeedForward, H, graphs_of, kept_for_backward
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+ours = torch.ops.mxtrain
+# Casts of dY and of X for w1, w2 and w3.
+OF_GRADIENTS = OF_INPUTS = WEIGHTS = 3
+
+
+def calls(graph) -> Counter:
+    return Counter(node.target for node in graph.nodes)
+
+
+def images_of_weights(module, forward) -> int:
+    """Images of weights that the forward's graph keeps."""
+    (output,) = forward.find_nodes(op="output")
+    shapes = Counter(tuple(sorted(node.meta["val"].shape)) for node in output.args[0] if node.op != "placeholder")
+    return sum(shapes[shape] for shape in {tuple(sorted(p.shape)) for p in module.parameters()})
+
+
+def unchanged(graph):
+    pass
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.sweep)])
+def test_the_forward_keeps_no_results_of_casts(recipe):
+    module = FeedForward(recipe=recipe)
+    (before, _), _ = graphs_of(module, unchanged)
+    (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
+    assert kept_for_backward(before) == 3 and kept_for_backward(forward) == 2, "gate and up"
+    # PyTorch 2.14 casts one weight again by itself, and looks for its largest magnitude again.
+    assert images_of_weights(module, before) in ((WEIGHTS - 1, WEIGHTS) if recipe == "nvfp4" else (0,))
+    assert images_of_weights(module, forward) == 0
+    if recipe == "nvfp4":
+        assert calls(forward)[ours.nvfp4_weight.default] == calls(backward)[ours.nvfp4_weight.default] == WEIGHTS
+        # The tensor scales of weights are kept.
+        again = WEIGHTS - images_of_weights(module, before)
+        assert calls(backward)[ours.nvfp4_tensor_scales.default] == OF_GRADIENTS + OF_INPUTS + again
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_outputs_and_gradients_stay_the_same(recipe):
+    module = FeedForward(recipe=recipe)
+    results = []
+    for rewrite in (unchanged, compute_casts_in_backward):
+        mxtrain.set_rounding_step(1)
+        results.append(graphs_of(module, rewrite, execute=True)[1])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def marked(graph) -> Counter:
+    return Counter((node.target, node.meta["recompute"]) for node in graph.nodes if "recompute" in node.meta)
+
+
+def test_casts_of_gradients_and_for_the_forward_alone_are_not_marked():
+    marks = []
+
+    def rewrite(graph):
+        compute_casts_in_backward(graph)
+        marks.append(marked(graph))
+
+    graphs_of(FeedForward(recipe="nvfp4"), rewrite)
+    again, kept = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+    assert marks[0][ours.nvfp4_cast.default, again] == OF_INPUTS
+    # PyTorch merges the two casts of a weight afterwards.
+    assert marks[0][ours.nvfp4_weight.default, again] == 2 * WEIGHTS
+    assert marks[0][ours.nvfp4_tensor_scales.default, kept] == 2 * WEIGHTS
+    assert marks[0][ours.nvfp4_tensor_scales.default, again] == 0
+
+
+def test_weights_of_a_group_are_cast_again():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.w1, self.w3 = nn.RMSNorm(D), *(nn.Linear(D, H, bias=False) for _ in range(2))
+
+        def forward(self, x):
+            h = self.norm(x)
+            return self.w1(h) * self.w3(h)
+
+    module = Gate()
+    settings = dict(recipe="nvfp4", mode="emulated", high_precision_share=0.0)
+    mxtrain.convert(module, "mxnorm", **settings, example_inputs=(torch.zeros(2, 17, D),))
+    for rewrite, times in ((unchanged, 0), (compute_casts_in_backward, 1)):
+        (forward, backward), _ = graphs_of(module, rewrite)
+        assert calls(forward)[ours.nvfp4_weight.default] == 1
+        assert calls(backward)[ours.nvfp4_weight.default] == times
+
+
+@pytest.mark.parametrize(
+    "product", [lambda gate, up: F.relu(gate) + up, lambda gate, up: F.relu(gate) + up + up.roll(1, -1)]
+)
+def test_other_functions_than_swiglu_are_not_computed_again(product):
+    """Their inputs need not be in memory in the backward."""
+    module = FeedForward(product, recipe="nvfp4")
+    (before, _), _ = graphs_of(module, unchanged)
+    (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
+    assert kept_for_backward(forward) == kept_for_backward(before)
+    assert torch.ops.aten.relu.default not in calls(backward)
+
+
+def keep_products(ctx, func, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if func is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.feed_forward = FeedForward(recipe="nvfp4")
+
+    def forward(self, x):
+        contexts = partial(create_selective_checkpoint_contexts, keep_products)
+        return x + checkpoint(self.feed_forward, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_activation_checkpointing_decides_on_its_own():
+    marks = []
+
+    def rewrite(graph):
+        before = {node: dict(node.meta) for node in graph.nodes}
+        compute_casts_in_backward(graph)
+        marks.append({node: node.meta for node in graph.nodes} == before)
+
+    graphs_of(Block(), rewrite)
+    assert marks == [True]
