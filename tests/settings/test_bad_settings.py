@@ -121,6 +121,8 @@ FLAGS = {
         "mxnorm.schedule[0].norm = 'rmsnorm' needs the converter 'mxnorm', not 'mx_linear'"
     ],
     # Settings of earlier versions
+    "--data.other_files": ["data.other_files no longer exists: remove it; training.dataset = 'files'"],
+    "--data.package_share=0.5": ["data.package_share no longer exists: remove it; with data.installed"],
     "--mxnorm.combine_backward=quantized": ["mxnorm.combine_backward no longer exists: gradients"],
     "--model.converters=fused_rmsnorm": ["model.converters = ['fused_rmsnorm'] has 'fused_rmsnorm'", "'fused_norm'"],
     "--fused_rmsnorm.filter_fqns=norm": ["fused_rmsnorm.filter_fqns no longer exists: ", "[fused_norm]"],
