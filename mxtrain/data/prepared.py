@@ -5,7 +5,6 @@ the library ``datasets``. Each of its rows has the tokens of a batch of document
 for validation in the column "validation". Of token files the folder holds links.
 """
 
-import ctypes
 import json
 import os
 import shutil
@@ -38,6 +37,7 @@ from mxtrain.data.tokenizer import (
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import BUILDING, new_folder, reason
 from mxtrain.json_toml import read_json
+from mxtrain.launched import end_with_parent
 
 Source = PythonSource | LocalFiles
 
@@ -428,7 +428,7 @@ def _encode(tokenizer: str, parent: int, row: dict) -> dict[str, np.ndarray]:
 def _of_process(tokenizer: str, parent: int, process: int) -> LoadedTokenizer:
     """Load a tokenizer once in each process, which ends with its parent."""
     if process != parent:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        end_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process, too: the parent decides
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return load_tokenizer(Path(tokenizer))
