@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mxtrain.checkpoints.start import resumed_step
 from mxtrain.data.config import held_out_share
-from mxtrain.data.store import Prepared, differences
+from mxtrain.data.prepared import Prepared, differences
 from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from mxtrain.checkpoints.manifest import check_sizes, read_manifest
 from mxtrain.checkpoints.start import find_start
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import Progress
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
@@ -144,7 +143,7 @@ def flavors(monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers") / "tokenizer"
-    train_tokenizer(["def main(a, b):\n    return a + b\n" * 50], saved_runs.VOCABULARY, folder, Progress(print))
+    train_tokenizer(["def main(a, b):\n    return a + b\n" * 50], saved_runs.VOCABULARY, folder, print)
     return folder
 
 
