@@ -11,7 +11,7 @@ from mxtrain.cli import quiet
 from mxtrain.cli.path_parser import positive
 from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as, reason
-from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder import CONFIG_FILE
 
 MODEL_FILE = "config.json"
 LOSS_TOKENS = 16384

@@ -17,8 +17,7 @@ from mxtrain.cli.versions import warn_of_untested_packages
 from mxtrain.cli.workers import run_workers
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE
-from mxtrain.run_folder.files import METRICS_FILE
-from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder import METRICS_FILE, locked
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings

@@ -15,7 +15,7 @@ from pathlib import Path
 from mxtrain.analysis import closing_summary
 from mxtrain.errors import CONFIG_ERROR_STATUS
 from mxtrain.launched import LAUNCHER_VARIABLE, import_flags, stop_signals
-from mxtrain.run_folder.files import WORKER_LOGS
+from mxtrain.run_folder import WORKER_LOGS
 
 WORKER = "mxtrain.train"
 """Module that every worker runs with ``python -m``"""

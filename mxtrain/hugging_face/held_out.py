@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mxtrain.data.run_data import TOKENIZER_FOLDER, read_record
 from mxtrain.data.store import DamagedText, load_text
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import DATA_FILE
+from mxtrain.run_folder import DATA_FILE
 
 TOKENS_PER_FORWARD, TOKENS_PER_HEAD = 2048, 256
 

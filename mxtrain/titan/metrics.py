@@ -15,7 +15,7 @@ from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from mxtrain.checkpoints.manifest import package_versions
+from mxtrain.checkpoints.folder import package_versions
 from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.diagnostics.recording import Numerics
 from mxtrain.errors import ConfigError
@@ -24,13 +24,15 @@ from mxtrain.reports.loggers import (
     LOSS,
     TRAINING_KEYS,
     MetricsFileLogger,
-    NonFiniteLogger,
     ProgressLogger,
+    WandbLogger,
+    earlier_wandb_run,
+    first_line,
+    wandb_facts,
 )
 from mxtrain.reports.terminal import go_on_without, note
-from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wandb_facts
 from mxtrain.rng.rounding import step_is_set
-from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
+from mxtrain.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
@@ -71,7 +73,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
             require_no_other_run(folder, checkpoint)
             require_plain_recipes(job_config)
         steps_done = resumed_step(folder, checkpoint)
-        earlier = earlier_run(folder) if steps_done > 0 else None
+        earlier = earlier_wandb_run(folder) if steps_done > 0 else None
 
     processor = engine().metrics_processor(job_config, parallel_dims)
     loggers = Loggers()
@@ -84,16 +86,14 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
     if is_first:
         facts["wandb"] = wandb_facts(loggers.to_wandb and loggers.to_wandb.run, folder)
         if loggers.to_wandb is not None:
-            _tell_about_wandb(facts["wandb"], loggers.to_wandb.last_step, steps_done)
+            _tell_about_wandb(facts["wandb"])
         if earlier and facts["wandb"]["id"] is None:
-            facts["wandb"]["id"] = earlier.id  # a later start may have wandb again
+            facts["wandb"]["id"] = earlier  # a later start may have wandb again
         with go_on_without(folder / FACTS_FILE):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / FACTS_FILE, (json.dumps(facts, indent=2) + "\n").encode())
         loggers.to_file = MetricsFileLogger(folder / METRICS_FILE, steps_done)
         loggers.add_logger(loggers.to_file)
-        if not step_is_set():  # mxtrain's trainer looks at the loss of every step itself
-            loggers.add_logger(NonFiniteLogger())
         loggers.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
 
@@ -129,12 +129,7 @@ def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
     loggers.add_logger(to_wandb)
 
 
-def _tell_about_wandb(where: dict, last_step: int, steps_done: int) -> None:
-    """Show where the wandb run is. It has ``last_step`` steps already, ``steps_done`` of which are not repeated."""
-    if last_step > 0:
-        logger.info(f"wandb run {where['id']} continues after step {last_step}")
-    if last_step > steps_done:
-        note(f"wandb keeps its values of steps {steps_done + 1} to {last_step}; those of this run are in metrics.jsonl")
+def _tell_about_wandb(where: dict) -> None:
     if where["mode"] == "offline":
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")
     elif where["mode"] == "online":

@@ -50,41 +50,29 @@ def test_every_rank_gets_its_own_states_back(monkeypatch, states):
         assert draw() == expected[rank]
 
 
-@pytest.mark.parametrize("rank, processes", [(0, 2), (1, 2), (3, 4), (0, 4)])
-def test_with_other_processes_the_generators_stay_as_they_are(monkeypatch, caplog, states, rank, processes):
-    pretend(monkeypatch, 0, states)
-    saved = RandomState().state_dict()
-    pretend(monkeypatch, rank, [{}] * processes)
-    module._restore(states[0])
-    expected = draw()
-    module._restore(states[0])
-    caplog.set_level("INFO")
-    RandomState().load_state_dict(saved)
-    assert draw() == expected
-    line = f"generators of 3 process(es), and this run has {processes}: the generators start from the seed"
-    assert [record.message.endswith(line) for record in caplog.records] == ([True] if rank == 0 else [])
-
-
-def test_a_checkpoint_of_three_processes_loads_on_one(tmp_path, monkeypatch, states):
-    """DCP finds all the keys that it looks for."""
+def test_with_other_processes_the_generators_stay_as_they_are(tmp_path, monkeypatch, caplog, states):
     with monkeypatch.context() as patch:
         patch.setattr(module, "gather", lambda own: states)
         dcp.save({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
-    dcp.load({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
-
-
-def test_one_process_without_torch_distributed(tmp_path):
-    dcp.save({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
+        saved = RandomState().state_dict()
+    module._restore(states[0])
     expected = draw()
-    dcp.load({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)
-    assert draw() == expected
+    caplog.set_level("INFO", logger=module.__name__)
+    for rank, processes in ((1, 2), (0, 4)):
+        module._restore(states[0])
+        pretend(monkeypatch, rank, [{}] * processes)
+        RandomState().load_state_dict(saved)
+        assert draw() == expected
+    line = "generators of 3 process(es), and this run has 4: the generators start from the seed"
+    assert [r.message.endswith(line) for r in caplog.records if r.name == module.__name__] == [True]
+    monkeypatch.undo()
+    dcp.load({"rng": RandomState()}, checkpoint_id=tmp_path, no_dist=True)  # DCP finds all the keys that it looks for
 
 
-@pytest.mark.parametrize("layouts", [[4, 2, 1, 4], [1, 3, 2], [8, 3, 5]])
-def test_the_count_goes_on_over_other_numbers_of_ranks(layouts):
+def test_the_count_goes_on_over_other_numbers_of_ranks():
     """Three ranks cannot share evenly what eight have seen, nor two what three have seen."""
     total = 0
-    for ranks in layouts:
+    for ranks in (8, 3, 2, 1, 5):
         counts = [TokenCount(ranks, rank) for rank in range(ranks)]
         seen = [count.share(total) for count in counts]
         assert sum(seen) == total and max(seen) - min(seen) <= 1
@@ -93,10 +81,6 @@ def test_the_count_goes_on_over_other_numbers_of_ranks(layouts):
             total += 17 * ranks
             assert sum(seen) == total
             assert {count.of_all_ranks(tokens) for count, tokens in zip(counts, seen)} == {total}
-
-
-def test_a_new_run_counts_from_zero():
-    assert [TokenCount(3, rank).of_all_ranks(10) for rank in range(3)] == [30] * 3
 
 
 def build(steps=10, implementation="foreach", **optimizer):
@@ -185,14 +169,6 @@ def test_a_longer_schedule_goes_on_from_the_step(saved):
     load(resumed, saved)
     kept, present = apply_settings(resumed[1], resumed[2])
     assert present == 0.1 * build(steps=100)[2].schedulers[0].lr_lambdas[0](5) > kept
-
-
-def test_adam_does_not_stay_adamw(saved):
-    resumed = build(lr=0.1, name="Adam")
-    load(resumed, saved)
-    assert resumed[1].optimizers[0].param_groups[0]["decoupled_weight_decay"]
-    apply_settings(resumed[1], resumed[2])
-    assert not resumed[1].optimizers[0].param_groups[0]["decoupled_weight_decay"]
 
 
 @pytest.mark.parametrize("before, now", [("foreach", "fused"), ("fused", "for-loop"), ("for-loop", "foreach")])

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from moments import Saved
 from victim import write_config
 
-from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.folder import Manifest, write_manifest
 from mxtrain.files import hash_file
 from mxtrain.settings.read import read_settings
 

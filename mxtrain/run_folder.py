@@ -1,7 +1,7 @@
-"""The lock on a run's folder, which keeps a second run out while a first one writes.
+"""The names of a run's files, and the lock on its folder, which keeps a second run out while a first one writes.
 
-``mxtrain train`` holds it, whose workers end with it; without it the first worker does. It is a ``flock``: the kernel
-releases it when the process that holds it ends, however it ends.
+``mxtrain train`` holds the lock, whose workers end with it; without it the first worker does. It is a ``flock``: the
+kernel releases it when the process that holds it ends, however it ends.
 """
 
 import fcntl
@@ -14,7 +14,28 @@ from pathlib import Path
 from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as, reason
 
+CONFIG_FILE = "config.toml"
+FACTS_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+DATA_FILE = "data.json"
+PICTURE_FILE = "loss.png"
+NUMERICS_FILE = "numerics.png"
+LOG_FILE = "train.log"
+CONVERSION_FILE = "conversion.txt"
+WORKER_LOGS = "worker_logs"
 LOCK_FILE = ".lock"
+
+# TorchTitan's defaults of settings that a run's config.toml leaves out
+CHECKPOINT_INTERVAL = 500  # steps
+CHECKPOINT_FOLDER = "checkpoint"
+LEARNING_RATE = 8e-4
+LOG_FREQ = 10  # steps
+STEPS = 10_000
+
+SETTING_CHANGES = " changes from "
+"""In the event of a run that resumes with another setting, after the setting's name"""
+PROCESSES = "the number of processes"
+"""In the place of a setting's name"""
 
 
 @contextmanager
@@ -32,8 +53,7 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
     not_writable = f"{setting} = {str(folder)!r} cannot be written: {path}"
     with os_errors_as(not_writable):
         folder.mkdir(parents=True, exist_ok=True)
-        # A link could name any file of the user's, which would lose its content.
-        file = open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+        file = open(path, "a+b", buffering=0)
     with file:
         warning = None
         try:
