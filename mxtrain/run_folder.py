@@ -8,7 +8,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
@@ -62,7 +62,7 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
             os.register_at_fork(after_in_child=file.close)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{setting} = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
+                f"{setting} = {str(folder)!r} is in use by {_owner(folder)}; wait until that run ends, stop it, or "
                 "choose another folder"
             ) from error
         except OSError as error:
@@ -76,14 +76,11 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
 def lock_owner(folder: Path) -> str | None:
     """Return what the lock of a folder says about the process that took it last, or None if there is no lock."""
     try:
-        return (folder / LOCK_FILE).read_text()
+        return (folder / LOCK_FILE).read_text(errors="replace")
     except OSError:
         return None
 
 
-def _owner(file) -> str:
-    with suppress(OSError, ValueError):
-        file.seek(0)
-        process, host = file.read(1000).decode().split()
-        return f"process {process} on {host}"
-    return "another run"
+def _owner(folder: Path) -> str:
+    process, *host = (lock_owner(folder) or "").split() or [""]
+    return f"process {process} on {host[0]}" if host else "another run"

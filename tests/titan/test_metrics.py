@@ -1,7 +1,5 @@
 import json
 import os
-import shlex
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,14 +9,14 @@ import torchtitan
 import wandb
 from torchtitan.components.metrics import DeviceMemStats
 from torchtitan.tools import utils
-from wandb.proto import wandb_internal_pb2
 
 import mxtrain
-from mxtrain.analysis import load_run, read_metrics, summary
+from mxtrain.analysis import read_metrics, summary
 from mxtrain.errors import ConfigError
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor, numerics_of, run_facts
 from tests.support.releases import only_022, parallel_dims
+from tests.support.wandb_server import wandb_server
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,47 +53,6 @@ def log_step(processor, step, loss):
     processor.data_loading_times.append(0.001)
     extra = {"n_tokens_seen": float(2048 * step), "lr": 1e-3 / step}
     processor.log(step, loss, loss + 0.5, 1.0 / step, extra_metrics=extra)
-
-
-def read_wandb_file(path):
-    """Records of an offline run: protocol buffers in LevelDB's log format, after a 7-byte header.
-
-    https://github.com/google/leveldb/blob/main/doc/log_format.md
-    """
-    data = Path(path).read_bytes()
-    assert data[:4] == b":W&B"
-    position, parts, records = 7, [], []
-    while position < len(data):
-        left = 32768 - position % 32768
-        if left < 7:  # a record's header does not fit in what is left of the block
-            position += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        parts.append(data[position + 7 : position + 7 + length])
-        position += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
-            records.append(wandb_internal_pb2.Record.FromString(b"".join(parts)))
-            parts = []
-    assert not parts
-    return records
-
-
-def wandb_file(folder, name="offline-run-*"):
-    """History as {step: {key: value}}, config as {key: value}, and the run's own record, of the only run below."""
-    wandb.teardown()  # as at the end of the process: its service may still be writing when a run has finished
-    [path] = Path(folder).glob(f"**/{name}/*.wandb")
-    history, config, run = {}, {}, None
-    for record in read_wandb_file(path):
-        kind = record.WhichOneof("record_type")
-        if kind == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            history[record.history.step.num] = items
-        elif kind == "run":
-            run = record.run
-        if kind in ("run", "config"):
-            updates = (record.run.config if kind == "run" else record.config).update
-            config.update({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in updates})
-    return history, config, run
 
 
 def test_metrics_file_holds_what_torchtitan_logs(tmp_path, monkeypatch):
@@ -189,7 +146,7 @@ def test_only_the_metrics_rank_writes(tmp_path, monkeypatch):
     # All ranks may have a wandb run each; these two files stay with one.
     build(make_config(tmp_path / "all", "--metrics.enable_wandb", "--metrics.save_for_all_ranks")).close()
     assert [path.name for path in (tmp_path / "all").iterdir()] == ["tb"]
-    assert wandb_file(tmp_path / "all")[1]["converter"] == "none"
+    assert list((tmp_path / "all").glob("tb/*/rank_1/wandb/offline-run-*"))
 
     # Also with two pipeline stages, all of which know the loss: rank 1 writes nothing.
     build(make_config(tmp_path / "stages"), pp=2).close()
@@ -211,87 +168,53 @@ def test_run_facts(tmp_path):
     assert facts["versions"]["torchtitan"] == torchtitan.__version__
     assert facts["precision"] == "bfloat16 compute, float32 parameters"
     assert facts["device"] and facts["world_size"] == 1
-    assert load_run_variant(tmp_path / "my-run") == "mxnorm mxfp8 p=1"
+    facts = run_facts(parse_job_config(["--job.dump_folder=outputs/my-run/", "--model.flavor=debugmodel"]))
+    assert (facts["name"], facts["converter"], facts["world_size"]) == ("my-run", "none", 1)
+    assert all(facts[key] is None for key in ("recipe", "p", "estimator", "scale_rounding", "mode"))
 
 
-def load_run_variant(folder):
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
-    return load_run(folder).variant
+def wandb_run(folder, *steps, flags=("--metrics.enable_wandb",)) -> dict:
+    """Log steps in a process of its own, save a checkpoint of step 2, and return the facts about wandb."""
+    wandb.teardown()
+    processor = build(make_config(folder, *flags, "--checkpoint.enable", "--model.converters=mxnorm", "--mxnorm.p=1"))
+    for step in steps:
+        log_step(processor, step, 10.0 - step)
+    processor.close()
+    checkpoint = folder / "checkpoint" / "step-2"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / ".metadata").touch()
+    return json.loads((folder / "run.json").read_text())["wandb"]
+
+
+def test_wandb_has_what_torchtitan_logs_and_a_resumed_run_continues_it(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        first = wandb_run(folder, 1, 2, 3)
+        assert (first["mode"], first["url"]) == ("online", f"{server.url}/someone/p/runs/{first['id']}")
+        assert server.runs[first["id"]]["displayName"] == "llama3 debugmodel mxnorm mxfp8 p=1"
+        rows = read_metrics(folder / "metrics.jsonl")
+        names = {"loss": "loss_metrics/global_avg_loss", "memory_gib": "memory/max_reserved(GiB)", "lr": "lr"}
+        names |= {"tokens_per_second": "throughput(tps)", "tokens_seen": "n_tokens_seen", "grad_norm": "grad_norm"}
+        for row in rows:
+            assert {name: row[name] for name in names} == {n: server.history[row["step"]][k] for n, k in names.items()}
+        facts = json.loads((folder / "run.json").read_text())
+        assert all(server.config[key] == facts[key] for key in ("converter", "recipe", "p", "mode", "versions"))
+        assert server.config["model"]["flavor"] == "debugmodel"  # the job config
+        assert wandb_run(folder, flags=())["id"] == first["id"], "a start without wandb keeps the id"
+        assert wandb_run(folder, 3, 4)["id"] == first["id"] and "WANDB_RUN_ID" not in os.environ
+        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4] == [*server.history]
+        monkeypatch.setenv("WANDB_RUN_ID", "their-id")
+        assert wandb_run(folder, 3)["id"] == "their-id"
 
 
 def test_wandb_runs_offline_without_a_key(tmp_path, capfd):
-    folder = tmp_path / "my-run"
-    config = make_config(folder, "--metrics.enable_wandb", "--model.converters=mxnorm", "--mxnorm.p=1")
-    processor = build(config)
-    losses = [10.0 - step / 7 for step in range(1, 13)]
-    for step, loss in enumerate(losses, start=1):
-        log_step(processor, step, loss)
-    processor.log_validation(loss=8.25, step=12)
-    processor.close()
-
-    history, logged_config, run = wandb_file(folder)
-    assert (run.project, run.display_name) == ("mxtrain", "llama3 debugmodel mxnorm mxfp8 p=1")
-    assert (run.run_group, list(run.tags)) == ("llama3 debugmodel", ["llama3", "debugmodel", "mxnorm", "mxfp8", "p=1"])
-    assert [history[step]["loss_metrics/global_avg_loss"] for step in range(1, 13)] == losses
-    assert history[12]["validation_metrics/loss"] == 8.25 and history[12]["n_tokens_seen"] == 12 * 2048
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
-    assert len(rows) == len(history) == 12
-    for row in rows:
-        logged = history[row["step"]]
-        assert row["loss"] == logged["loss_metrics/global_avg_loss"]
-        assert row["grad_norm"] == logged["grad_norm"] and row["lr"] == logged["lr"]
-        assert row["tokens_per_second"] == logged["throughput(tps)"]
-        assert row["memory_gib"] == logged["memory/max_reserved(GiB)"]
-
-    facts = json.loads((folder / "run.json").read_text())
-    for key in ("converter", "recipe", "p", "estimator", "scale_rounding", "mode", "versions"):
-        assert logged_config[key] == facts[key]
-    assert logged_config["p"] == 1 and logged_config["versions"]["torchtitan"] == torchtitan.__version__
-    assert logged_config["model"]["flavor"] == "debugmodel" and logged_config["mxnorm"]["p"] == 1  # the job config
-
-    assert facts["wandb"]["mode"] == "offline"
-    command, verb, directory = shlex.split(facts["wandb"]["sync"])
-    assert (command, verb) == ("wandb", "sync") and list(Path(directory).glob("*.wandb"))
-    assert facts["wandb"]["sync"] in summary(folder)
-    assert "wandb:" not in capfd.readouterr().err  # its own prefix: silent
-
-
-@pytest.fixture
-def resume(tmp_path):
-    """Runs that log steps in one folder, which gets a checkpoint of step 2; returns the facts of the last run."""
-
-    def resume(*steps, flags=("--metrics.enable_wandb",)):
-        wandb.teardown()  # each start is a process of its own
-        processor = build(make_config(tmp_path / "run", *flags, "--checkpoint.enable"))
-        for step in steps:
-            log_step(processor, step, 10.0 - step)
-        processor.close()
-        checkpoint = tmp_path / "run" / "checkpoint" / "step-2"
-        checkpoint.mkdir(parents=True, exist_ok=True)
-        (checkpoint / ".metadata").touch()
-        return json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]
-
-    return resume
-
-
-def test_a_resumed_run_continues_its_wandb_run_unless_the_user_names_another(tmp_path, resume, monkeypatch):
-    first = resume(1, 2, 3, 4)
-    assert resume(flags=())["id"] == first["id"]  # a start without wandb keeps the id
-    second = resume(3, 4, 5, 6)
-    assert second["id"] == first["id"] and second["dir"] != first["dir"]
-    assert "WANDB_RUN_ID" not in os.environ
-    assert second["sync"] == f"wandb sync {first['dir']} {second['dir']}"
+    first, second = wandb_run(tmp_path / "run", 1, 2, 3), wandb_run(tmp_path / "run", 3, 4)
+    assert first["mode"] == second["mode"] == "offline" and first["id"] == second["id"]
+    assert second["sync"] == f"wandb sync {first['dir']} {second['dir']}" and list(Path(first["dir"]).glob("*.wandb"))
     assert second["sync"] in summary(tmp_path / "run")
-    parts = [wandb_file(Path(facts["dir"]).parent, Path(facts["dir"]).name) for facts in (first, second)]
-    assert [list(history) for history, _, _ in parts] == [[1, 2, 3, 4], [3, 4, 5, 6]]
-    assert [run.run_id for _, _, run in parts] == [first["id"]] * 2
-    assert [run.resume for _, _, run in parts] == [False, True], "so that wandb sync appends"
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    monkeypatch.setenv("WANDB_RUN_ID", "their-id")
-    other = resume(3)
-    assert other["id"] == "their-id" != first["id"]
-    assert list(wandb_file(Path(other["dir"]).parent, "*their-id")[0]) == [3]
+    assert "wandb:" not in capfd.readouterr().err  # its own prefix: silent
 
 
 def test_wandb_is_untouched_when_disabled(tmp_path, monkeypatch):
@@ -311,12 +234,6 @@ def test_training_goes_on_when_wandb_cannot_start(tmp_path, monkeypatch, caplog)
     assert len(warnings) == 1
     assert json.loads((tmp_path / "run" / "run.json").read_text())["wandb"]["mode"] == "disabled"
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
-
-
-def test_a_high_precision_run_has_no_numerics():
-    facts = run_facts(parse_job_config(["--job.dump_folder=outputs/my-run/", "--model.flavor=debugmodel"]))
-    assert (facts["name"], facts["converter"], facts["world_size"]) == ("my-run", "none", 1)
-    assert all(facts[key] is None for key in ("recipe", "p", "estimator", "scale_rounding", "mode"))
 
 
 @pytest.mark.parametrize("converters, every, runs", [(["mxnorm"], 5, True), (["mxnorm"], 0, False), ([], 5, False)])
