@@ -3,7 +3,7 @@
 ``run.json`` keeps the id of the wandb run. A resumed run starts wandb with this id and WANDB_RESUME = "allow", so that
 a server appends to the run. Offline, every start makes a local folder with the same id, and ``wandb sync`` of all of
 them uploads one run (wandb 0.31). A first part that is uploaded last would replace all others, so a run stays offline
-until its earlier parts are uploaded.
+until its earlier parts are uploaded. wandb's history only grows, so steps that wandb has are not sent again.
 """
 
 import glob
@@ -16,14 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter
+from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.numerics import wandb_key
 from mxtrain.analysis.runs import variant_of
-from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.json_toml import read_json
 from mxtrain.reports.terminal import note, show_line, show_status
-from mxtrain.run_folder import FACTS_FILE
+from mxtrain.run_folder import FACTS_FILE, METRICS_FILE
 
 logger = logging.getLogger()  # TorchTitan's
 
@@ -139,12 +138,17 @@ USERS_CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FOR
 """Variables by which the user decides which wandb run continues"""
 
 
-def earlier_wandb_run(folder: Path) -> str | None:
-    """Return the id of the wandb run of the run in ``folder``; None if it has none, or ``run.json`` is damaged."""
+def earlier_wandb_run(folder: Path) -> tuple[str, int] | None:
+    """Return the id of the wandb run of the run in ``folder``, and the last logged step.
+
+    None if it has no wandb run, or none whose files can be read.
+    """
     try:
-        return read_json(folder / FACTS_FILE)["wandb"]["id"]
-    except (ConfigError, OSError, LookupError, TypeError):
+        run_id = read_json(folder / FACTS_FILE)["wandb"]["id"]
+        last_step = max(row["step"] for row in read_metrics(folder / METRICS_FILE))
+    except (OSError, ValueError, LookupError, TypeError):
         return None
+    return (run_id, last_step) if run_id else None
 
 
 class WandbLogger:
@@ -153,7 +157,7 @@ class WandbLogger:
     TorchTitan and wandb read names, id and more from the environment, where the user's values stand.
     """
 
-    def __init__(self, start: Callable, job: dict, facts: dict, folder: Path, continued: str | None = None):
+    def __init__(self, start: Callable, job: dict, facts: dict, folder: Path, earlier: tuple[str, int] | None = None):
         """Start wandb. Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
 
         Args:
@@ -161,28 +165,34 @@ class WandbLogger:
             job: the sections of the job config.
             facts: of the run, as in run.json.
             folder: of the run.
-            continued: id of the wandb run so far, which goes on unless the user has chosen another one.
+            earlier: of ``earlier_wandb_run``, which this run continues unless the user has chosen another one.
         """
         import wandb
 
         if any(os.environ.get(name) for name in USERS_CHOICES):
-            continued = None
+            earlier = None
+        run_id, self.last_step = earlier or (None, 0)
         self.has_failed = False
-        stays_offline = continued is not None and sync_command(folder, continued) is not None
-        with patch.dict(os.environ, wandb_variables(job["metrics"], facts, continued)):
+        stays_offline = run_id is not None and sync_command(folder, run_id) is not None
+        with patch.dict(os.environ, wandb_variables(job["metrics"], facts, run_id)):
             os.environ.pop("WANDB_RUN_TAGS", None)  # a text, which TorchTitan hands on as a list: a tag per letter
             self.logger = started(start, stays_offline)
         self.run = wandb.run
+        if self.run.resumed:
+            self.last_step = self.run.starting_step - 1  # a server knows which steps have reached it
         # The sections of the job config keep their names.
         self.run.config.update({key: value for key, value in facts.items() if key not in job}, allow_val_change=True)
 
     def log(self, metrics: dict, step: int) -> None:
+        if step <= self.last_step:
+            return
         row = {wandb_key(name) if name.startswith(NUMERICS) else name: value for name, value in metrics.items()}
         self._try(lambda: self.logger.log(row, step))
 
     def log_event(self, step: int, text: str) -> None:
         """Log a text with a step, in the column "event"; the run's summary keeps the last one."""
-        self._try(lambda: self.logger.log({"event": text}, step))
+        if step > self.last_step:
+            self._try(lambda: self.logger.log({"event": text}, step))
 
     def close(self) -> None:
         self._try(self.logger.close)
@@ -221,7 +231,7 @@ def started(start: Callable, stays_offline: bool = False):
     return start()
 
 
-def wandb_variables(metrics: dict, facts: dict, continued: str | None) -> dict[str, str]:
+def wandb_variables(metrics: dict, facts: dict, run_id: str | None) -> dict[str, str]:
     """Return the environment variables by which TorchTitan and wandb name the run.
 
     Each comes from the first of these that says something: the section [metrics], the environment, the run's own facts.
@@ -230,9 +240,9 @@ def wandb_variables(metrics: dict, facts: dict, continued: str | None) -> dict[s
     Args:
         metrics: the section of the job config. Without mxtrain's config module it has no settings of wandb.
         facts: of the run, as in run.json.
-        continued: see ``WandbLogger``.
+        run_id: of the wandb run that goes on, if any.
     """
-    own, env, tags = {} if continued else default_names(facts), os.environ.get, metrics.get("wandb_tags")
+    own, env, tags = {} if run_id else default_names(facts), os.environ.get, metrics.get("wandb_tags")
     found = {name: env(name, value) for name, value in WANDB_DEFAULTS.items()}
     found["WANDB_PROJECT"] = metrics.get("wandb_project") or found["WANDB_PROJECT"]
     for key in ("name", "group"):
@@ -240,8 +250,8 @@ def wandb_variables(metrics: dict, facts: dict, continued: str | None) -> dict[s
         found[variable] = metrics.get(f"wandb_{key}") or env(variable) or own.get(key)
     words = env("WANDB_RUN_TAGS") or env("WANDB_TAGS") or ",".join(own.get("tags", []))
     found["WANDB_TAGS"] = (words if tags is None else ",".join(tags)) or None
-    if continued:
-        found |= {"WANDB_RUN_ID": continued, "WANDB_RESUME": "allow"}
+    if run_id:
+        found |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
     return {name: value for name, value in found.items() if value is not None}
 
 

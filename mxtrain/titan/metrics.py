@@ -86,9 +86,9 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
     if is_first:
         facts["wandb"] = wandb_facts(loggers.to_wandb and loggers.to_wandb.run, folder)
         if loggers.to_wandb is not None:
-            _tell_about_wandb(facts["wandb"])
+            _tell_about_wandb(facts["wandb"], loggers.to_wandb.last_step, steps_done)
         if earlier and facts["wandb"]["id"] is None:
-            facts["wandb"]["id"] = earlier  # a later start may have wandb again
+            facts["wandb"]["id"] = earlier[0]  # a later start may have wandb again
         with go_on_without(folder / FACTS_FILE):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / FACTS_FILE, (json.dumps(facts, indent=2) + "\n").encode())
@@ -129,7 +129,12 @@ def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
     loggers.add_logger(to_wandb)
 
 
-def _tell_about_wandb(where: dict) -> None:
+def _tell_about_wandb(where: dict, last_step: int, steps_done: int) -> None:
+    """Show where the wandb run is. It has ``last_step`` steps already, ``steps_done`` of which are not repeated."""
+    if last_step > 0:
+        logger.info(f"wandb run {where['id']} continues after step {last_step}")
+    if last_step > steps_done:
+        note(f"wandb keeps its values of steps {steps_done + 1} to {last_step}; those of this run are in metrics.jsonl")
     if where["mode"] == "offline":
         logger.info(f"wandb is offline; upload this run with: {where['sync']}")
     elif where["mode"] == "online":

@@ -91,11 +91,11 @@ def server(monkeypatch):
         yield server
 
 
-def build(folder, continued=None):
+def build(folder, earlier=None):
     """A logger as TorchTitan builds it, in a process of its own."""
     wandb.teardown()
     job = {"model": {"flavor": "125m"}, "metrics": {}}
-    return WandbLogger(lambda: TitansLogger(folder / "tb", job), job, FACTS, folder, continued)
+    return WandbLogger(lambda: TitansLogger(folder / "tb", job), job, FACTS, folder, earlier)
 
 
 class TitansLogger:
@@ -157,12 +157,13 @@ def test_an_online_run_and_its_continuation(tmp_path, server):
     assert run["tags"] == ["llama3", "125m", "mxnorm", "mxfp8", "p=2"] and run["project"] == "mxtrain"
     assert server.history[3]["numerics layers.03/wq fprop_error"] == 0.5
 
-    second = build(folder, first.run.id)
+    second = build(folder, (first.run.id, 2))
+    assert second.last_step == 3, "a server knows more than the run's folder"
     for step in (3, 4):
         second.log({"loss_metrics/global_avg_loss": 5.0}, step)
     second.close()
     losses = {step: row["loss_metrics/global_avg_loss"] for step, row in server.history.items()}
-    assert losses == {1: 9.0, 2: 8.0, 3: 7.0, 4: 5.0}, "wandb keeps the steps that it has"
+    assert losses == {1: 9.0, 2: 8.0, 3: 7.0, 4: 5.0}, "wandb cannot replace steps"
     assert set(server.later_names) == {None}, "a name that the user gave it on the server stays"
 
 
@@ -191,8 +192,8 @@ def test_names_come_from_what_the_run_trains():
         assert found == {"name": f"llama3 125m {name}", "group": "llama3 125m", "tags": ["llama3", "125m", *tags]}
 
 
-def names(continued=None, **metrics):
-    found = wandb_variables(metrics, FACTS, continued)
+def names(run_id=None, **metrics):
+    found = wandb_variables(metrics, FACTS, run_id)
     keys = ("PROJECT", "RUN_NAME", "RUN_GROUP", "TAGS", "RUN_ID", "RESUME")
     return [found.get(f"WANDB_{key}") for key in keys]
 
@@ -212,7 +213,8 @@ def test_the_settings_override_the_environment_which_overrides_the_facts(monkeyp
 
 def test_the_sync_command_has_the_parts_that_are_not_uploaded_in_their_order(tmp_path):
     assert earlier_wandb_run(tmp_path) is None and sync_command(tmp_path, "abc") is None
-    for content, found in (('{"wandb": {"id": "abc"}}', "abc"), ('{"wandb": null}', None), ("nonsense", None)):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 8, "validation_loss": 9.0}\n')
+    for content, found in (('{"wandb": {"id": "abc"}}', ("abc", 8)), ('{"wandb": null}', None), ("nonsense", None)):
         (tmp_path / "run.json").write_text(content)
         assert earlier_wandb_run(tmp_path) == found
     run = tmp_path / "my run"

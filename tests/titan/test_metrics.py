@@ -209,8 +209,10 @@ def test_wandb_has_what_torchtitan_logs_and_a_resumed_run_continues_it(tmp_path,
         assert wandb_run(folder, 3)["id"] == "their-id"
 
 
-def test_wandb_runs_offline_without_a_key(tmp_path, capfd):
+def test_wandb_runs_offline_without_a_key(tmp_path, capfd, caplog):
+    caplog.set_level("INFO")
     first, second = wandb_run(tmp_path / "run", 1, 2, 3), wandb_run(tmp_path / "run", 3, 4)
+    assert "wandb keeps its values of steps 3 to 3; those of this run are in metrics.jsonl" in caplog.messages
     assert first["mode"] == second["mode"] == "offline" and first["id"] == second["id"]
     assert second["sync"] == f"wandb sync {first['dir']} {second['dir']}" and list(Path(first["dir"]).glob("*.wandb"))
     assert second["sync"] in summary(tmp_path / "run")
