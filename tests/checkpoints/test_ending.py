@@ -90,12 +90,14 @@ def test_distributed_tensors_are_read_from_their_shards(group):
     assert of_weights(model) == ("weights", "nan on rank 0")
 
 
-def test_a_stop_signal_of_any_rank_is_read_with_its_step(group, monkeypatch):
-    def from_rank_1(values):
-        values[1] = torch.tensor([2.0, signal.SIGUSR1])
+def test_every_rank_has_its_place_in_the_reduction_and_a_stop_signal_is_read_with_its_step(group, monkeypatch):
+    def from_rank_0(values):
+        assert values.tolist() == [[0.0, 0.0], [1.0, 0.0]]
+        values[0] = torch.tensor([2.0, signal.SIGUSR1])
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_reduce", from_rank_1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "all_reduce", from_rank_0)
     watch = LossWatch(CPU, stops=True)
     watch.record(1, losses(1.0))
     watch.look(at_last_step=False)

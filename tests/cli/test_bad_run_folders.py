@@ -58,7 +58,6 @@ TRAIN = {
     "a finished run, resumed without checkpoints": Case(
         SAVES, f"{REPLACES} (run/checkpoint holds no checkpoint from which it could resume)", METRICS
     ),
-    "step 0 of a run": Case(f"{SAVES} --checkpoint.load_step=0", AT_STEP_1.format(0), METRICS | saved(0, 10)),
     "weights without the step": Case(
         f"{SAVES} --checkpoint.exclude_from_loading=lr_scheduler,train_state", AT_STEP_1.format(10), METRICS | saved(10)
     ),
@@ -102,7 +101,6 @@ TRAIN = {
     "nothing to load": Case(f"{SAVES} --checkpoint.load_only", "checkpoint.load_only: run/checkpoint holds no check"),
     # Folders that are none.
     "an empty name": Case("--job.dump_folder=", "job.dump_folder = '' is not the name of a folder"),
-    "outputs is a file": Case("", "job.dump_folder = 'outputs' cannot be created: it is a file", {"outputs": ""}),
     "not writable": Case(
         "--job.dump_folder=/proc/self", "job.dump_folder = '/proc/self' cannot be written: /proc/self/.lock: No such"
     ),
@@ -139,13 +137,6 @@ RESUME = {
 
 PLOT = {
     "a file": Case("run/a", "run folder 'run/a' is a file: name the run's folder", {"run/a": ""}),
-    "a folder in place of metrics": Case(
-        "run", "run/metrics.jsonl cannot be read: Is a directory", {"run/metrics.jsonl/a": ""}
-    ),
-    "only a validation": Case(
-        "run", "run/metrics.jsonl holds no training step",
-        {"run/metrics.jsonl": '{"step": 1, "validation_loss": 9}\n'},
-    ),
     "a loss in words": Case(
         "run", "run/metrics.jsonl, line 1: 'loss' is 'low', not a number",
         {"run/metrics.jsonl": f'{{"step": 1, "loss": "low"}}\n{ROW}'},
@@ -215,18 +206,11 @@ def test_a_plot_that_is_refused(name, tmp_path, monkeypatch, capsys):
 
 ALLOWED = {
     "a new folder": (RUN, {}),
-    "an empty folder": (SAVES, {"run/notes.txt": ""}),
-    "a run that wrote no metrics": (RUN, {"run/metrics.jsonl": "", "run/config.toml": ""}),
     "a resumed run": (SAVES, METRICS | saved(10)),
     "a run that was killed early": (SAVES, METRICS | {"run/config.toml": OWN_CONFIG}),
     "initial weights after a kill": (
         f"{SAVES} --checkpoint.initial_load_path=w", {"run/checkpoint/.saving/a": "", "w/.metadata": ""}
     ),
-    "a resumed run whose initial weights are gone": (
-        f"{SAVES} --checkpoint.initial_load_path=gone", METRICS | saved(10)
-    ),
-    "an earlier step": (f"{SAVES} --checkpoint.load_step=5", METRICS | saved(5, 10)),
-    "a seed": (SAVES, weights(0)),
     "a seed to make": (f"{SAVES} {SEED}", {}),
     "initial weights": (f"{SAVES} --checkpoint.initial_load_path=w", {"w/.metadata": ""}),
 }  # fmt: skip
