@@ -62,10 +62,6 @@ TRAIN = {
         f"{SAVES} --checkpoint.exclude_from_loading=lr_scheduler,train_state", AT_STEP_1.format(10), METRICS | saved(10)
     ),
     "a seed over a run": Case(f"{SAVES} {SEED}", f"{REPLACES} (a seed is where a run starts)", METRICS),
-    "a finished run, and another folder of checkpoints": Case(
-        f"{SAVES} --checkpoint.folder=other", f"{REPLACES} (run/other holds no checkpoint from which it could resume)",
-        METRICS | saved(10) | {"run/config.toml": "[checkpoint]\nenable = true\n"},
-    ),
     # Checkpoints that would not be loaded.
     "checkpoints are off": Case(
         RUN, "checkpoint.enable = False, but run/checkpoint holds step-10; set checkpoint.enable to resume, or choose",
@@ -113,13 +109,11 @@ TO_RESUME = "holds no checkpoint to resume from; start again, in a new folder, w
 
 RESUME = {
     "no folder": Case("--resume nowhere", "--resume nowhere: no run has been here, nowhere/config.toml is missing"),
-    "no run": Case("--resume=run", "--resume run: no run has been here, run/config.toml is missing", METRICS),
     "no name": Case("--resume", "--resume needs the folder of a run, such as outputs/a", FINISHED),
     "neither a run nor a config": Case("", "CONFIG is missing: give a TOML file, or --resume and the folder of a run"),
     "a run and a config's flag": Case(
         "--resume run --job.config_file=job.toml", f"job.config_file: {ALREADY}", FINISHED
     ),
-    "a run and a folder": Case("--resume run --job.dump-folder other", f"job.dump-folder: {ALREADY}", FINISHED),
     "a run that saved nothing": Case(
         "--resume run", f"checkpoint.enable = False, so run/checkpoint {TO_RESUME}", METRICS | {"run/config.toml": ""}
     ),
@@ -143,9 +137,6 @@ PLOT = {
     ),
     "facts of a wrong type": Case(
         "run", "run/run.json is damaged: 'world_size' is '2'", METRICS | {"run/run.json": '{"world_size": "2"}'}
-    ),
-    "a picture below a file": Case(
-        "run -o run/metrics.jsonl/a.png", "the picture run/metrics.jsonl/a.png cannot be written: File exists", METRICS
     ),
 }  # fmt: skip
 
@@ -212,7 +203,6 @@ ALLOWED = {
         f"{SAVES} --checkpoint.initial_load_path=w", {"run/checkpoint/.saving/a": "", "w/.metadata": ""}
     ),
     "a seed to make": (f"{SAVES} {SEED}", {}),
-    "initial weights": (f"{SAVES} --checkpoint.initial_load_path=w", {"w/.metadata": ""}),
 }  # fmt: skip
 
 
