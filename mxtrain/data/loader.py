@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mxtrain.checkpoints.reader import unpickle
+from mxtrain.checkpoints.storage import unpickle
 from mxtrain.data.run_data import EXCLUDE, RunData
 from mxtrain.data.token_files import Tokens
 from mxtrain.errors import ConfigError

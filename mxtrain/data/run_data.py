@@ -16,7 +16,7 @@ from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
-from mxtrain.run_folder.files import DATA_FILE
+from mxtrain.run_folder import DATA_FILE
 
 logger = logging.getLogger(__name__)
 

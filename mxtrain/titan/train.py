@@ -23,8 +23,7 @@ from mxtrain.launched import START_VARIABLE, report_stop
 from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder import CONFIG_FILE, locked
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings

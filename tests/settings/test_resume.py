@@ -5,7 +5,7 @@ import json
 import pytest
 import tomli_w
 
-from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.folder import Manifest, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings

@@ -45,7 +45,7 @@ def require_lines(text: str, patterns: list[str]) -> None:
 
 def begin(text: list[str]) -> list[str]:
     """The lines about text and model. TorchTitan 0.3 builds the model first."""
-    model = [MODEL, CONVERTED]
+    model = [CONVERTED, MODEL]
     return [*text, *model] if RELEASE == "v02" else [*model, *text]
 
 
