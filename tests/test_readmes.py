@@ -88,9 +88,7 @@ def check_mxtrain(words: list[str]) -> None:
     options = commands._parser().parse_args(words)
     if words[0] == "compare":
         options, variants, flags = compare_command.separated(options)
-        assert options.table or compare_command.read_all(
-            compare_command.planned(variants, options.seeds[:1], [], flags)
-        )
+        assert options.table or compare_command.read_all(compare_command.planned(variants, 1, [], flags))
     elif getattr(options, "resume", None):
         parse_job_config(options.resume[1:])  # the run's own config is not here
     elif "config" in options:
