@@ -18,8 +18,9 @@ from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
 import mxtrain
+from mxtrain import cli
 from mxtrain.analysis.numerics import wandb_key
-from mxtrain.cli import commands, compare_command
+from mxtrain.cli import compare_command
 from mxtrain.config import presets
 from mxtrain.settings.help import with_tables
 from mxtrain.settings.known import own_fields
@@ -87,7 +88,7 @@ def check_config(words: list[str]) -> None:
 
 
 def check_mxtrain(words: list[str]) -> None:
-    options = commands._parser().parse_args(words)
+    options = cli._parser().parse_args(words)
     if words[0] == "compare":
         options, variants, flags = compare_command.separated(options)
         assert options.table or compare_command.read_all(compare_command.planned(variants, options.seeds, [], flags))
