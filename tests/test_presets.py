@@ -1,5 +1,6 @@
 """The presets: by name in any folder, and in a wheel that is installed away from the checkout."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomli
 
 from mxtrain import cli
 from mxtrain.config import config_path, find_setting, load_config, presets, summary
@@ -164,37 +166,20 @@ def test_links_of_a_package_lead_to_the_repository_that_it_was_built_from(source
     assert metadata(copy, tmp_path / "sdist") == text
 
 
-@pytest.mark.parametrize(
-    ("remote", "address"),
-    [
-        ("https://example.org/some/one.git", "https://example.org/some/one"),
-        ("https://name:secret@example.org/some/one", "https://example.org/some/one"),
-        ("ssh://git@example.org/group/some/one.git", "https://example.org/group/some/one"),
-        ("git@example.org:some/one", "https://example.org/some/one"),
-        ("ssh://git@example.org:2222/some/one.git", None),
-        ("/home/me/one", None),
-        ("../one.git", None),
-        ("", None),
-    ],
-)
-def test_the_address_of_a_repository(remote, address, source, tmp_path):
-    code = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.repository())"
-    shutil.copy(source / "setup.py", tmp_path)
-    shutil.copy(source / "README.md", tmp_path)
-    (tmp_path / "mxtrain").mkdir()
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    if remote:
-        subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(address)
-
-
-def test_an_installed_wheel_finds_its_presets_in_any_folder(installed, tmp_path):
+@pytest.mark.sweep
+def test_a_preset_trains_from_an_empty_folder_with_an_installed_wheel(installed, tmp_path):
     _, target = installed
-    result = run(["-m", "mxtrain.cli", "train", "llama3_debug_p1", "--help"], tmp_path, target)
-    assert result.returncode == 0 and "--mxnorm.p" in result.stdout, result.stderr
-    code = "import mxtrain, mxtrain.titan.train; print(mxtrain.__file__)"
-    assert f"{target}/mxtrain" in run(["-c", code], tmp_path, target).stdout
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    sizes = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=2", "--data.vocab_size=300",
+             "--data.max_bytes=300000", "--validation.no-enable", "--metrics.no-enable_wandb"]  # fmt: skip
+    result = run(["-m", "mxtrain.cli", "train", "llama3_debug_p1", *sizes], empty, target)
+    assert result.returncode == 0, result.stderr
+    (folder,) = (empty / "outputs").iterdir()
+    assert folder.name.startswith("llama3_debug_p1-")
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2] and tomli.loads((folder / "config.toml").read_text())["mxnorm"]["p"] == 1
+    assert f"{target}/mxtrain" in run(["-c", "import mxtrain; print(mxtrain.__file__)"], empty, target).stdout
 
 
 def test_an_editable_installation_finds_the_presets_of_its_checkout(source, tmp_path):

@@ -13,9 +13,9 @@ from mxtrain.cli import console
 from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
-from mxtrain.settings.layout import layout_problems, pipeline_problems
+from mxtrain.settings.machine import layout_problems, pipeline_problems
 from mxtrain.settings.mxnorm_section import schedule_in
-from mxtrain.settings.read import places
+from mxtrain.settings.read import places, read_settings
 
 MOST_PROCESSES = 256
 OPTIMIZER_STATES = 2
@@ -41,13 +41,13 @@ def report(arguments: list[str]) -> str:
 
 
 def _sections(words: list[str]) -> Iterator[str]:
-    from mxtrain.settings.known import settings_of
     from mxtrain.titan.converters import convert_on_meta
     from mxtrain.titan.engine import engine
-    from mxtrain.titan.job_config import parse_job_config
+    from mxtrain.titan.job_config import check_model, job_config_of
 
-    job_config = parse_job_config(words)
-    settings = settings_of(job_config)
+    settings = read_settings(words)
+    check_model(settings.values)
+    job_config = job_config_of(settings)
     raise_first(pipeline_problems(settings), settings)
     engine().check_model_layout(settings, has_gpus=True)
     raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes

@@ -105,8 +105,8 @@ def _train(build) -> Stop | None:
     try:
         trainer = build()
         job_config = trainer.job_config
-        if is_first() and not (Path(job_config.job.dump_folder) / CONFIG_FILE).exists():
-            write_resolved_config(job_config)
+        if is_first() and not ((folder := Path(job_config.job.dump_folder)) / CONFIG_FILE).exists():
+            write_resolved_config(folder, trainer.settings)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(0, last_step=True, weights_only=True)  # there is nothing else to keep yet
             trainer.checkpointer.finish()

@@ -11,8 +11,7 @@ import torch
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling, YarnScaling
 from mxtrain.hugging_face.text import from_pretrained, in_one_line
-from mxtrain.settings.model_settings import PLACES
-from mxtrain.settings.model_sizes import wrong_sizes
+from mxtrain.settings.model_settings import PLACES, wrong_sizes
 from mxtrain.titan.engine import engine
 
 MODELS = {
