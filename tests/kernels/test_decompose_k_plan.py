@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mxtrain.kernels.decompose_k import (
@@ -105,6 +105,7 @@ def test_all_of_a_range_get_the_same_plan():
 
 
 @given(depth=sizes(16), splits=st.integers(1, 256))
+@example(depth=257, splits=2)
 @settings(deadline=None)
 def test_parts_make_up_the_whole(depth, splits):
     plan = Plan(splits, 32, 64, 128, 4, 3)
