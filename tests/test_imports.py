@@ -16,12 +16,11 @@ LAYERS = [
     {"launched", "launch", "json_toml", "ranks"},
     {"run_folder"},
     {"checkpoints"},
-    {"config", "recipes", "rng", "data"},
+    {"config", "rng", "data"},
+    {"formats"},
     {"settings"},
     {"analysis"},
     {"reports"},
-    {"reference", "kernels"},
-    {"ops"},
     {"norms"},
     {"nn"},
     {"compile"},
@@ -91,17 +90,24 @@ def test_only_titan_imports_torchtitan():
             assert not any(name.split(".")[0] == "torchtitan" for name in imported(module)), module
 
 
-def test_reference_and_kernels_know_nothing_of_each_other():
+HAS_KERNELS, ORACLES = {"formats", "rng", "norms", "nn"}, {"mx", "mxnorm", "hadamard", "swiglu", "philox", "reference"}
+
+
+def test_references_and_kernels_know_nothing_of_each_other():
     """One is the oracle of the other."""
-    foreign = {"reference": ("triton", "kernels"), "kernels": ("torchao", "reference")}
-    for module in FILES:
-        for kind in foreign.keys() & {*module.split(".")}:
-            assert not any({*foreign[kind]} & {*name.split(".")} for name in imported(module)), module
+    oracles = {module for module in FILES if module.rpartition(".")[2] in ORACLES and part(module) in HAS_KERNELS}
+    oracles -= {"mxtrain.norms.mxnorm", "mxtrain.nn.mxnorm"}
+    kernels = {module for module in FILES if any(name.split(".")[0] == "triton" for name in imported(module))}
+    kernels = {module for module in kernels if part(module) in HAS_KERNELS}
+    assert len(oracles) > 6 and len(kernels) > 8 and not oracles & kernels
+    for module in oracles | kernels:
+        assert not imported_modules(module) & (kernels if module in oracles else oracles), module
+        assert module in oracles or not any(name.startswith("torchao") for name in imported(module)), module
 
 
 def test_torchaos_prototype_names_are_imported_in_one_file():
     users = [module for module in FILES if any(n.startswith("torchao.prototype") for n in imported(module))]
-    assert users == ["mxtrain.reference.casts"]
+    assert users == ["mxtrain.formats.mx"]
 
 
 def test_importing_mxtrain_or_its_command_line_does_not_import_torch():

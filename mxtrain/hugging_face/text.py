@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mxtrain.data.tokenizer import load_tokenizer, special_tokens
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.block_layouts import LAYOUTS
+from mxtrain.formats.format import FORMATS
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_NEW_TOKENS = 100
@@ -104,7 +104,9 @@ def load(folder: Path) -> Pretrained:
     where = f"RUN = {str(folder)!r}"
     config = from_pretrained("AutoConfig", folder, where)
     stored = (getattr(config, "quantization_config", None) or {}).get("format")
-    if hasattr(config, "num_experts_per_tok") and stored in {layout.compression for layout in LAYOUTS.values()}:
+    if hasattr(config, "num_experts_per_tok") and stored in {
+        fmt.layout.compression for fmt in FORMATS.values() if fmt.layout
+    }:
         raise ConfigError(
             f"{where}: transformers cannot read experts in {stored!r}; give the run, or an export with --format hf"
         )

@@ -59,6 +59,9 @@ def settings_in(tables: Mapping, job_config: type | None = None) -> Settings:
 def _settings(known: Mapping[str, Field], tables: Mapping, flags: dict) -> Settings:
     values = {name: _checked(name, value, known) for name, value in flat(tables, known)}
     settings = Settings(known, values | flags)
+    own = settings["experimental.custom_import"]
+    if own and own.partition(".")[0] != __package__.partition(".")[0]:
+        import_own("experimental.custom_import", own)  # it may register recipes
     check_settings(settings)
     return settings
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._inductor.kernel import custom_op
 
-from mxtrain.reference.decompose_k import decompose_k_mm
+from mxtrain.nn.decompose_k.reference import decompose_k_mm
 
 
 def operands(rows, device, columns=8, inner=256):
