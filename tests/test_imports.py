@@ -1,6 +1,7 @@
 """Imports point one way, folder by folder and file by file."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -124,3 +125,23 @@ def test_a_worker_imports_nothing_at_its_start_that_its_run_may_never_use():
     assert {"mxtrain.titan", "mxtrain.checkpoints.checkpointer", "mxtrain.analysis.tables"} <= seen
     names = {name.split(".")[0] for module in seen for name in imported(module, in_functions=False)}
     assert "torchtitan" in names and not names & {"wandb", "matplotlib", "transformers"}
+
+
+NAMES = "mxfp|nvfp|e4m3|e5m2|e2m1"
+MAY_NAME_FORMATS = ("mxtrain.formats", "mxtrain.cli", "mxtrain.settings.sections", "mxtrain.settings.titan")
+"""The formats, and what declares and explains the settings"""
+
+
+def words_of(tree: ast.AST) -> set[str]:
+    """Identifiers and strings of a file, without docstrings."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    fields = ("id", "attr", "arg", "name", "asname", "module", "value")
+    found = {getattr(node, field, None) for node in ast.walk(tree) if id(node) not in texts for field in fields}
+    return {word for word in found if isinstance(word, str)}
+
+
+def test_no_file_outside_of_formats_knows_one_by_name():
+    for module, path in FILES.items():
+        if not module.startswith(MAY_NAME_FORMATS):
+            named = [word for word in words_of(ast.parse(path.read_text())) if re.search(NAMES, word, re.IGNORECASE)]
+            assert not named, f"{module}: {named}"
