@@ -13,10 +13,9 @@ import torch
 from mxtrain.formats.matrices import at_least_fp32
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
-from mxtrain.nn.backward_hooks import refuse_backward_hook
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
-from mxtrain.nn.normed_input import NormedInput, check_norm_result
+from mxtrain.nn.normed_input import NormedInput, check_norm_result, refuse_backward_hook
 from mxtrain.nn.split import own_part
 from mxtrain.norms.mxnorm import fold_backward
 

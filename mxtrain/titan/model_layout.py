@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mxtrain.settings.fields import Problems, Settings
-from mxtrain.settings.layout import ONE_STAGE, degree, parts_problem
+from mxtrain.settings.machine import ONE_STAGE, degree, parts_problem
 from mxtrain.titan.engine import engine
 from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 

@@ -33,9 +33,8 @@ from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
-from mxtrain.settings.resume import kept_defaults, moved_entries
+from mxtrain.settings.resume import kept_defaults
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
@@ -59,19 +58,15 @@ class TrainingRun:
 
     def __init__(self, job_config, settings: Settings, find: Callable[[dict[str, str]], Start], found: Start | None):
         """``settings`` are those of ``job_config``; the other arguments are ``begin_run``'s."""
-        self.job_config, self._settings, self._find, self.start = job_config, settings, find, found
+        self.job_config, self.settings, self._find, self.start = job_config, settings, find, found
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
         # the speed at 125M.
         torch.utils.deterministic.fill_uninitialized_memory = False
         self._build()
         self._watch = LossWatch(self.device, stops=job_config.metrics.on_nonfinite_loss == STOP)
         self.checkpointer.states[RANDOM_STATE] = RandomState()
-        self._switch = RecipeSwitch(
-            schedule_in(job_config),
-            self.model_parts,
-            partial(log_event, self.metrics_processor),
-            moved_entries(self.start, settings),
-        )
+        log = partial(log_event, self.metrics_processor)
+        self._switch = RecipeSwitch(schedule_in(job_config), self.model_parts, log)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
         changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
@@ -92,7 +87,7 @@ class TrainingRun:
     def init_distributed(self):
         parallel_dims = super().init_distributed()
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
-        require_same_settings(self._settings, resolved_settings(self.job_config))
+        require_same_settings(self.settings)
         self.start = begin_run(self.job_config, self._find, self.start)
         for line in without_effect(self.job_config):
             terminal.note(line)
@@ -168,7 +163,8 @@ class TrainingRun:
         self._switch.begin_step(self.step)
         super().train_step(data_iterator)
         if self._last_step == 0 and is_first():
-            write_resolved_config(self.job_config)  # only now: a start that fails leaves an earlier one's settings
+            # Only now: a start that fails leaves an earlier one's settings.
+            write_resolved_config(Path(self.job_config.job.dump_folder), self.settings)
         self._watch.record(self.step, self._losses, self._signals.received)
         self._last_step = self.step  # TorchTitan counts one more step where the text ends
         # A CPU has finished the step, and logging waited for the device.
@@ -219,8 +215,8 @@ class TrainingRun:
             step,
             holds_trainer,
             files={},
-            settings=resolved_settings(self.job_config),
-            defaults=kept_defaults(self._settings.known),
+            settings=self.settings.resolved(),
+            defaults=kept_defaults(self.settings.known),
             versions=package_versions(),
             # A model of the user's may have its own loader.
             tokenizer_sha256=getattr(self.dataloader, "tokenizer_sha256", None),

@@ -9,12 +9,14 @@ import torch.distributed.checkpoint as dcp
 import mxtrain.titan  # noqa: F401  registers models and converters
 from mxtrain.checkpoints.manifest import MANIFEST_FILE, Manifest, write_manifest
 from mxtrain.config import dump_config, load_config
+from mxtrain.conversion.schedule import set_step
 from mxtrain.data.run_data import RunData
 from mxtrain.files import hash_file
 from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import prepare_from_job
 from mxtrain.titan.engine import RELEASE, engine
-from mxtrain.titan.hugging_face.export import saved_state
+from mxtrain.titan.hugging_face.export import SavedRun
 from mxtrain.titan.job_config import parse_job_config
 
 VOCABULARY = 320
@@ -43,12 +45,6 @@ FLAVORS = {
         "small_plain": ("671B", {**_DEEPSEEK, "q_lora_rank": 0, "num_shared_experts": 2, "load_balance_coeff": 0}),
     },
 }
-if RELEASE == "v02":
-    _LLAMA4 = {
-        "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "num_experts": 4, "top_k": 2, "multiple_of": 32,
-        "ffn_dim_multiplier": 0.5, "load_balance_coeff": 0,
-    }  # fmt: skip
-    FLAVORS["llama4"] = {"small": ("debugmodel", _LLAMA4)}  # every second layer has experts
 """Model -> flavor -> the flavor that it follows, and what it has instead"""
 
 
@@ -114,6 +110,27 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
             if model == "deepseek_v3" and "expert_bias" in name:
                 buffer.normal_(std=0.1)
     return saved_state(module)
+
+
+def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
+    """Build a run's model in fp32, with its converters or without, and load its weights."""
+    model = run.model.on_meta()
+    if has_converters:
+        convert_on_meta(run.job_config, model)
+        set_step(model, max(1, run.step))
+    engine().multiply_experts_in_fp32(model)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))  # computes buffers; parameters have no memory yet
+    model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+    if run.model.sizes.get("enable_weight_tying"):
+        getattr(model, engine().HEAD).weight = model.tok_embeddings.weight
+    run.weights.load_into({fqn: weight for fqn, weight in saved_state(model).items() if fqn in run.weights})
+    return model.eval()
+
+
+def saved_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a model by their names in checkpoints."""
+    return {engine().saved_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def save_weights(checkpoint: Path, weights: dict[str, torch.Tensor], processes: int = 1) -> None:

@@ -26,6 +26,8 @@ hugging_face_tokenizer = HuggingFaceTokenizer
 names_of_stages = generate_llm_fqn_per_model_part
 saved_name = plain_name
 
+GONE: dict[str, str] = {}
+"""Settings of TorchTitan 0.2.2 that this release does not have"""
 HEAD = "output"
 """The name of the output head in a model"""
 FSDP_ON_ONE_PROCESS = False

@@ -16,8 +16,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.settings.model_settings import PLACES, SECTION, given_in
-from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
+from mxtrain.settings.model_settings import PLACES, SECTION, absent, given_in, refuse, wrong_sizes
 from mxtrain.titan.v02.models.llama3 import Llama3Args
 
 _LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled four times as far as Llama 3.1's
