@@ -1,5 +1,6 @@
 """What a format is, without PyTorch, so that the command line can check settings before it loads PyTorch."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -108,13 +109,8 @@ def format_named(name: str) -> Format:
     return FORMATS[name]
 
 
+_NUMBERS = {"block_size": LONGEST_BLOCK, "element_max": math.inf, "element_max_exponent": 0, "element_bits": 16}
 HIGH_PRECISION = Format(
-    name="high precision",
-    block_size=LONGEST_BLOCK,
-    element_max=0.0,
-    element_max_exponent=0,
-    element_bits=16,
-    element="bfloat16",
-    implementation="mxtrain.formats.ops:FormatOps",
+    name="high precision", **_NUMBERS, element="bfloat16", implementation="mxtrain.formats.ops:FormatOps"
 )
 """What computes for recipes without a format: operands keep their values"""

@@ -142,9 +142,7 @@ class MXOps(FormatOps):
     def rounded_amax(self, amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
         return rounded_amax(amax, self.format, recipe.scale_rounding)
 
-    def block_scales(
-        self, amax: torch.Tensor, recipe: Recipe, tensor_scale: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def block_scales(self, amax, recipe, tensor_scale=None):
         # Each maximum is cast as a block of one element.
         scales = cast(amax.unsqueeze(-1), self.format, recipe.scale_rounding, 1)[1].squeeze(-1).float()
         return scales, scales * self.format.element_max

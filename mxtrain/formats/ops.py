@@ -82,7 +82,7 @@ class FormatOps:
         recipe: Recipe,
         mode: str,
         group: str | None = None,
-        as_codes: bool = False,
+        as_codes=False,
     ) -> tuple[Operand | Codes, torch.Tensor]:
         """x [T, D] -> xhat = x * rho as fprop's operand [T, D], and rho, fp32 [T]. By one kernel if the format has one.
 

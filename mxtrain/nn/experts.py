@@ -27,8 +27,8 @@ from mxtrain.formats.grouped import (
     split_rows,
 )
 from mxtrain.formats.hardware import resolve_mode
+from mxtrain.formats.matrices import check_tensor
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
-from mxtrain.launch.arguments import check_tensor
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.routed_rows import RoutedRows

@@ -2,7 +2,7 @@
 
 import torch
 
-from mxtrain.launch.arguments import check_tensor
+from mxtrain.formats.matrices import check_tensor
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import (

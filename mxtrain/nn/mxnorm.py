@@ -31,11 +31,10 @@ import torch.nn.functional as F
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
-from mxtrain.formats.matrices import Operand
+from mxtrain.formats.matrices import Operand, check_tensor
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.formats.schedule import LayerState
-from mxtrain.launch.arguments import check_tensor
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.keyed import from_key
 from mxtrain.launch.once_differentiable import once_differentiable

@@ -8,10 +8,10 @@ from mxtrain.formats import mxnorm as reference
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
 from mxtrain.formats.format import ScaleRounding
 from mxtrain.formats.hardware import Mode, resolve_mode
+from mxtrain.formats.matrices import check_tensor
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.launch import HAS_TRITON, runs_kernels
-from mxtrain.launch.arguments import check_tensor
 
 if HAS_TRITON:
     from mxtrain.norms import mxnorm_backward as kernels

@@ -1,14 +1,8 @@
 """MXFP8's casts, by kernel or in PyTorch."""
 
-from collections.abc import Sequence
-
-import torch
-
-from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand
+from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
 from mxtrain.formats.mx import MXOps
 from mxtrain.formats.ops import Fusions
-from mxtrain.formats.recipe import Recipe
 from mxtrain.launch import HAS_TRITON, runs_kernels
 
 if HAS_TRITON:
@@ -24,9 +18,7 @@ class MXFP8Ops(MXOps):
         casts = (kernels.CAST,)
         fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
 
-    def cast(
-        self, parts: Sequence[torch.Tensor], recipe: Recipe, mode: str, dims: tuple[int, ...], spec: CastSpec = PLAIN
-    ) -> dict[int, Operand | Codes]:
+    def cast(self, parts, recipe, mode, dims, spec=PLAIN):
         if not runs_kernels(mode, parts[0].device.type):
             return super().cast(parts, recipe, mode, dims, spec)
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
@@ -40,15 +32,7 @@ class MXFP8Ops(MXOps):
             for dim, (data, scales) in results.items()
         }
 
-    def normalize(
-        self,
-        x: torch.Tensor,
-        estimate: RMSEstimate,
-        recipe: Recipe,
-        mode: str,
-        group: str | None = None,
-        as_codes: bool = False,
-    ) -> tuple[Operand | Codes, torch.Tensor]:
+    def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         if not runs_kernels(mode, x.device.type):
             return super().normalize(x, estimate, recipe, mode, group, as_codes)
         result = mxnorm_cast(x, estimate, recipe, "codes" if as_codes else KERNEL_FORM[mode])

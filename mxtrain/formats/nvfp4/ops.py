@@ -47,9 +47,7 @@ class NVFP4Ops(FormatOps):
         weight_casts = (weight_kernel.CAST,)
         kept = (scale_kernel.TENSOR_SCALES,)
 
-    def cast(
-        self, parts: Sequence[torch.Tensor], recipe: Recipe, mode: str, dims: tuple[int, ...], spec: CastSpec = PLAIN
-    ) -> dict[int, Operand | Codes]:
+    def cast(self, parts, recipe, mode, dims, spec=PLAIN):
         """Each matrix of ``parts`` has a tensor scale of its own. Several are not for codes or mode "native", whose
         operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``.
         """
@@ -67,7 +65,7 @@ class NVFP4Ops(FormatOps):
         tiles = is_weight and recipe.weight_tiles
         if not runs_kernels(mode, parts[0].device.type):
             results = [
-                self._in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles)
+                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles)
                 for x, of_x in zip(parts, draws or [None] * len(parts))
             ]
             if len(results) == 1:
@@ -93,15 +91,7 @@ class NVFP4Ops(FormatOps):
             casts = cast_kernel.nvfp4_cast(parts, scales[0], form, dims, **options)
         return {dim: _from_kernel(casts[dim], dim, scales[0], mode, form) for dim in dims}
 
-    def normalize(
-        self,
-        x: torch.Tensor,
-        estimate: RMSEstimate,
-        recipe: Recipe,
-        mode: str,
-        group: str | None = None,
-        as_codes: bool = False,
-    ) -> tuple[Operand | Codes, torch.Tensor]:
+    def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
         if static is not None:
             tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
@@ -142,9 +132,7 @@ class NVFP4Ops(FormatOps):
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
         return reference.power_of_two_tensor_scales(amax)
 
-    def block_scales(
-        self, amax: torch.Tensor, recipe: Recipe, tensor_scale: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def block_scales(self, amax, recipe, tensor_scale=None):
         scales = reference.block_scales(amax, tensor_scale).float()
         return scales, scales * tensor_scale * NVFP4.element_max
 
@@ -174,26 +162,17 @@ class NVFP4Ops(FormatOps):
             changed.append(Codes(weight.data, scales, tensor_scale))
         return changed
 
-    def _in_pytorch(
-        self,
-        x: torch.Tensor,
-        mode: str,
-        dims: tuple[int, ...],
-        spec: CastSpec,
-        signs: torch.Tensor | None,
-        draws: torch.Tensor | None,
-        ends: torch.Tensor | None,
-        tiles: bool,
-    ) -> dict[int, Operand | Codes]:
-        """Cast one matrix, stochastically if there are draws."""
-        results = {}
-        for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
-            tensor_scale = spec.tensor_scale if ends is None else _scales_of_groups(matrix, dim, ends)
-            if tensor_scale is None:
-                tensor_scale = largest(reference.power_of_two_tensor_scale(matrix), spec.group)
-            codes = _codes(matrix, tensor_scale, bits, tiles)
-            results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
-        return results
+
+def _in_pytorch(x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool) -> dict[int, Operand | Codes]:
+    """Cast one matrix, stochastically if there are draws."""
+    results = {}
+    for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
+        tensor_scale = spec.tensor_scale if ends is None else _scales_of_groups(matrix, dim, ends)
+        if tensor_scale is None:
+            tensor_scale = largest(reference.power_of_two_tensor_scale(matrix), spec.group)
+        codes = _codes(matrix, tensor_scale, bits, tiles)
+        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
+    return results
 
 
 def _matrices_and_bits(

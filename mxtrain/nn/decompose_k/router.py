@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import require_positive_integer
-from mxtrain.formats.matrices import at_least_fp32
-from mxtrain.launch.arguments import check_tensor
+from mxtrain.formats.matrices import at_least_fp32, check_tensor
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable, refuse_transforms
 from mxtrain.nn.decompose_k import op as ops
