@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 _PUBLIC = {
-    "norm_constant": "mxtrain.recipes.formats",
-    "Recipe": "mxtrain.recipes.recipe",
-    "mxnorm_cast": "mxtrain.ops.mxnorm",
-    "static_tensor_scale": "mxtrain.reference.nvfp4",
+    "norm_constant": "mxtrain.formats.estimate",
+    "Recipe": "mxtrain.formats.recipe",
+    "mxnorm_cast": "mxtrain.norms.mxnorm",
+    "static_tensor_scale": "mxtrain.formats",
     "set_rounding_step": "mxtrain.rng.rounding",
-    "decompose_k_mm": "mxtrain.nn.decompose_k_router",
+    "decompose_k_mm": "mxtrain.nn.decompose_k.router",
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",
     "MXLinear": "mxtrain.nn.mx_linear",
@@ -21,7 +21,7 @@ _PUBLIC = {
     "FusedRMSNorm": "mxtrain.norms.rms_norm",
     "layer_norm": "mxtrain.norms.layer_norm",
     "FusedLayerNorm": "mxtrain.norms.layer_norm",
-    "DecomposeKRouter": "mxtrain.nn.decompose_k_router",
+    "DecomposeKRouter": "mxtrain.nn.decompose_k.router",
     "convert": "mxtrain.conversion.convert",
     "ConfigError": "mxtrain.errors",
 }
@@ -33,19 +33,19 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mxtrain.conversion.convert import convert as convert
     from mxtrain.errors import ConfigError as ConfigError
-    from mxtrain.nn.decompose_k_router import DecomposeKRouter as DecomposeKRouter
-    from mxtrain.nn.decompose_k_router import decompose_k_mm as decompose_k_mm
+    from mxtrain.formats import static_tensor_scale as static_tensor_scale
+    from mxtrain.formats.estimate import norm_constant as norm_constant
+    from mxtrain.formats.recipe import Recipe as Recipe
+    from mxtrain.nn.decompose_k.router import DecomposeKRouter as DecomposeKRouter
+    from mxtrain.nn.decompose_k.router import decompose_k_mm as decompose_k_mm
     from mxtrain.nn.mx_linear import MXLinear as MXLinear
     from mxtrain.nn.mxnorm import MXNorm as MXNorm
     from mxtrain.nn.mxnorm import MXNormLinear as MXNormLinear
     from mxtrain.norms.layer_norm import FusedLayerNorm as FusedLayerNorm
     from mxtrain.norms.layer_norm import layer_norm as layer_norm
+    from mxtrain.norms.mxnorm import mxnorm_cast as mxnorm_cast
     from mxtrain.norms.rms_norm import FusedRMSNorm as FusedRMSNorm
     from mxtrain.norms.rms_norm import rms_norm as rms_norm
-    from mxtrain.ops.mxnorm import mxnorm_cast as mxnorm_cast
-    from mxtrain.recipes.formats import norm_constant as norm_constant
-    from mxtrain.recipes.recipe import Recipe as Recipe
-    from mxtrain.reference.nvfp4 import static_tensor_scale as static_tensor_scale
     from mxtrain.rng.rounding import set_rounding_step as set_rounding_step
 else:
 

@@ -1,6 +1,7 @@
 """Imports point one way, folder by folder and file by file."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -16,12 +17,11 @@ LAYERS = [
     {"launched", "launch", "json_toml", "ranks"},
     {"run_folder"},
     {"checkpoints"},
-    {"config", "recipes", "rng", "data"},
+    {"config", "rng", "data"},
+    {"formats"},
     {"settings"},
     {"analysis"},
     {"reports"},
-    {"reference", "kernels"},
-    {"ops"},
     {"norms"},
     {"nn"},
     {"compile"},
@@ -91,17 +91,24 @@ def test_only_titan_imports_torchtitan():
             assert not any(name.split(".")[0] == "torchtitan" for name in imported(module)), module
 
 
-def test_reference_and_kernels_know_nothing_of_each_other():
+HAS_KERNELS, ORACLES = {"formats", "rng", "norms", "nn"}, {"mx", "mxnorm", "hadamard", "swiglu", "philox", "reference"}
+
+
+def test_references_and_kernels_know_nothing_of_each_other():
     """One is the oracle of the other."""
-    foreign = {"reference": ("triton", "kernels"), "kernels": ("torchao", "reference")}
-    for module in FILES:
-        for kind in foreign.keys() & {*module.split(".")}:
-            assert not any({*foreign[kind]} & {*name.split(".")} for name in imported(module)), module
+    oracles = {module for module in FILES if module.rpartition(".")[2] in ORACLES and part(module) in HAS_KERNELS}
+    oracles -= {"mxtrain.norms.mxnorm", "mxtrain.nn.mxnorm"}
+    kernels = {module for module in FILES if any(name.split(".")[0] == "triton" for name in imported(module))}
+    kernels = {module for module in kernels if part(module) in HAS_KERNELS}
+    assert len(oracles) > 6 and len(kernels) > 8 and not oracles & kernels
+    for module in oracles | kernels:
+        assert not imported_modules(module) & (kernels if module in oracles else oracles), module
+        assert module in oracles or not any(name.startswith("torchao") for name in imported(module)), module
 
 
 def test_torchaos_prototype_names_are_imported_in_one_file():
     users = [module for module in FILES if any(n.startswith("torchao.prototype") for n in imported(module))]
-    assert users == ["mxtrain.reference.casts"]
+    assert users == ["mxtrain.formats.mx"]
 
 
 def test_importing_mxtrain_or_its_command_line_does_not_import_torch():
@@ -118,3 +125,23 @@ def test_a_worker_imports_nothing_at_its_start_that_its_run_may_never_use():
     assert {"mxtrain.titan", "mxtrain.checkpoints.checkpointer", "mxtrain.analysis.tables"} <= seen
     names = {name.split(".")[0] for module in seen for name in imported(module, in_functions=False)}
     assert "torchtitan" in names and not names & {"wandb", "matplotlib", "transformers"}
+
+
+NAMES = "mxfp|nvfp|e4m3|e5m2|e2m1"
+MAY_NAME_FORMATS = ("mxtrain.formats", "mxtrain.cli", "mxtrain.settings.sections", "mxtrain.settings.titan")
+"""The formats, and what declares and explains the settings"""
+
+
+def words_of(tree: ast.AST) -> set[str]:
+    """Identifiers and strings of a file, without docstrings."""
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    fields = ("id", "attr", "arg", "name", "asname", "module", "value")
+    found = {getattr(node, field, None) for node in ast.walk(tree) if id(node) not in texts for field in fields}
+    return {word for word in found if isinstance(word, str)}
+
+
+def test_no_file_outside_of_formats_knows_one_by_name():
+    for module, path in FILES.items():
+        if not module.startswith(MAY_NAME_FORMATS):
+            named = [word for word in words_of(ast.parse(path.read_text())) if re.search(NAMES, word, re.IGNORECASE)]
+            assert not named, f"{module}: {named}"

@@ -43,7 +43,7 @@ def _doctor(options) -> int:
         print(doctor_model.report(options.model))
         return 0
     from mxtrain.analysis.tables import titled
-    from mxtrain.ops.hardware import default_device_type, describe_modes, resolve_mode
+    from mxtrain.formats.hardware import default_device_type, describe_modes, resolve_mode
 
     print(titled("versions", versions()), titled("devices", devices()), sep="\n\n", end="\n\n")
     modes = [("auto", f"{resolve_mode('auto')} on {default_device_type()}, whatever the recipe")]

@@ -3,7 +3,7 @@
 Casts of inputs for wgrad and of weights for dgrad do not depend on gradients. PyTorch would compute many of them in the
 forward, and hold the results of all layers at the same time. What they are made from is there in the backward anyway:
 
-    a weight                 the parameter. NVFP4 casts it once for both passes, and keeps its tensor scale. Under
+    a weight                 the parameter. A cast in tiles serves both passes, and keeps its tensor scale. Under
                              FSDP2, the results of all layers would be a second copy of the model, not sharded
     attention's output       its own backward reads it
     h = silu(gate) * up      the backward of SwiGLU reads gate and up, and computes h again beside their gradients
@@ -17,29 +17,27 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
-import mxtrain.kernels.nvfp4.weight_cast  # noqa: F401
 from mxtrain.compile.nodes import that_depend_on_tangents
 from mxtrain.compile.pointwise import Chain
-from mxtrain.reference.swiglu import swiglu
-
-ours = torch.ops.mxtrain
+from mxtrain.formats.format import FORMATS
+from mxtrain.formats.swiglu import swiglu
 
 
 def compute_casts_in_backward(graph: Graph) -> None:
     """Mark the casts that the backward uses, and the SwiGLU before them, to be computed there."""
     if any("recompute" in node.meta for node in graph.nodes):
         return
-    casts = {ours.cast.default, ours.nvfp4_cast.default, ours.nvfp4_weight.default}
+    casts = {op for fmt in FORMATS.values() for op in fmt.ops.casts}
+    weight_casts = {op for fmt in FORMATS.values() for op in fmt.ops.weight_casts}
     backward = that_depend_on_tangents(graph)
-    for calls in _equal_calls(graph, casts):
-        if len(calls[0].args[0]) > 1 and calls[0].target is not ours.nvfp4_weight.default:
+    for calls in _equal_calls(graph, casts | weight_casts):
+        if len(calls[0].args[0]) > 1 and calls[0].target not in weight_casts:
             continue  # casts of several matrices stay where PyTorch puts them, as when speed and memory were measured
         if backward.isdisjoint(calls) and any(_is_read_by(call, backward) for call in calls):
             for node in {n for call in calls for n in (call, *_swiglu_before(call))}:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             for call in calls:
-                if call.target is ours.nvfp4_weight.default:
+                if call.target in weight_casts:
                     for scale in call.args[1]:
                         scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 

@@ -28,7 +28,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-import mxtrain.kernels.mxnorm  # noqa: F401  # registers the operations
+import mxtrain.formats.norm_kernel  # noqa: F401  # registers the operations
 from mxtrain.compile.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
 
 aten, ours = torch.ops.aten, torch.ops.mxtrain

@@ -1,4 +1,4 @@
-"""A pass that moves the rounding of a gradient to bf16 into the MXFP8 cast that follows it.
+"""A pass that moves the rounding of a gradient to bf16 into the cast that follows it, in formats that have such casts.
 
     before    one kernel reads g in fp32 and writes it in bf16; the cast reads that
     after     the cast reads g in fp32, and rounds it to bf16 first
@@ -16,15 +16,14 @@ rounds them, so nothing would be saved. The same holds where something else read
 import torch
 from torch.fx import Graph, Node
 
-import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operation
 from mxtrain.compile.nodes import CONVERT, VIEWS, as_matrix, describe_call
-
-ours = torch.ops.mxtrain
+from mxtrain.formats.format import FORMATS
 
 
 def fuse_rounding(graph: Graph) -> None:
-    """Let MXFP8 casts read fp32 gradients instead of their bf16 copies."""
-    for cast in list(graph.find_nodes(op="call_function", target=ours.cast.default)):
+    """Let casts read fp32 gradients instead of their bf16 copies."""
+    targets = [fmt.ops.fusions.cast for fmt in FORMATS.values() if fmt.ops.fusions]
+    for cast in [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]:
         parts, axis, row_factor, column_factor, order, _, *others = cast.args
         source = _before_rounding(parts[0], cast) if len(parts) == 1 else None
         if source is None:
@@ -32,7 +31,7 @@ def fuse_rounding(graph: Graph) -> None:
         with graph.inserting_before(cast):
             matrix = as_matrix(graph, source)
             settings = (axis, row_factor, column_factor, order, True, *others)
-            new = graph.call_function(ours.cast.default, ([matrix], *settings))
+            new = graph.call_function(cast.target, ([matrix], *settings))
         describe_call(new, cast, cast.meta["val"])
         cast.replace_all_uses_with(new)
         graph.erase_node(cast)

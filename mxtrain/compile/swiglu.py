@@ -1,4 +1,4 @@
-"""A pass that puts kernels of SwiGLU with MXFP8 casts in the place of SwiGLU followed by casts.
+"""A pass that puts kernels of SwiGLU with casts in the place of SwiGLU followed by casts, in formats that have them.
 
 A gated feed-forward computes w2(h) with h = silu(gate) * up, gate = w1(x), up = w3(x). Its graph holds SwiGLU as
 pointwise operations, and the casts of h and of the gradients of gate and up as operations ``mxtrain::cast``.
@@ -13,21 +13,20 @@ the kernels do not round between operations.
 """
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch._inductor import config
 from torch.fx import Graph, Node
 
-import mxtrain.kernels.mxfp8.cast  # noqa: F401  # registers the operations, as the next module
-import mxtrain.kernels.mxfp8.swiglu_cast  # noqa: F401
 from mxtrain.compile.nodes import as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
 from mxtrain.compile.pointwise import Chain
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.reference.swiglu import swiglu, swiglu_backward
+from mxtrain.formats.format import FORMATS, Format
+from mxtrain.formats.ops import Fusions
+from mxtrain.formats.swiglu import swiglu, swiglu_backward
 
-aten, ours = torch.ops.aten, torch.ops.mxtrain
+aten = torch.ops.aten
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -49,10 +48,17 @@ class _Gradient(NamedTuple):
 
 
 def fuse_swiglu(graph: Graph) -> None:
-    """Replace SwiGLU and its gradients, where only MXFP8 casts use them, by kernels that write the casts."""
+    """Replace SwiGLU and its gradients, where only casts use them, by kernels that write the casts."""
     if config.emulate_precision_casts:
         return
-    found = [match for parts, casts in _sources(graph).items() if (match := _match(parts, casts))]
+    for fmt in FORMATS.values():
+        if fmt.ops.fusions:
+            _fuse(graph, fmt, fmt.ops.fusions)
+
+
+def _fuse(graph: Graph, fmt: Format, ops: Fusions) -> None:
+    sources = _sources(graph, ops.cast)
+    found = [match for parts, casts in sources.items() if (match := _match(parts, casts, fmt.block_size))]
     products = {(match.gate, match.factor): match for match in found if isinstance(match, _Product)}
     if not found:
         return
@@ -61,15 +67,17 @@ def fuse_swiglu(graph: Graph) -> None:
     done: set[Node] = set()
     for gradient in found:
         if isinstance(gradient, _Gradient) and len(gradient.factors & backward) == 1:
-            done |= _fuse_backward(graph, gradient, products, backward, place)
+            done |= _fuse_backward(graph, ops.swiglu_backward, gradient, products, backward, place)
     for gate, factor, casts in products.values():
         for cast in casts:
             if factor not in backward and cast not in done:
-                _replace(graph, ours.swiglu_cast.default, (gate, factor), cast.args[-4:], [cast], cast)
+                _replace(graph, ops.swiglu, (gate, factor), cast.args[-4:], [cast], cast)
     graph.eliminate_dead_code()
 
 
-def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: set[Node], place: dict) -> set[Node]:
+def _fuse_backward(
+    graph: Graph, op: Callable, gradient: _Gradient, products: dict, backward: set[Node], place: dict
+) -> set[Node]:
     """Fuse the casts of dgate and dup, and the cast of h along columns if there is one; return the casts replaced."""
     (dh,) = gradient.factors & backward
     (up,) = gradient.factors - backward
@@ -91,7 +99,7 @@ def _fuse_backward(graph: Graph, gradient: _Gradient, products: dict, backward: 
     if any(place[n] > place[first] for n in (dh, gate, up)):
         return set()
     settings = (along_rows, along_columns, bool(h), gradient.dup is not None, rounding, form)
-    _replace(graph, ours.swiglu_backward_cast.default, (dh, gate, up), settings, [*casts, *h], first)
+    _replace(graph, op, (dh, gate, up), settings, [*casts, *h], first)
     return {*casts, *h}
 
 
@@ -109,11 +117,11 @@ def _replace(graph: Graph, op, matrices: Iterable[Node], settings: tuple, casts:
         graph.erase_node(cast)
 
 
-def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
-    """Return {tensors side by side: their MXFP8 casts} for the tensors that nothing but these casts uses."""
+def _sources(graph: Graph, cast: Callable) -> dict[tuple[Node, ...], list[Node]]:
+    """Return {tensors side by side: their casts} for the tensors that nothing but these casts uses."""
     sources: dict[tuple[Node, ...], list[Node]] = {}
     for node in graph.nodes:
-        if parts := _parts(node):
+        if parts := _parts(node, cast):
             sources.setdefault(parts, []).append(node)
     return {
         parts: casts
@@ -123,9 +131,9 @@ def _sources(graph: Graph) -> dict[tuple[Node, ...], list[Node]]:
     }
 
 
-def _parts(node: Node) -> tuple[Node, ...]:
+def _parts(node: Node, cast: Callable) -> tuple[Node, ...]:
     """Return the tensors, usually one, that a cast without factors reads side by side; none for other nodes."""
-    if node.target is not ours.cast.default or node.args[2:6] != (None, None, None, False):
+    if node.target is not cast or node.args[2:6] != (None, None, None, False):
         return ()
     parts, axis = node.args[:2]
     if len(parts) > 1:
@@ -142,10 +150,10 @@ def _readers(part: Node) -> set[Node]:
     return {r for user in users for r in (final_users(user) if user.target is aten.cat.default else (user,))}
 
 
-def _match(parts: tuple[Node, ...], casts: list[Node]) -> _Product | _Gradient | None:
+def _match(parts: tuple[Node, ...], casts: list[Node], block_size: int) -> _Product | _Gradient | None:
     """Recognize SwiGLU or its gradient in the tensors that are cast. Two tensors side by side are [dgate, dup]."""
-    if len(parts) == 2 and parts[0].meta["val"].shape[-1] % MXFP8.block_size == 0:  # no block holds both
-        dgate, dup = (_match((part,), []) for part in parts)
+    if len(parts) == 2 and parts[0].meta["val"].shape[-1] % block_size == 0:  # no block holds both
+        dgate, dup = (_match((part,), [], block_size) for part in parts)
         if isinstance(dgate, _Gradient) and isinstance(dup, _Product):
             return dgate._replace(casts=casts, dup=dup)
     if len(parts) > 1:

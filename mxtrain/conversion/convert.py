@@ -14,12 +14,13 @@ from mxtrain.conversion.converters import Converter, get_converter
 from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
+from mxtrain.formats.estimate import Estimator, P
+from mxtrain.formats.format import ScaleRounding, TensorScale
+from mxtrain.formats.hardware import Mode
+from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.normed_input import refuse_backward_hook
 from mxtrain.norms.row_norm import WhenCompiled
-from mxtrain.ops.hardware import Mode
-from mxtrain.recipes.formats import P, ScaleRounding
-from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale
 
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 

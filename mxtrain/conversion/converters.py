@@ -15,25 +15,19 @@ from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantiz
 from mxtrain.conversion.survey import Survey, selected
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.experts import QuantizedExperts, check_tiles, has_nvfp4
+from mxtrain.formats.estimate import Estimator, P, RMSEstimate
+from mxtrain.formats.format import ScaleRounding, TensorScale
+from mxtrain.formats.hardware import Mode, check_mode, default_device_type, resolve_mode
+from mxtrain.formats.parse import SWITCHES, get_recipes
+from mxtrain.formats.recipe import DEFAULT_RECIPE, HIGH_PRECISION_RECIPE, LinearRecipe, recipe_of_norm
+from mxtrain.nn.decompose_k.router import DecomposeKRouter
+from mxtrain.nn.experts import QuantizedExperts, check_tiles
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.norms import FUSED_NORMS
 from mxtrain.norms.row_norm import WHEN_COMPILED, WhenCompiled
-from mxtrain.ops.hardware import Mode, check_mode, default_device_type, resolve_mode
-from mxtrain.recipes.formats import P, ScaleRounding
-from mxtrain.recipes.parse import SWITCHES, get_recipes
-from mxtrain.recipes.recipe import (
-    HIGH_PRECISION,
-    Estimator,
-    LinearRecipe,
-    RMSEstimate,
-    TensorScale,
-    recipe_of_norm,
-)
 from mxtrain.settings.removed import CONVERTERS as REMOVED_CONVERTERS
 
 
@@ -101,7 +95,7 @@ class MXLinearConverter(Converter):
     """Every linear becomes an MXLinear, and TorchTitan's stacked experts become QuantizedExperts.
 
     Norms, the gates of routers, layers that share their weights and layers with features that no block divides stay,
-    and so do experts with a recipe that has NVFP4 in any GEMM where the mode is native.
+    and so do experts with tensor scales in any GEMM where the mode is native.
 
     Attributes:
         filter_fqns: patterns of modules to keep. None keeps the model's output head.
@@ -125,7 +119,7 @@ class MXLinearConverter(Converter):
     # feature, such as a shared expert's gate, always stays. Without an annotation, this is not a setting.
     refuses_odd_sizes = False
 
-    recipe: str | LinearRecipe = "mxfp8"
+    recipe: str | LinearRecipe = DEFAULT_RECIPE
     recipes: Mapping[str, str | LinearRecipe] = field(default_factory=dict)
     scale_rounding: ScaleRounding | None = None
     tensor_scale: TensorScale | None = None
@@ -189,7 +183,7 @@ class MXLinearConverter(Converter):
                     f"recipes: {pattern!r} names no linear layer and no experts; a norm has the recipe of the linears "
                     "that it feeds, and modules named in filter_fqns keep their precision"
                 )
-            if recipe.name != HIGH_PRECISION and set(hits) <= set(heads):
+            if recipe.name != HIGH_PRECISION_RECIPE and set(hits) <= set(heads):
                 raise ConfigError(
                     f"recipes: {pattern!r} matches only the output head, which stays in high precision while "
                     "filter_fqns is unset: set filter_fqns to the modules that stay, [] for none"
@@ -199,13 +193,13 @@ class MXLinearConverter(Converter):
         high_precision = {
             fqn: f"left in high precision by {setting_of[fqn]}"
             for fqn, recipe in recipe_of.items()
-            if recipe.name == HIGH_PRECISION
+            if recipe.name == HIGH_PRECISION_RECIPE
         }
         if self._mode_on(survey) == "native":
             high_precision |= {
-                fqn: f"has recipe {recipe_of[fqn].name!r}, and experts have no native NVFP4 products"
+                fqn: f"has recipe {recipe_of[fqn].name!r}, and experts have no native {fmt} products"
                 for fqn in survey.experts
-                if has_nvfp4(recipe_of[fqn])
+                if (fmt := recipe_of[fqn].tensor_scaled)
             }
         last, _ = self._last_blocks(survey)
         kept = high_precision | last | dict.fromkeys(heads, "is the output head") | self._kept(survey)
@@ -394,8 +388,8 @@ def _why_mixture_stays(
     for part in (*mixture.linears, mixture.experts):
         if reason := survey.layers[part].why_it_stays:
             return f"feeds {part}, which {reason}"
-    if recipe_of[mixture.experts].fprop.is_nvfp4:
-        return f"feeds {mixture.experts}, whose fprop in NVFP4 would round the norm's rows a second time"
+    if fmt := recipe_of[mixture.experts].fprop.tensor_scaled:
+        return f"feeds {mixture.experts}, whose fprop in {fmt} would round the norm's rows a second time"
     return None
 
 

@@ -9,7 +9,8 @@ import torch.nn as nn
 from mxtrain.conversion.layers import MixtureFacts
 from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.weights import WeightUse
-from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.formats.recipe import LinearRecipe
+from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
@@ -17,7 +18,6 @@ from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.norms import FUSED_NORMS
 from mxtrain.norms.row_norm import FusedNorm
-from mxtrain.recipes.recipe import LinearRecipe
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,18 @@ import torch.nn as nn
 
 from mxtrain.conversion.survey import names_of, selected
 from mxtrain.errors import ConfigError, errors_begin_with
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe, Recipe, recipe_of_norm
+from mxtrain.formats.schedule import RMSNORM, LayerState, RecipeChange, ScheduleEntry, Timeline
 from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLayer, check_features
-from mxtrain.recipes.recipe import GEMMS, HIGH_PRECISION, RECIPES, LinearRecipe, Recipe, RMSEstimate, recipe_of_norm
-from mxtrain.recipes.schedule import RMSNORM, LayerState, RecipeChange, ScheduleEntry, Timeline
 from mxtrain.reports import terminal
 
 GRAPHS = 8
 """Graphs of a function that torch.compile allows by default"""
 # The recipe of a plain norm and its linears.
-_PLAIN = RECIPES[HIGH_PRECISION]
+_PLAIN = RECIPES[HIGH_PRECISION_RECIPE]
 # What a change sets: a GEMM or "norm", and the FQN of the layer -> a recipe, or RMSNORM.
 Values = Mapping[tuple[str, str], Recipe | str | None]
 
@@ -206,8 +207,8 @@ class _Layers:
 
 def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
     if isinstance(layer, QuantizedExperts):
-        if layer.fed_by and recipe.fprop.is_nvfp4:
-            raise ConfigError("fprop in NVFP4 would round the rows of the MXNorm before these experts a second time")
+        if layer.fed_by and (fmt := recipe.fprop.tensor_scaled):
+            raise ConfigError(f"fprop in {fmt} would round the rows of the MXNorm before these experts a second time")
         check_experts(layer, recipe, layer.mode)
     else:
         check_features(layer.in_features, layer.out_features, recipe)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch.nn as nn
 
-from mxtrain.recipes.recipe import LinearRecipe
+from mxtrain.formats.recipe import LinearRecipe
 
 _TOP_K_NAMES = ("top_k", "num_experts_per_tok")
 

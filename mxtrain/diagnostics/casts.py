@@ -8,17 +8,14 @@ each kind of sum from one call. A cast that has several names, or that several l
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from mxtrain.diagnostics.totals import Totals, count_where, maxima, norms, ratio
-from mxtrain.ops.collectives import largest
-from mxtrain.recipes.formats import NVFP4, BlockFormat
-from mxtrain.recipes.recipe import Recipe
-from mxtrain.reference import casts as reference
-from mxtrain.reference import nvfp4
-from mxtrain.reference.hadamard import pad
+from mxtrain.formats.collectives import largest
+from mxtrain.formats.hadamard import pad
+from mxtrain.formats.recipe import Recipe
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +39,8 @@ class MeasuredCast:
         image: [R, C], the values that the cast's codes and scales stand for.
         recipe: of the cast; has a format.
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
-        tiles: NVFP4: tiles of 16 x 16 share a scale.
-        tensor_scale: NVFP4: known before the cast; None if it comes from the values.
+        tiles: square tiles share a scale.
+        tensor_scale: known before the cast; None if it comes from the values, or the format has none.
         totals: of this cast; None until ``cast_totals`` has measured it.
     """
 
@@ -76,12 +73,12 @@ def cast_totals(casts: dict[Hashable, MeasuredCast]) -> dict[Hashable, Totals]:
     for cast in dict.fromkeys(casts.values()):
         if cast.totals is None:
             together[cast.recipe.format, cast.recipe.scale_rounding].append(cast)
-    for (fmt, scale_rounding), new in together.items():
-        _measure(new, fmt, scale_rounding)
+    for new in together.values():
+        _measure(new)
     return {name: cast.totals for name, cast in casts.items()}
 
 
-def _measure(casts: Sequence[MeasuredCast], fmt: BlockFormat, scale_rounding: str | None) -> None:
+def _measure(casts: Sequence[MeasuredCast]) -> None:
     matrices = list(dict.fromkeys(cast.matrix for cast in casts))
     values = [matrix.values for matrix in matrices]
     pairs = [(cast.matrix.values, cast.image) for cast in casts]
@@ -92,7 +89,7 @@ def _measure(casts: Sequence[MeasuredCast], fmt: BlockFormat, scale_rounding: st
     of_casts = zip(roots[len(matrices) :], nonzero[len(matrices) :])
     magnitudes = dict(zip(matrices, torch._foreach_abs(values)))
     blocks = [cast.blocks(magnitudes[cast.matrix]) for cast in casts]
-    tops, least, greatest = _block_ranges(casts, blocks, fmt, scale_rounding)
+    tops, least, greatest = _block_ranges(casts, blocks)
     saturated = count_where(torch.gt, list(zip(blocks, tops)))
     for cast, (noise, kept), low, high, above in zip(casts, of_casts, least, greatest, saturated):
         signal, nonzero = of_matrix[cast.matrix]
@@ -123,30 +120,8 @@ def exponent(scale: float) -> float:
     return float(math.frexp(scale)[1] - 1)
 
 
-def block_scales(
-    amax: torch.Tensor, fmt: BlockFormat, scale_rounding: str | None, tensor_scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the block scales that the cast to a format gives blocks, and the largest magnitude below each.
-
-    Args:
-        amax: the maxima of the blocks, fp32, any shape.
-        tensor_scale: NVFP4: of the matrix of each block, fp32, shape of ``amax`` or [].
-
-    Returns:
-        scales: fp32, shape of ``amax``, as stored: without the tensor scale.
-        tops: fp32, shape of ``amax``, what elements above saturate to.
-    """
-    if fmt == NVFP4:
-        scales = nvfp4.block_scales(amax, tensor_scale).float()
-        return scales, scales * tensor_scale * fmt.element_max
-    # Each maximum is cast as a block of one element.
-    scales = reference.cast(amax.unsqueeze(-1), replace(fmt, block_size=1), scale_rounding)[1]
-    scales = scales.squeeze(-1).float()
-    return scales, scales * fmt.element_max
-
-
 def _block_ranges(
-    casts: Sequence[MeasuredCast], blocks: Sequence[torch.Tensor], fmt: BlockFormat, scale_rounding: str | None
+    casts: Sequence[MeasuredCast], blocks: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Return for every cast what elements above saturate to, and the least and the largest block scale.
 
@@ -156,11 +131,11 @@ def _block_ranges(
     block_maxima = [cast.block_maxima(of_cast) for cast, of_cast in zip(casts, blocks)]
     sizes = [amax.numel() for amax in block_maxima]
     amax = torch.cat([amax.flatten() for amax in block_maxima])
-    tensor_scales = None
-    if fmt == NVFP4:
+    recipe, tensor_scales = casts[0].recipe, None
+    if recipe.tensor_scaled:
         of_casts = _tensor_scales(casts, amax.split(sizes))
         tensor_scales = torch.cat([scale.expand(size) for scale, size in zip(of_casts, sizes)])
-    scales, tops = block_scales(amax, fmt, scale_rounding, tensor_scales)
+    scales, tops = recipe.ops.block_scales(amax, recipe, tensor_scales)
     used = (amax > 0).repeat(2)  # a block of zeros has the smallest scale there is
     extremes = maxima(torch.where(used, torch.cat((scales, -scales)), -math.inf).split(sizes + sizes))
     of_casts = zip(casts, block_maxima, tops.split(sizes))
@@ -169,11 +144,13 @@ def _block_ranges(
 
 
 def _tensor_scales(casts: Sequence[MeasuredCast], block_maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """NVFP4: the tensor scale of every cast, fp32 []."""
+    """The tensor scale of every cast, fp32 []."""
     own = maxima(block_maxima)
-    from_values = nvfp4.power_of_two_tensor_scales(
-        torch.stack([largest(amax, cast.matrix.group) for cast, amax in zip(casts, own)])
-    ).unbind()
+    from_values = (
+        casts[0]
+        .recipe.ops.tensor_scales(torch.stack([largest(amax, cast.matrix.group) for cast, amax in zip(casts, own)]))
+        .unbind()
+    )
     return [
         scale if cast.tensor_scale is None else torch.full_like(scale, cast.tensor_scale)
         for cast, scale in zip(casts, from_values)

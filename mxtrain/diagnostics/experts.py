@@ -16,21 +16,20 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mxtrain.diagnostics.totals import Totals, ratio
+from mxtrain.formats.grouped import block_of_rows, make_groups
+from mxtrain.formats.matrices import CastSpec, Operand, at_least_fp32
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts, weight_names
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import own_part
 from mxtrain.nn.three_gemms import ThreeGEMMs
-from mxtrain.ops.gemm import Operand
-from mxtrain.ops.grouped import block_of_rows, make_groups
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.casts import at_least_fp32, joined, rows_in_order
 
 _NAMES = {
     ("input", 1): "fprop_input",
     ("weight", 1): "fprop_weight",
-    ("grad", 1): "dgrad_grad",
+    ("gradient", 1): "dgrad_grad",
     ("weight", 0): "dgrad_weight",
-    ("grad", 0): "wgrad_grad",
+    ("gradient", 0): "wgrad_grad",
     ("input", 0): "wgrad_input",
 }
 
@@ -69,22 +68,16 @@ class _MeasuredGEMMs(ThreeGEMMs):
     found: _ByExpert
     is_cast: bool
 
-    def _cast(self, parts, recipes, **settings) -> dict[int, Operand]:
-        operands = super()._cast(parts, recipes, **settings)
-        role = "weight" if settings.get("is_weight") else "grad" if "draws" in settings else "input"
-        axis = 0 if role == "weight" else 1
-        values = joined([at_least_fp32(part) for part in parts], axis, self.found.experts)
-        if (source := settings.get("source")) is not None:
-            if self.is_cast and role == "input":
-                return operands
-            values = rows_in_order(values, source)
-        if (gain := settings.get("column_factor")) is not None:
-            values = values * gain
+    def _cast(self, parts, recipes, spec: CastSpec) -> dict[int, Operand]:
+        operands = super()._cast(parts, recipes, spec)
+        if self.is_cast and spec.role == "input" and spec.source is not None:
+            return operands
+        values = spec.scaled(spec.joined([at_least_fp32(part) for part in parts]))
         for dim, operand in operands.items():
             if recipes[dim].format is not None and not (dim == 0 and recipes[dim].hadamard):
                 image = operand.data if dim == 1 else operand.data.t()
-                owner = None if role == "weight" else self.found.expert_of_row
-                self.found.add(_NAMES[role, dim], values, image, owner)
+                owner = None if spec.role == "weight" else self.found.expert_of_row
+                self.found.add(_NAMES[spec.role, dim], values, image, owner)
         return operands
 
 

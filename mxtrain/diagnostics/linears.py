@@ -11,7 +11,7 @@ Linears with the same input (wq, wk, wv; w1, w3) share its sample. The first one
 others take its figures and operands where they have the same recipe and signs.
 
 The operands come from the functions that training calls (``ThreeGEMMs``). Mode "native" is measured through
-the images of mode "emulated", which hold the same values. A dynamic tensor scale of NVFP4 is that of the sample.
+the images of mode "emulated", which hold the same values. A dynamic tensor scale is that of the sample.
 
 The ratio of a gradient's norm to its quantization noise is
 
@@ -28,14 +28,12 @@ import torch
 
 from mxtrain.diagnostics.casts import Matrix, MeasuredCast, cast_figures
 from mxtrain.diagnostics.totals import Totals, norms, ratio
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.gemm import matmul
+from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.nn.three_gemms import ThreeGEMMs
-from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.ops.quantize import normalize
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference import nvfp4
-from mxtrain.reference.casts import at_least_fp32
-from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
-from mxtrain.reference.mxnorm import scale_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,10 +153,8 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
         if estimate is None:
             operand = gemms.quantize_activation(given.x)
         else:
-            operand = normalize(given.x, estimate, fprop, mode)[0]
-            if fprop.tensor_scale == "static":
-                columns = given.x.shape[-1]
-                static = nvfp4.static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
+            operand = fprop.ops.normalize(given.x, estimate, fprop, mode)[0]
+            static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
         given.casts[key] = MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
     return given.casts[key]
 
@@ -191,8 +187,8 @@ def product_totals(gemms: dict[str, tuple[MeasuredCast, MeasuredCast]]) -> dict[
     """Compare the product of the images of two casts with that of their matrices, both fp32; by name of the GEMM."""
     exact, quantized = [], []
     for casts in gemms.values():
-        values = (Operand(_reduced_last(cast.matrix.values, cast.dim)) for cast in casts)
-        images = (Operand(_reduced_last(cast.image, cast.dim)) for cast in casts)
+        values = (_reduced_last(cast.matrix.values, cast.dim) for cast in casts)
+        images = (_reduced_last(cast.image, cast.dim) for cast in casts)
         exact.append(matmul(*values, torch.float32))
         quantized.append(matmul(*images, torch.float32))
     measured = norms([*exact, *torch._foreach_sub(quantized, exact)])

@@ -4,8 +4,8 @@ Ratio and r^2 compare the estimate r_t of token t with the true RMS. r^2 is the 
 over the rows: the share of the variance of the true RMS that the estimate explains. Rows of zeros and rows that are not
 finite are left out.
 
-The output x_t rho_t has a bound that is known before training (``mxtrain.reference.nvfp4.static_tensor_scale`` derives
-it). Outputs near the bound mean that the largest element dominates its row.
+The output x_t rho_t has a bound that is known before training (``mxtrain.static_tensor_scale`` derives it). Outputs
+near the bound mean that the largest element dominates its row.
 """
 
 import math
@@ -13,8 +13,9 @@ import math
 import torch
 
 from mxtrain.diagnostics.totals import Totals, ratio
-from mxtrain.recipes.recipe import Recipe, RMSEstimate
-from mxtrain.reference.mxnorm import inverse_root, mean_square
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mxnorm import inverse_root, mean_square
+from mxtrain.formats.recipe import Recipe
 
 OUTLIER = 10.0
 """

@@ -37,6 +37,7 @@ from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, norm_to
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
+from mxtrain.formats.format import LONGEST_BLOCK
 from mxtrain.nn.buffers import kept_buffers
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
@@ -54,10 +55,8 @@ CASTS_AT_ONCE = 2**26
 """
 Casts are measured together once they have this many elements, and the rest at the end. An element takes up to 16 bytes
 """
-GROUP = 32
-"""
-Tokens in a group: the longest block of any format. Wgrad casts in blocks along tokens, so groups begin where blocks do
-"""
+GROUP = LONGEST_BLOCK
+"""Tokens in a group. Wgrad casts in blocks along tokens, so groups begin where blocks do"""
 
 
 @lru_cache(maxsize=16)  # all modules of a model have the same few numbers of tokens
@@ -221,8 +220,7 @@ class Numerics:
             self._measure_casts()
 
     def _after_experts(self, fqn: str, experts: QuantizedExperts, args: tuple, kwargs: dict, y: torch.Tensor) -> None:
-        quantizes = any(gemm.format is not None for gemm in experts.recipe.gemms)
-        if y.requires_grad and quantizes and self._is_new(fqn):
+        if y.requires_grad and experts.recipe.quantizes and self._is_new(fqn):
             x, counts = *args, *kwargs.values()
             x = x.values() if isinstance(x, RoutedRows) else x
             rows = x.detach().to(compute_dtype(x))  # autocast is off in the backward

@@ -2,7 +2,9 @@
 
 Each weight is read, multiplied by the gain before it where gains are folded, cast or rounded, put into Hugging Face's
 order of rows and names, and handed to the writer of safetensors. The format ``hf`` has one tensor for each weight.
-``mxfp8`` and ``nvfp4`` have codes and scales for linears whose weight training cast to that format for fprop.
+Other formats, those with a layout, have codes and scales for linears whose weight training cast to that format for
+fprop: the codes and scales that training multiplied, as compressed-tensors 0.20 stores them, and vLLM 0.33 and
+transformers 5 read them. (vLLM also reads ModelOpt's layouts, but transformers does not.)
 
 TorchTitan and Hugging Face store the rows of Llama's wq and wk in different orders. Training cast a weight in
 TorchTitan's order, so rows move after the cast: tiles of 16 x 16 elements would have other scales otherwise.
@@ -30,7 +32,9 @@ import torch
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import PLAIN_CLASSES, LoadedTokenizer, copy_tokenizer, load_tokenizer, special_tokens
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes, with_one_tensor_scale
+from mxtrain.formats.format import FORMATS
+from mxtrain.formats.matrices import Codes
+from mxtrain.formats.recipe import LinearRecipe, Recipe
 from mxtrain.hugging_face.model_config import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -41,9 +45,7 @@ from mxtrain.hugging_face.model_config import (
 )
 from mxtrain.hugging_face.model_files import ShardWriter, shard_size
 from mxtrain.json_toml import read_json
-from mxtrain.recipes.recipe import LinearRecipe, Recipe
 
-FORMATS = ("hf", *LAYOUTS)
 # Linears of a block that vLLM joins into one, by their names in TorchTitan and in the order of its parameters.
 JOINED = (
     ("attention.wq", "attention.wk", "attention.wv"),
@@ -91,8 +93,8 @@ class Exporter:
 
     Args:
         model: the checkpoint.
-        format: one of FORMATS. A block format gets the weights that training cast: weights and gains are rounded to
-            ``model.weight_dtype``, and the gains of ``model.merged_norms`` are folded.
+        format: one of ``formats()``. A block format gets the weights that training cast: weights and gains are rounded
+            to ``model.weight_dtype``, and the gains of ``model.merged_norms`` are folded.
         fold_gain: with "hf", fold the gains of all norms that feed only linears, and write gains of one.
         dtype: of all tensors in high precision; None takes fp32 for "hf" and bf16 for the other formats.
 
@@ -104,7 +106,8 @@ class Exporter:
     def __init__(self, model: Trained, format: str, fold_gain: bool = False, dtype: torch.dtype | None = None):
         self._model = model
         self._format = format
-        self._layout = None if format == "hf" else LAYOUTS[format]
+        self._block_format = None if format == "hf" else FORMATS[format]
+        self._layout = self._block_format and self._block_format.layout
         self._generation = read_generation(model.tokenizer)
         self.dtype = dtype or (torch.bfloat16 if self._layout else torch.float32)
         self._recipes = self._recipes_of_format()
@@ -122,7 +125,8 @@ class Exporter:
         weight, recipe = self._weight(fqn), self._recipes.get(fqn)
         if recipe is None:
             return weight.to(self._dtype(fqn))
-        values = [Codes.cast(matrix, recipe).values(torch.float32) for matrix in _matrices(weight)]
+        ops = recipe.ops
+        values = [ops.dequantize(ops.encode(matrix, recipe), torch.float32) for matrix in _matrices(weight)]
         return values[0] if weight.ndim == 2 else torch.stack(values)
 
     def write(self, folder: Path) -> tuple[int, list[str]]:
@@ -212,23 +216,23 @@ class Exporter:
             matrices = [*map(dict, zip(w1, w3, strict=True)), *(dict([own]) for own in w2)]
         else:
             matrices = [{linear: own for part in codes for linear, own in part.items()}]
-        readable = is_whole and HEAD not in matrices[0]
-        unified = [with_one_tensor_scale([*matrix.values()]) if readable else None for matrix in matrices]
+        readable, ops = is_whole and HEAD not in matrices[0], self._block_format.ops
+        unified = [ops.with_one_tensor_scale([*matrix.values()]) if readable else None for matrix in matrices]
         for matrix, own in zip(matrices, unified, strict=True):
             if None in unified:  # vLLM cannot read them in the block format
                 self._ignored += matrix
-                yield from ((f"{linear}.weight", part.values(self.dtype)) for linear, part in matrix.items())
+                yield from ((f"{linear}.weight", ops.dequantize(part, self.dtype)) for linear, part in matrix.items())
             else:
                 for linear, part in zip(matrix, own, strict=True):
-                    yield from part.tensors(linear).items()
+                    yield from ops.stored(linear, part).items()
 
     def _codes(self, fqn: str) -> dict[str, Codes]:
         """Return the codes of a linear, or of each expert, by their names."""
-        weight, parameter = self._weight(fqn), self._model.parameters[fqn]
+        weight, parameter, recipe = self._weight(fqn), self._model.parameters[fqn], self._recipes[fqn]
         if not weight.isfinite().all():
             raise ConfigError(f"--format = {self._format!r}: {fqn} has values that are not finite")
         return {
-            name.removesuffix(".weight"): Codes.cast(matrix, self._recipes[fqn]).rows(parameter.order)
+            name.removesuffix(".weight"): recipe.ops.encode(matrix, recipe).rows(parameter.order)
             for name, matrix in zip(parameter.names, _matrices(weight), strict=True)
         }
 
@@ -262,7 +266,7 @@ class Exporter:
         names = {fqn: fqn if fqn in model.parameters else f"{fqn}.weight" for fqn in model.recipes}
         fprop = {names[fqn]: recipe and recipe.fprop for fqn, recipe in model.recipes.items()}
         formats = {fqn: recipe.format if recipe else None for fqn, recipe in fprop.items()}
-        found = {fqn: fprop[fqn] for fqn, format in formats.items() if format == self._layout.block_format}
+        found = {fqn: fprop[fqn] for fqn, format in formats.items() if format == self._block_format}
         if not found:
             names = sorted(format.name for format in {*formats.values()} if format is not None)
             has = [*names, "high-precision"] if None in formats.values() else names
@@ -271,6 +275,11 @@ class Exporter:
                 f"linears have {' or '.join(has)} weights: choose another format; 'hf' takes every run"
             )
         return found
+
+
+def formats() -> tuple[str, ...]:
+    """The formats that an export can have."""
+    return ("hf", *(name for name, fmt in FORMATS.items() if fmt.layout))
 
 
 def _write_tokenizer(source: Path, folder: Path, loaded: LoadedTokenizer) -> None:

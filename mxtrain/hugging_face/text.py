@@ -9,7 +9,7 @@ import torch
 
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.block_layouts import LAYOUTS
+from mxtrain.formats.format import FORMATS
 
 AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
 """How training encodes text: the spelling of a special token is plain text"""
@@ -77,7 +77,9 @@ def load(folder: Path) -> tuple:
     where = f"RUN = {str(folder)!r}"
     config = from_pretrained("AutoConfig", folder, where)
     stored = (getattr(config, "quantization_config", None) or {}).get("format")
-    if hasattr(config, "num_experts_per_tok") and stored in {layout.compression for layout in LAYOUTS.values()}:
+    if hasattr(config, "num_experts_per_tok") and stored in {
+        fmt.layout.compression for fmt in FORMATS.values() if fmt.layout
+    }:
         raise ConfigError(
             f"{where}: transformers cannot read experts in {stored!r}; give the run, or an export with --format hf"
         )

@@ -1,9 +1,9 @@
 """The experts of a mixture, their weights stacked, with quantized GEMMs: fprop, dgrad and wgrad of every expert.
 
 Each expert is a feed-forward network with a gate, W2 (silu(W1 x) * W3 x). Its results and gradients have the bits of
-two ``MXLinear`` on its tokens alone: W1 and W3, one below the other, and W2. With NVFP4 in a recipe they are three,
-because a tensor scale is that of one matrix of one expert. All experts transform with the signs of the layer; matrix i
-(w1, w2, w3: 0, 1, 2) of expert e of E rounds stochastically with the layer's key plus i E + e.
+two ``MXLinear`` on its tokens alone: W1 and W3, one below the other, and W2. With tensor scales in a recipe they are
+three, because such a scale is that of one matrix of one expert. All experts transform with the signs of the layer;
+matrix i (w1, w2, w3: 0, 1, 2) of expert e of E rounds stochastically with the layer's key plus i E + e.
 """
 
 import copy
@@ -16,6 +16,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.grouped import (
+    TILE_ROWS,
+    Groups,
+    block_of_rows,
+    collect,
+    make_groups,
+    matmul_rows,
+    matmul_tokens,
+    split_rows,
+)
+from mxtrain.formats.hardware import resolve_mode
+from mxtrain.formats.matrices import check_tensor
+from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.routed_rows import RoutedRows
@@ -28,20 +41,7 @@ from mxtrain.nn.three_gemms import (
     check_input,
     compute_dtype,
 )
-from mxtrain.ops.arguments import check_tensor
-from mxtrain.ops.grouped import (
-    TILE_ROWS,
-    Groups,
-    block_of_rows,
-    collect,
-    make_groups,
-    matmul_rows,
-    matmul_tokens,
-    split_rows,
-)
-from mxtrain.ops.hardware import resolve_mode
-from mxtrain.ops.mxnorm import fold_backward
-from mxtrain.recipes.recipe import LinearRecipe
+from mxtrain.norms.mxnorm import fold_backward
 
 WEIGHTS = ("w1", "w2", "w3")
 
@@ -152,12 +152,12 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
     """The MXNorm that made x, if there is one"""
 
     @classmethod
-    def from_experts(cls, experts: nn.Module, *, recipe="mxfp8", mode="auto") -> "QuantizedExperts":
+    def from_experts(cls, experts: nn.Module, *, recipe=DEFAULT_RECIPE, mode="auto") -> "QuantizedExperts":
         """Return the same experts, sharing the parameters, of a class that is also that of ``experts``.
 
         Raises:
             ConfigError: for an unknown recipe or mode, or features that are not whole blocks. For native products:
-                for a recipe with NVFP4, or features that are not multiples of 128.
+                for a recipe with tensor scales, or features that are not multiples of 128.
         """
         new = _empty(type(experts))
         tables = vars(nn.Module())
@@ -194,7 +194,7 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         """The weights of each product and the gain that they are folded with."""
         (w1, w2, w3), gain = self.weights, self.gain
         of_input = ((w1,), gain), ((w3,), gain)
-        return *(of_input if has_nvfp4(self.recipe) else (((w1, w3), gain),)), ((w2,), None)
+        return *(of_input if self.recipe.tensor_scaled else (((w1, w3), gain),)), ((w2,), None)
 
     def _ready(self) -> tuple[ReadyOperands | None, ...]:
         """The weights that were cast ahead, if they are still those of this module."""
@@ -262,17 +262,12 @@ def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") 
     check_tiles(features, hidden, recipe, resolve_mode(mode) if mode == "auto" else mode)
 
 
-def has_nvfp4(recipe: LinearRecipe) -> bool:
-    """Whether any GEMM casts its operands to NVFP4."""
-    return any(gemm.is_nvfp4 for gemm in recipe.gemms)
-
-
 def check_tiles(features: int, hidden: int, recipe: LinearRecipe, mode: str) -> None:
-    """Raise ConfigError for native products of experts in NVFP4, or whose features are not whole tiles of scales."""
-    if mode != "native" or all(gemm.format is None for gemm in recipe.gemms):
+    """Raise ConfigError for native products of experts with tensor scales, or without whole tiles of block scales."""
+    if mode != "native" or not recipe.quantizes:
         return
-    if has_nvfp4(recipe):
-        raise ConfigError(f"recipe = {recipe.name!r}: experts have no native NVFP4 products; use mode 'emulated'")
+    if fmt := recipe.tensor_scaled:
+        raise ConfigError(f"recipe = {recipe.name!r}: experts have no native {fmt} products; use mode 'emulated'")
     for name, value in (("hidden features", hidden), ("features", features)):
         if value % TILE_ROWS:
             raise ConfigError(

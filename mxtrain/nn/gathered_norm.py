@@ -22,19 +22,17 @@ from typing import NamedTuple
 
 import torch
 
+from mxtrain.formats.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.format import LONGEST_BLOCK
+from mxtrain.formats.matrices import CastSpec, Codes, Operand, values_dtype
+from mxtrain.formats.recipe import LinearRecipe, Recipe
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.keyed import from_key
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import constant_operand, without_data
-from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
-from mxtrain.ops.gemm import Codes, Operand, values_dtype
-from mxtrain.ops.mxnorm import norm_backward
-from mxtrain.ops.quantize import cast, from_codes, normalize
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.recipe import LinearRecipe, Recipe, RMSEstimate, from_key
-
-BLOCK_OF_TOKENS = MXFP8.block_size
-"""Shards of sequences whose length is a multiple of this are whole blocks in every format."""
+from mxtrain.norms.mxnorm import norm_backward
 
 
 class NormedSequences(NamedTuple):
@@ -72,11 +70,11 @@ def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: Split
     Raises:
         ValueError: codes are asked for, and the shard is not whole blocks of tokens.
     """
-    whole_blocks = x.shape[1] % BLOCK_OF_TOKENS == 0
+    whole_blocks = x.shape[1] % LONGEST_BLOCK == 0
     if split.gather == "quantized" and not whole_blocks:
         raise ValueError(
             f"x {tuple(x.shape)}: {x.shape[1]} tokens on each of {split.processes} processes are not whole blocks of "
-            f"{BLOCK_OF_TOKENS}, which gather = 'quantized' needs"
+            f"{LONGEST_BLOCK}, which gather = 'quantized' needs"
         )
     if split.gather != "auto":
         return split.gather == "quantized"
@@ -101,7 +99,8 @@ class GatherThenNorm(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, split_key: str, is_compiled: bool):
         split = from_key(split_key)
         whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
-        xhat, rho = normalize(whole, from_key(estimate_key), from_key(recipe_key), mode)
+        recipe = from_key(recipe_key)
+        xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
         own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, own)
@@ -123,7 +122,7 @@ class NormThenGather(torch.autograd.Function):
     def forward(ctx, x, estimate_key: str, recipe_key: str, mode: str, split_key: str, is_compiled: bool, columns):
         recipe, split = from_key(recipe_key), from_key(split_key)
         rows = x.reshape(-1, x.shape[-1])
-        codes, rho = normalize(rows, from_key(estimate_key), recipe, mode, split.group, as_codes=True)
+        codes, rho = recipe.ops.normalize(rows, from_key(estimate_key), recipe, mode, split.group, as_codes=True)
         xhat = _gathered(codes, recipe, mode, split, x.shape[0], dim=1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rho)
@@ -186,8 +185,8 @@ def _norm_backward(ctx, saved, dxhat: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
-    """Codes of a shard's tokens -> the operand of whole sequences; ``dim`` as for ``quantize.from_codes``."""
-    return from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), recipe, mode, dim)
+    """Codes of a shard's tokens -> the operand of whole sequences; ``dim`` as for ``FormatOps.from_codes``."""
+    return recipe.ops.from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), mode, dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,6 +235,6 @@ class GatheredColumns:
     def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
         split = from_key(self.split_key)
         rows = x.reshape(-1, x.shape[-1])
-        settings = dict(row_factor=rho, signs=signs, group=split.group, as_codes=True)
-        codes = cast([rows], recipe, mode, (0,), **settings)[0]
+        spec = CastSpec(row_factor=rho, signs=signs, group=split.group, as_codes=True)
+        codes = recipe.ops.cast([rows], recipe, mode, (0,), spec)[0]
         return _gathered(codes, recipe, mode, split, x.shape[0], dim=0)

@@ -28,7 +28,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype, version
-from mxtrain.ops.quantize import joins
 
 
 class LinearGroup:
@@ -58,7 +57,7 @@ class LinearGroup:
             has_signs: whether the norm has signs for the Hadamard transform of wgrad's operands.
         """
         first, *others = self.linears
-        if not joins(first.recipe, mode) or (first.recipe.needs_signs and not has_signs):
+        if not first.recipe.joins(mode) or (first.recipe.needs_signs and not has_signs):
             return False
         if any(_stays_single(linear) for linear in self.linears):
             return False

@@ -2,6 +2,7 @@
 
 import torch
 
+from mxtrain.formats.matrices import check_tensor
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import (
@@ -12,7 +13,6 @@ from mxtrain.nn.three_gemms import (
     check_input,
     compute_dtype,
 )
-from mxtrain.ops.arguments import check_tensor
 
 
 @untraced
@@ -50,7 +50,7 @@ class MXLinear(QuantizedLinear):
     Args:
         in_features, out_features: multiples of the recipe's block sizes.
         bias: whether to add a bias, in high precision.
-        recipe: a name, a spec with a name for each GEMM (see ``mxtrain.recipes.parse.get_recipe``), or a Recipe.
+        recipe: a name, a spec with a name for each GEMM (see ``mxtrain.formats.parse.get_recipe``), or a Recipe.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that the input of a forward is
             on.
 

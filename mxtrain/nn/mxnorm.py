@@ -29,7 +29,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.formats.estimate import Estimator, P, RMSEstimate
+from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
+from mxtrain.formats.matrices import Operand, check_tensor
+from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
+from mxtrain.formats.schedule import LayerState
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.keyed import from_key
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
@@ -52,15 +59,7 @@ from mxtrain.nn.three_gemms import (
     constant_operand,
     without_data,
 )
-from mxtrain.ops.arguments import check_tensor
-from mxtrain.ops.gemm import Operand
-from mxtrain.ops.hardware import Mode, check_mode, mode_in_forward
-from mxtrain.ops.mxnorm import fold_backward, norm_backward
-from mxtrain.ops.quantize import normalize
-from mxtrain.recipes.formats import P
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import Estimator, LinearRecipe, RMSEstimate, from_key
-from mxtrain.recipes.schedule import LayerState
+from mxtrain.norms.mxnorm import fold_backward, norm_backward
 
 
 @untraced
@@ -73,7 +72,8 @@ class _MXNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, is_compiled: bool):
-        xhat, rho = normalize(x, from_key(estimate_key), from_key(recipe_key), mode)
+        recipe = from_key(recipe_key)
+        xhat, rho = recipe.ops.normalize(x, from_key(estimate_key), recipe, mode)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rho)
         ctx.mode, ctx.is_compiled = mode, is_compiled
@@ -202,7 +202,7 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         *,
         p: P = 2,
         estimator: Estimator = "pre_round",
-        recipe: str | LinearRecipe = "mxfp8",
+        recipe: str | LinearRecipe = DEFAULT_RECIPE,
         mode: Mode = "auto",
         **factory_kwargs,
     ):
@@ -228,7 +228,7 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         p: P = 2,
         estimator: Estimator = "pre_round",
         eps: float | None = None,
-        recipe: str | LinearRecipe = "mxfp8",
+        recipe: str | LinearRecipe = DEFAULT_RECIPE,
         mode: Mode = "auto",
     ) -> "MXNorm":
         """Return the MXNorm that replaces ``norm`` and shares its gain; ``eps`` None keeps the eps of ``norm``."""

@@ -8,19 +8,17 @@ from torch.nn.modules import module as of_all_modules
 from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.matrices import CastSpec, Codes, Operand
+from mxtrain.formats.mxnorm import scale_rows
+from mxtrain.formats.recipe import Recipe
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.keyed import from_key
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.routed_rows import RoutedRows, pack
 from mxtrain.nn.three_gemms import version
-from mxtrain.ops.gemm import Codes, Operand
-from mxtrain.ops.quantize import cast
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.recipe import Recipe, from_key
-from mxtrain.reference.casts import dequantize, from_blocked
-from mxtrain.reference.mxnorm import scale_rows
 
 LOOKS = ("shape", "size", "ndim", "dim", "numel", "device")
 """Attributes and methods that a ``NormedInput`` shares with the plain norm's result, with equal answers.
@@ -38,10 +36,8 @@ class _Values(torch.autograd.Function):
     def forward(ctx, h: torch.Tensor, data: torch.Tensor, scales, tensor_scale, recipe_key: str):
         ctx.set_materialize_grads(False)
         if scales is not None:
-            rows, columns = h.shape
-            recipe = from_key(recipe_key)
-            scales = from_blocked(scales, rows, columns // recipe.block_size)
-            data = dequantize(data, scales, recipe.format, h.dtype)
+            ops = from_key(recipe_key).ops
+            data = ops.dequantize(ops.codes_of(Operand(data, scales, tensor_scale)), h.dtype)
         return data.to(h.dtype, copy=True)
 
     @staticmethod
@@ -77,7 +73,8 @@ class NormedInput(NamedTuple):
         x_writes: ``writes_to(x)`` before the linears. A hook may have put a copy in the place of x since, with a count
             of its own.
         feeds_mixture: whether a mixture of experts takes the result: tokens as rows, and rows in the order of experts.
-        sends_codes: whether experts on other processes take these rows as codes, where fprop's format is MXFP8.
+        sends_codes: whether experts on other processes take these rows as codes, where fprop's format
+            has no tensor scale.
     """
 
     made_by: RecipeModule
@@ -141,15 +138,15 @@ class NormedInput(NamedTuple):
             raise TypeError(_refusal(self, "has no __getitem__"))
         if self.made_by.scores_first:
             return _Values.apply(self.h, *Operand(scale_rows(self.x, self.rho)), self.recipe.key)[index]
-        if self.sends_codes and self.recipe.format is MXFP8:
-            return RoutedRows(self.h, pack(self._codes()), index)
+        if self.sends_codes and self.recipe.sends_rows:
+            return RoutedRows(self.h, pack(self._codes()), self.recipe.format.name, index)
         return _Values.apply(self.h, *self.xhat, self.recipe.key)[index]
 
     def _codes(self) -> Codes:
-        data, scales, _ = self.xhat
-        if scales is None:
-            return cast([data], self.recipe, self.mode, (1,), as_codes=True)[1]
-        return Codes(data, from_blocked(scales, data.shape[0], data.shape[1] // self.recipe.block_size))
+        ops = self.recipe.ops
+        if self.xhat.scales is None:
+            return ops.cast([self.xhat.data], self.recipe, self.mode, (1,), CastSpec(as_codes=True))[1]
+        return ops.codes_of(self.xhat)
 
     def __getattr__(self, name: str):
         raise AttributeError(_refusal(self, f"has no {name!r}"))

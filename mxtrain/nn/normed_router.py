@@ -10,14 +10,14 @@ is then exact but for the fp32 sums, and no token chooses other experts than in 
 
 import torch
 
+from mxtrain.formats.matrices import at_least_fp32
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
-from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.nn.decompose_k.op import decompose_k_mm
+from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.normed_input import NormedInput, check_norm_result, refuse_backward_hook
 from mxtrain.nn.split import own_part
-from mxtrain.ops.decompose_k import decompose_k_mm
-from mxtrain.ops.mxnorm import fold_backward
-from mxtrain.reference.casts import at_least_fp32
+from mxtrain.norms.mxnorm import fold_backward
 
 
 @untraced

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn as nn
 
-from mxtrain.recipes.recipe import LinearRecipe
-from mxtrain.recipes.schedule import LayerState, Timeline
+from mxtrain.formats.format import FORMATS
+from mxtrain.formats.recipe import LinearRecipe
+from mxtrain.formats.schedule import LayerState, Timeline
 from mxtrain.rng.rounding import draws_of_call, position_as_set, random_position
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
+
+_LOADED = [fmt.ops for fmt in FORMATS.values()]  # with the layers, not while PyTorch traces one
 
 
 @dataclass(frozen=True)

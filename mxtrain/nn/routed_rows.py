@@ -1,29 +1,28 @@
-"""Rows of an MXNorm's result for experts, as expert parallelism sends them: MXFP8 codes and scales, joined as bytes.
+"""Rows of an MXNorm's result for experts, as expert parallelism sends them: codes and scales, joined as bytes.
 
-A row of D elements is D + D / 32 bytes, where bf16 values are 2 D. Bytes also pass FSDP, which casts floating inputs
-of experts, float8 among them.
+A row of D 8-bit elements in blocks of 32 is D + D / 32 bytes, where bf16 values are 2 D. Bytes also pass FSDP, which
+casts floating inputs of experts, float8 among them.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from mxtrain.formats.format import Format, format_named
+from mxtrain.formats.matrices import Codes
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
-from mxtrain.ops.gemm import Codes
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.reference.casts import dequantize
 
 
 def pack(codes: Codes) -> torch.Tensor:
-    """MXFP8 codes [R, D] and scales [R, D / 32] -> uint8 [R, D + D / 32]."""
+    """8-bit codes [R, D] and scales [R, D / block] -> uint8 [R, D + D / block]."""
     return torch.cat([codes.data.view(torch.uint8), codes.scales.view(torch.uint8)], 1)
 
 
-def unpack(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 [R, D + D / 32] -> values [R, D] in ``dtype``. Rows of zero bytes are zeros."""
-    codes, scales = packed.tensor_split([packed.shape[1] // (MXFP8.block_size + 1) * MXFP8.block_size], 1)
-    return dequantize(codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu), MXFP8, dtype)
+def unpack(packed: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 [R, D + D / block] -> values [R, D] in ``dtype``. Rows of zero bytes are zeros."""
+    data, scales = packed.tensor_split([packed.shape[1] // (fmt.block_size + 1) * fmt.block_size], 1)
+    return fmt.ops.dequantize(Codes(data.view(getattr(torch, fmt.element)), scales.view(torch.float8_e8m0fnu)), dtype)
 
 
 @untraced
@@ -31,14 +30,14 @@ class _Values(torch.autograd.Function):
     """h [R, D] and packed rows -> their values [R, D] in the dtype of h, with h's gradient."""
 
     @staticmethod
-    def forward(ctx, h: torch.Tensor, packed: torch.Tensor):
+    def forward(ctx, h: torch.Tensor, packed: torch.Tensor, format: str):
         ctx.set_materialize_grads(False)
-        return unpack(packed, h.dtype)
+        return unpack(packed, format_named(format), h.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dx: torch.Tensor):
-        return dx, None
+        return dx, None, None
 
 
 class RoutedRows(NamedTuple):
@@ -46,14 +45,16 @@ class RoutedRows(NamedTuple):
 
     Attributes:
         h: stands for the rows' values [T, D], with the same shape and dtype but without data; takes their gradient.
-        packed: uint8 [T, D + D / 32] (``pack``).
+        packed: uint8 [T, D + D / block] (``pack``).
+        format: name of their format.
         index: int64 [R]: the token of every row to be sent. None for rows that are in the order of experts.
     """
 
     h: torch.Tensor
     packed: torch.Tensor
+    format: str
     index: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
         """The rows [T, D] in the dtype of h."""
-        return _Values.apply(self.h, self.packed)
+        return _Values.apply(self.h, self.packed, self.format)

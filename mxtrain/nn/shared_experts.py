@@ -6,14 +6,13 @@ split by features and need the result of whole sequences [B, S, D]. So x is gath
 
 import torch
 
+from mxtrain.formats.collectives import gather_tokens, sum_tokens
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.keyed import from_key
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.normed_input import NormedInput, writes_to
 from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import constant_operand, without_data
-from mxtrain.ops.collectives import gather_tokens, sum_tokens
-from mxtrain.ops.quantize import normalize
-from mxtrain.recipes.recipe import from_key
 
 
 @untraced
@@ -27,7 +26,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx, h, x, estimate_key: str, recipe_key: str, mode: str, split_key: str):
         split = from_key(split_key)
         whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
-        xhat, rho = normalize(whole, from_key(estimate_key), from_key(recipe_key), mode)
+        recipe = from_key(recipe_key)
+        xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
         ctx.set_materialize_grads(False)
         ctx.split, ctx.batch = split, x.shape[0]
         ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))

@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial
 
-from mxtrain.recipes.recipe import Keyed
+from mxtrain.launch.keyed import Keyed
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
+from mxtrain.formats.matrices import CastSpec, Operand
+from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
+from mxtrain.formats.schedule import LayerState
+from mxtrain.launch.keyed import from_key
 from mxtrain.launch.once_differentiable import refuse_transforms
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
-from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.ops.hardware import Mode, check_mode, mode_in_forward
-from mxtrain.ops.quantize import cast
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import LinearRecipe, Recipe, from_key
-from mxtrain.recipes.schedule import LayerState
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -56,7 +56,7 @@ class ReadyOperands(NamedTuple):
 def constant_operand(xhat: Sequence[torch.Tensor | None], mode: str) -> Operand:
     """Return the operand of these results of an autograd function, for which no gradient is computed."""
     if mode == "reference":
-        # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
+        # Values may be a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
         # Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
         xhat = [None if t is None else t.detach() for t in xhat]
     return Operand(*xhat)
@@ -94,14 +94,14 @@ class ThreeGEMMs:
         """The layer's recipe."""
         return from_key(self.recipe_key)
 
-    def _cast(self, parts: Sequence[torch.Tensor], recipes: dict[int, Recipe], **settings) -> dict[int, Operand]:
+    def _cast(self, parts: Sequence[torch.Tensor], recipes: dict[int, Recipe], spec: CastSpec) -> dict[int, Operand]:
         """Cast a matrix along each dimension by that dimension's recipe. One read serves both if they are equal."""
         dims_of: dict[Recipe, tuple[int, ...]] = {}
         for dim, recipe in recipes.items():
             dims_of[recipe] = (*dims_of.get(recipe, ()), dim)
         found = {}
         for recipe, dims in dims_of.items():
-            found |= cast(parts, recipe, self.mode, dims, **settings)
+            found |= recipe.ops.cast(parts, recipe, self.mode, dims, spec)
         return found
 
     def quantize_activation(
@@ -113,7 +113,7 @@ class ThreeGEMMs:
             source: int64 [T]: X's row i is row source[i] of ``x``, zero if that is negative. None: X is ``x``.
             ends: int32 [G], the ends of groups of X's rows, which have tensor scales of their own. None: X has one.
         """
-        return self._cast([x], {1: self.recipe.fprop}, group=self.split.x, source=source, ends=ends)[1]
+        return self._cast([x], {1: self.recipe.fprop}, CastSpec(group=self.split.x, source=source, ends=ends))[1]
 
     def quantize_along_tokens(
         self,
@@ -129,8 +129,8 @@ class ThreeGEMMs:
             signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
             source, ends: as for ``quantize_activation``.
         """
-        settings = dict(row_factor=rho, signs=signs, group=self.split.x, source=source, ends=ends)
-        return self._cast([x], {0: self.recipe.wgrad}, **settings)[0]
+        spec = CastSpec(row_factor=rho, signs=signs, group=self.split.x, source=source, ends=ends)
+        return self._cast([x], {0: self.recipe.wgrad}, spec)[0]
 
     def quantize_weights(
         self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, dims: tuple[int, ...] = (1, 0)
@@ -138,14 +138,15 @@ class ThreeGEMMs:
         """W, or W diag(gain), as the operands of fprop [N, D] (1) and of dgrad [D, N] (0).
 
         Args:
-            ws: or stacked experts W_i [E, N_i, D], of which every expert's lie one below the other (with NVFP4 one W).
+            ws: or stacked experts W_i [E, N_i, D], of which every expert's lie one below the other (one W with tensor
+                scales).
                 N_i is whole blocks, so that no block holds two experts. The operands are [E N, D] and [D, E N].
         """
         experts = ws[0].shape[0] if ws[0].ndim == 3 else 1
         recipes = {1: self.recipe.fprop, 0: self.recipe.dgrad}
         recipes = {dim: recipes[dim] for dim in dims}
-        settings = dict(column_factor=gain, is_weight=True, group=self.split.w, experts=experts)
-        return self._cast([w.flatten(0, -2) for w in ws], recipes, **settings)
+        spec = CastSpec("weight", column_factor=gain, group=self.split.w, experts=experts)
+        return self._cast([w.flatten(0, -2) for w in ws], recipes, spec)
 
     def quantize_gradients(
         self,
@@ -168,8 +169,8 @@ class ThreeGEMMs:
         recipes = {1: self.recipe.dgrad} if for_dgrad else {}
         if for_wgrad:
             recipes[0] = self.recipe.wgrad
-        settings = dict(axis=1, signs=signs, draws=draws, group=self.split.dy, source=source, ends=ends)
-        found = self._cast(dys, recipes, **settings)
+        spec = CastSpec("gradient", 1, signs=signs, draws=draws, group=self.split.dy, source=source, ends=ends)
+        found = self._cast(dys, recipes, spec)
         return found.get(1), found.get(0)
 
     def quantize_ahead(
@@ -199,7 +200,7 @@ class ThreeGEMMs:
             joined: compute all of Y as one GEMM. It stays in memory as long as any Y_i is needed.
         """
         operands = self._for_fprop(ws, gain, joined) if ready is None else ready.fprop
-        ys = tuple(matmul(x, w, out_dtype) for w in operands)
+        ys = tuple(self.recipe.fprop.ops.matmul(x, w, out_dtype) for w in operands)
         if len(ys) == len(ws):
             return ys
         # Not views for autograd, which would forbid writes to them.
@@ -215,11 +216,11 @@ class ThreeGEMMs:
     ) -> torch.Tensor:
         """dX [T, D] from dY quantized along N: the sum over the layers. ``ready`` takes the place of W and gain."""
         w = self.quantize_weights(ws, gain, (0,))[0] if ready is None else ready.dgrad
-        return matmul(dy, w, out_dtype)
+        return self.recipe.dgrad.ops.matmul(dy, w, out_dtype)
 
     def wgrad(self, dy: Operand, x: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         """dW [N, D] from dY and X quantized along T."""
-        return matmul(dy, x, out_dtype)
+        return self.recipe.wgrad.ops.matmul(dy, x, out_dtype)
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
@@ -292,7 +293,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         out_features: int,
         bias: bool = True,
         *,
-        recipe: str | LinearRecipe = "mxfp8",
+        recipe: str | LinearRecipe = DEFAULT_RECIPE,
         mode: Mode = "auto",
         **factory_kwargs,
     ):
@@ -305,7 +306,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         self.set_seed(0, "")
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, recipe: str | LinearRecipe = "mxfp8", mode: Mode = "auto") -> Self:
+    def from_linear(
+        cls, linear: nn.Linear, *, recipe: str | LinearRecipe = DEFAULT_RECIPE, mode: Mode = "auto"
+    ) -> Self:
         """Return the same layer, sharing the parameters of ``linear`` (which may be on the meta device)."""
         new = cls(
             linear.in_features,
@@ -356,7 +359,7 @@ def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, rec
     Raises ConfigError for DTensors, unless nothing is quantized, and RuntimeError in a transform of ``torch.func``.
     """
     refuse_transforms()
-    if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and any(gemm.format for gemm in recipe.gemms):
+    if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and recipe.quantizes:
         raise ConfigError(
             "a quantized layer got a DTensor: PyTorch's tensor parallelism (parallelize_module) does not split its "
             "casts. Keep the layer with filter_fqns, or train with 'mxtrain train', which splits them"
@@ -378,7 +381,7 @@ def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) 
         return
     if dtype != torch.float64:
         raise ValueError(f"{name} of {dtype}: expected bfloat16 or float32")
-    if mode != "reference" or any(gemm.format is not None for gemm in recipe.gemms):
+    if mode != "reference" or recipe.quantizes:
         raise ValueError(
             f"{name} of {dtype} with recipe {recipe.name!r} in mode {mode!r}: expected bfloat16 or float32; float64 "
             "needs recipe 'unquantized' in mode 'reference'"

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from mxtrain.reference.casts import at_least_fp32, converted
+from mxtrain.formats.matrices import at_least_fp32, converted
 
 
 def row_norm(

@@ -13,12 +13,11 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
+from mxtrain.formats.matrices import at_least_fp32, check_tensor
+from mxtrain.launch import HAS_TRITON, runs_kernels
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable, refuse_transforms
 from mxtrain.norms import reference
-from mxtrain.ops.arguments import check_tensor
-from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
-from mxtrain.reference.casts import at_least_fp32
 
 if HAS_TRITON:
     from mxtrain.norms import kernels

@@ -32,9 +32,11 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from mxtrain.formats.format import FORMATS
+from mxtrain.formats.gemm import guarded_mm
+from mxtrain.formats.matrices import ELEMENTS_PER_BYTE
+from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.ops.decompose_k import decompose_k_mm
-from mxtrain.ops.gemm import guarded_mm
 
 PRODUCTS = (
     torch.ops.aten._scaled_mm_v2.default,  # of codes and scales: mode "native"
@@ -43,11 +45,8 @@ PRODUCTS = (
 )
 """Products of two matrices, the second of them [K, N]: kept and counted as ``aten.mm`` is"""
 
-KEPT = (
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,  # so that a CPU keeps what a GPU keeps
-    torch.ops.mxtrain.nvfp4_tensor_scales.default,  # reads whole matrices
-)
-"""Operations whose results are always kept"""
+KEPT = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)  # so that a CPU keeps what a GPU keeps
+"""Operations whose results are always kept, beside those of the formats (``FormatOps.kept``)"""
 
 LABELS = (
     torch.ops.profiler._record_function_enter_new.default,
@@ -81,8 +80,10 @@ def multiply_one_by_one(model: torch.nn.Module) -> None:
 
 
 def _with_own_operations(policy: Callable) -> Callable:
+    kept = {*KEPT, *(op for fmt in FORMATS.values() for op in fmt.ops.kept)}
+
     def decide(ctx, func, *args, **kwargs) -> CheckpointPolicy:
-        if func in KEPT:
+        if func in kept:
             return CheckpointPolicy.MUST_SAVE
         if func in PRODUCTS:
             return policy(ctx, torch.ops.aten.mm.default, args[0], _matrix(args[1]))
@@ -93,6 +94,5 @@ def _with_own_operations(policy: Callable) -> Callable:
 
 def _matrix(b: torch.Tensor) -> torch.Tensor | SimpleNamespace:
     """The second factor, or its shape in elements: TorchTitan compares it with the shapes that the settings name."""
-    if b.dtype != torch.float4_e2m1fn_x2:
-        return b
-    return SimpleNamespace(shape=torch.Size((2 * b.shape[0], b.shape[1])))
+    elements = ELEMENTS_PER_BYTE.get(b.dtype, 1)
+    return b if elements == 1 else SimpleNamespace(shape=torch.Size((elements * b.shape[0], b.shape[1])))

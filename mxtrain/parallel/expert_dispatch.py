@@ -1,21 +1,21 @@
-"""What expert parallelism sends: MXFP8 codes, where an MXNorm or a cast makes them.
+"""What expert parallelism sends: codes, where an MXNorm makes them.
 
 An MXNorm that ``sends_codes`` hands rows of tokens to experts as ``RoutedRows``. TorchTitan sends and permutes their
-bytes as it does with values; its padding, zero bytes, decodes to zeros. The experts decode. So an element takes
-1 + 1 / 32 bytes on the way instead of 2, and every operand has the same bits. Gradients of these rows, and the experts'
-results and their gradients, travel in high precision.
+bytes as it does with values; its padding, zero bytes, decodes to zeros. The experts decode. So an element of
+MXFP8 takes 1 + 1 / 32 bytes on the way instead of 2, and every operand has the same bits. Gradients of these rows, and
+the experts' results and their gradients, travel in high precision.
 """
 
 import torch
 import torch.nn as nn
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.collectives import exchange_rows
+from mxtrain.formats.format import FORMATS
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import without_data
-from mxtrain.ops.collectives import exchange_rows
-from mxtrain.recipes.formats import MXFP8
 
 
 @untraced
@@ -60,9 +60,10 @@ def choose_exchange(model: nn.Module, dispatch: str) -> None:
             why = "no MXNorm feeds" if norm is None else "rows are multiplied by their scores before"
             raise ConfigError(f"mxnorm.dispatch = 'quantized' needs codes, and {why} {experts.fqn}: allowed is 'auto'")
         recipes = [recipe.fprop for recipe in experts.recipes]
-        if dispatch == "quantized" and all(recipe.format is not MXFP8 for recipe in recipes):
+        if dispatch == "quantized" and not any(recipe.sends_rows for recipe in recipes):
+            formats = " or ".join(str(fmt) for fmt in FORMATS.values() if not fmt.has_tensor_scale)
             raise ConfigError(
-                f"mxnorm.dispatch = 'quantized' needs MXFP8 in fprop, and {experts.fqn} has {recipes[0].name!r}: "
+                f"mxnorm.dispatch = 'quantized' needs {formats} in fprop, and {experts.fqn} has {recipes[0].name!r}: "
                 "allowed is 'auto'"
             )
         if norm is not None:

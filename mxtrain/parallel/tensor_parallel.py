@@ -7,10 +7,10 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.nn.experts import QuantizedExperts, weight_names
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.recipes.recipe import LinearRecipe
 
 DEGREE = "parallelism.tensor_parallel_degree"
 WHOLE_FEATURES = 8

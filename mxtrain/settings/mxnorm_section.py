@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from mxtrain.errors import ConfigError, errors_begin_with
-from mxtrain.recipes.parse import SWITCHES, get_recipes
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.recipes.schedule import ScheduleEntry, parse_entries
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.parse import SWITCHES, get_recipes
+from mxtrain.formats.schedule import ScheduleEntry, parse_entries
 
 SCHEDULE = "mxnorm.schedule"
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")

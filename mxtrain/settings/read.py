@@ -62,6 +62,9 @@ def _settings(known: Mapping[str, Field], tables: Mapping, flags: dict) -> Setti
     if older := values.get("model.tokenizer_path"):
         values["model.hf_assets_path"] = older
     settings = Settings(known, values)
+    own = settings["experimental.custom_import"]
+    if own and own.partition(".")[0] != __package__.partition(".")[0]:
+        import_own("experimental.custom_import", own)  # it may register recipes
     check_settings(settings)
     return settings
 

@@ -13,7 +13,7 @@ from pydantic_core import to_jsonable_python
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
-from mxtrain.recipes.schedule import ScheduleEntry
+from mxtrain.formats.schedule import ScheduleEntry
 from mxtrain.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import beside_batch, global_batch_size

@@ -14,8 +14,8 @@ nested tables cannot read field types that are strings.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mxtrain.recipes.formats import P_VALUES, SCALE_ROUNDINGS
-from mxtrain.recipes.recipe import ESTIMATORS, TENSOR_SCALES
+from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
+from mxtrain.formats.format import SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,

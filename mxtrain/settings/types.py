@@ -17,8 +17,8 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from mxtrain.data.config import LARGEST_VOCABULARY
 from mxtrain.files import local_path
+from mxtrain.formats.schedule import RMSNORM
 from mxtrain.json_toml import parse
-from mxtrain.recipes.schedule import RMSNORM
 from mxtrain.settings.removed import SCHEDULE_KEYS
 
 

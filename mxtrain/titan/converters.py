@@ -13,10 +13,10 @@ from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.schedule import GRAPHS, allow_graphs, attach_schedule
 from mxtrain.diagnostics.recording import check_patterns
 from mxtrain.errors import ConfigError, errors_begin_with, setting_in
+from mxtrain.formats.gemm import sum_bf16_products_in_fp32
+from mxtrain.formats.hardware import mode_reason, resolve_mode
+from mxtrain.formats.parse import SWITCHES, switches_in_effect
 from mxtrain.nn.ready_weights import note_norms
-from mxtrain.ops.gemm import sum_bf16_products_in_fp32
-from mxtrain.ops.hardware import mode_reason, resolve_mode
-from mxtrain.recipes.parse import SWITCHES, switches_in_effect
 from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters

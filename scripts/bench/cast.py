@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from cast_cases import EPS, random_rho
 from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting, is_rounding_apart, ours, same_bits
 
-from mxtrain.ops.grouped import make_groups
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference import casts
-from mxtrain.reference.mxnorm import inverse_rms, norm_backward, scale_rows
+from mxtrain.formats import mx as casts
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.grouped import make_groups
+from mxtrain.formats.matrices import joined, rows_in_order
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.mxnorm import inverse_rms, norm_backward, scale_rows
+from mxtrain.formats.parse import get_recipe
 
 RECIPE = get_recipe("mxfp8")
 
@@ -53,7 +54,7 @@ def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxnorm import mxnorm_cast
+    from mxtrain.formats.norm_kernel import mxnorm_cast
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     # Triton's interpreter truncates to bf16 instead of rounding, so it gets a residual whose sum is exact in bf16.
@@ -113,7 +114,7 @@ def is_mxnorm_cast(result, x, residual, estimate: RMSEstimate, form: str) -> boo
 
 
 def backward_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxnorm_backward import norm_backward as kernel
+    from mxtrain.norms.mxnorm_backward import norm_backward as kernel
 
     g, x, rho = draw(shape, device), draw(shape, device), random_rho(shape[0], device)
     peers = ("norm backward in PyTorch, compiled",)
@@ -152,7 +153,7 @@ def liger_backward(g: torch.Tensor, x: torch.Tensor, gain: torch.Tensor) -> Call
 
 
 def dual_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.cast import cast
 
     x = draw(shape, device)
 
@@ -236,7 +237,7 @@ def two_images(x: torch.Tensor):
 
 
 def column_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.cast import cast
 
     rho = random_rho(shape[0], device)
     entries = []
@@ -271,8 +272,8 @@ def column_image(x: torch.Tensor, rho: torch.Tensor):
 
 
 def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxfp8.cast import cast
-    from mxtrain.kernels.mxnorm_backward import fold_backward
+    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.norms.mxnorm_backward import fold_backward
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
     d_folded = draw(shape, device)
@@ -331,7 +332,7 @@ EXPERTS = 256
 
 
 def expert_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.cast import cast
 
     x, source = draw(shape, device), source_of_experts(shape[0], device)
     entries = compiled("gather and image in PyTorch", gathered_image, (x, source), max_autotune)
@@ -342,7 +343,7 @@ def expert_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]
                 lambda dims=dims, form=form: cast(x, RECIPE, dims, form, source=source),
                 (x, source),
                 lambda results, form=form: all(
-                    is_cast(result, casts.rows_in_order(x, source), dim, form) for dim, result in results.items()
+                    is_cast(result, rows_in_order(x, source), dim, form) for dim, result in results.items()
                 ),
                 ("gather and image in PyTorch, compiled",) if dims == (1,) else (),
             )
@@ -354,7 +355,7 @@ def expert_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]
                 f"cast of W1 and W3 ({dim},) image",
                 lambda dim=dim: cast(parts, RECIPE, (dim,), "image", experts=experts),
                 parts,
-                lambda results, dim=dim: is_cast(results[dim], casts.joined(parts, 0, experts), dim, "image"),
+                lambda results, dim=dim: is_cast(results[dim], joined(parts, 0, experts), dim, "image"),
                 (),
             )
         )
@@ -375,7 +376,7 @@ def source_of_experts(tokens: int, device: str) -> torch.Tensor:
 
 def gathered_image(x: torch.Tensor, source: torch.Tensor):
     """The bf16 image of rows in the order of experts, as PyTorch operations."""
-    rows = casts.rows_in_order(x, source)
+    rows = rows_in_order(x, source)
     return casts.image(rows, MXFP8, RECIPE.scale_rounding, 1, torch.bfloat16)
 
 

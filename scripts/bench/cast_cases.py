@@ -3,8 +3,8 @@
 import torch
 from kernel_benchmark import Shape
 
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference.casts import split_blocks
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.matrices import split_blocks
 
 EPS = 1e-5
 # Inputs x [T, D] of a norm.

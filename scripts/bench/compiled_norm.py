@@ -21,9 +21,9 @@ from kernel_benchmark import Entry, Section, Shape, compiled_function, draw, is_
 from torch._inductor import config
 
 from mxtrain.compile.passes import install
-from mxtrain.kernels.mxnorm import mxnorm_cast
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.norm_kernel import mxnorm_cast
+from mxtrain.formats.parse import get_recipe
 
 RECIPE = get_recipe("mxfp8").fprop
 ESTIMATE = RMSEstimate.for_recipe(RECIPE, 2, "pre_round", 1e-5)

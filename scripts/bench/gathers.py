@@ -4,8 +4,8 @@ A norm feeds three linears, as attention_norm feeds wq, wk and wv. For every rec
 activation checkpointing it prints the bytes of all gathers of one forward and backward, per element of the norm's input
 [B, S, D]. Of these bytes, a process of P receives (P - 1) / P. Inputs are bf16, and D is ``--dim``.
 
-Column "kept" is a checkpointing policy that saves what ``mxtrain.ops.collectives.GATHER_PARTS`` returns. Counts are of
-eager code. A compiled layer repeats a gather only where its backward needs the result again, which in a transformer
+Column "kept" is a checkpointing policy that saves what ``mxtrain.formats.collectives.GATHER_PARTS`` returns. Counts are
+of eager code. A compiled layer repeats a gather only where its backward needs the result again, which in a transformer
 block it does: attention and SiLU read the linears' outputs.
 
 Usage:
@@ -30,7 +30,7 @@ def counts_of(recipe, gather: str, mode: str, dim: int, mesh) -> float:
     """Return the gathered bytes per element of the norm's input."""
     from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-    from mxtrain.ops.collectives import GATHER_PARTS
+    from mxtrain.formats.collectives import GATHER_PARTS
     from tests.support.gather_counts import counted, split_block
     from tests.support.layer_checks import CHECKPOINTING, NormBlock
 

@@ -13,8 +13,8 @@ Source: PyTorch's ``torch._inductor.kernel.custom_op``.
 import torch
 from torch._inductor.kernel.custom_op import CustomOpConfig, register_custom_op_autotuning
 
-from mxtrain.ops import decompose_k as matmul
-from mxtrain.ops.gemm import wide_product
+from mxtrain.formats.gemm import wide_product
+from mxtrain.nn.decompose_k import op as matmul
 
 # The ranges of M end here. The last range is open and is timed at LARGEST_M.
 SPLIT_POINTS = (1, 8, 32, 128, 512)

@@ -39,13 +39,14 @@ import torch.nn.functional as F
 from cast_cases import EPS, random_rho
 from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, draw, ours, same_bits, tensors
 
-from mxtrain.recipes.formats import NVFP4
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference import casts, nvfp4
-from mxtrain.reference.hadamard import hadamard, pad, unpack_signs
-from mxtrain.reference.mxnorm import inverse_rms, scale_rows
-from mxtrain.reference.philox import rounding_bits, rounding_words
+from mxtrain.formats import mx as casts
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.mxnorm import inverse_rms, scale_rows
+from mxtrain.formats.nvfp4 import NVFP4
+from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.parse import get_recipe
+from mxtrain.rng.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 RECIPE = get_recipe("nvfp4")
@@ -92,7 +93,7 @@ def same_results(results, expected) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.mxnorm import nvfp4_norm
+    from mxtrain.formats.norm_kernel import nvfp4_norm
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     peers = ("RMSNorm + torchao, compiled",)
@@ -247,8 +248,8 @@ def counting(reads: tuple[torch.Tensor, ...], entries: list[Entry]) -> list[Entr
 
 
 def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
+    from mxtrain.formats.nvfp4.cast import nvfp4_cast
+    from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 
     def scales(dy, signs, draws):
         return nvfp4_tensor_scales([dy], signs)
@@ -311,8 +312,8 @@ def torchao_gradient(dy: torch.Tensor, with_maxima: bool) -> Callable[[], object
 
 
 def input_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
+    from mxtrain.formats.nvfp4.cast import nvfp4_cast
+    from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 
     def scales(x, rho, signs):
         return nvfp4_tensor_scales([x], signs, rho)
@@ -337,8 +338,8 @@ def input_in_pytorch(matrices, scales, form, x, rho, signs):
 
 
 def weight_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
-    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+    from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
+    from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
 
     def scales(weight, gain=None):
         return nvfp4_tensor_scales([weight], column_factor=gain)

@@ -19,12 +19,12 @@ from pathlib import Path
 import benchmarking
 import torch
 
-from mxtrain.recipes.formats import NVFP4, NVFP4_SCALE_MIN
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference.casts import at_least_fp32
-from mxtrain.reference.mxnorm import block_amax, inverse_rms, scale_rows
-from mxtrain.reference.nvfp4 import cast, dequantize, dynamic_tensor_scale, static_tensor_scale
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.formats.mxnorm import block_amax, inverse_rms, scale_rows
+from mxtrain.formats.nvfp4 import NVFP4, SCALE_MIN, static_tensor_scale
+from mxtrain.formats.nvfp4.reference import cast, dequantize, dynamic_tensor_scale
+from mxtrain.formats.parse import get_recipe
 
 ESTIMATES = {"p=1": (1, "pre_round"), "p=2": (2, "pre_round"), "exact": (2, "exact")}
 ELEMENTS = 2**20
@@ -137,7 +137,7 @@ def measure(xhat: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[flo
     signal, noise = (
         part.double().square().reshape(-1, NVFP4.block_size).sum(1) for part in (xhat, values.double() - xhat)
     )
-    lowest = NVFP4.element_max * NVFP4_SCALE_MIN * tensor_scale
+    lowest = NVFP4.element_max * SCALE_MIN * tensor_scale
     at_floor = (block_amax(xhat, NVFP4.block_size) < lowest).float().mean().item()
     of_blocks = decibels(signal, noise).sort().values
     return decibels(signal.sum(), noise.sum()).item(), of_blocks[len(of_blocks) // 100].item(), at_floor

@@ -125,7 +125,7 @@ def our_entries(run: Callable, products: dict[Shape, bool], options: Options) ->
     Args:
         products: shape of each product in ``run`` -> whether its operands are contiguous along K.
     """
-    from mxtrain.kernels.decompose_k import choose
+    from mxtrain.nn.decompose_k.kernels import choose
 
     device = torch.empty(0, device=options.device).device
 

@@ -23,11 +23,11 @@ import triton.language as tl
 from cast import RECIPE, is_cast
 from kernel_benchmark import Entry, Section, Shape, compiled_function, draw, ours
 
-from mxtrain.kernels.casts import casts_of
-from mxtrain.kernels.mxfp8 import swiglu_cast as kernels
-from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
-from mxtrain.reference import swiglu as reference
+from mxtrain.formats import swiglu as reference
+from mxtrain.formats.cast_kernels import casts_of
+from mxtrain.formats.mxfp8 import swiglu_cast as kernels
+from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
 
 SHAPES: tuple[Shape, ...] = ((65536, 2048), (16384, 8192), (16384, 14336))
 TILES = (

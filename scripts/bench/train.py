@@ -41,7 +41,7 @@ from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
 from mxtrain.compile import passes
-from mxtrain.ops.hardware import default_device_type, resolve_mode
+from mxtrain.formats.hardware import default_device_type, resolve_mode
 from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
 
 KERNEL_PACKAGES = ("mxtrain", "torchao")

@@ -18,10 +18,11 @@ import torch
 from torchtitan.protocols.model_converter import register_model_converter
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.estimate import norm_constant
+from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.mxnorm import block_amax, scale_rows
 from mxtrain.nn import gathered_norm, mxnorm
-from mxtrain.recipes.formats import MXFP8, norm_constant
-from mxtrain.reference.casts import at_least_fp32
-from mxtrain.reference.mxnorm import block_amax, scale_rows
 
 BLOCK, CONSTANT = MXFP8.block_size, norm_constant(2, MXFP8.block_size)
 
@@ -40,7 +41,7 @@ def radial(xhat: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tens
 
 
 def gradient_with(factor):
-    """Return the function that takes the place of ``mxtrain.ops.mxnorm.norm_backward``, with c from ``factor``."""
+    """Return the function that takes the place of ``mxtrain.norms.mxnorm.norm_backward``, with c from ``factor``."""
 
     def norm_backward(
         g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor, mode: str, is_compiled: bool

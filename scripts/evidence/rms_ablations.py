@@ -22,11 +22,12 @@ import torch
 from torchtitan.protocols.model_converter import register_model_converter
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.matrices import CastSpec, Operand
+from mxtrain.formats.mxfp8.ops import MXFP8Ops
+from mxtrain.formats.mxnorm import mean_square
+from mxtrain.formats.recipe import Recipe
 from mxtrain.nn import mxnorm
-from mxtrain.ops.gemm import Operand
-from mxtrain.ops.mxfp8 import cast
-from mxtrain.recipes.recipe import Recipe, RMSEstimate
-from mxtrain.reference.mxnorm import mean_square
 
 
 def evenly_damped(true: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
@@ -35,16 +36,18 @@ def evenly_damped(true: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
 
 
 def normalize_with(choose):
-    """Return the function that takes the place of ``mxtrain.ops.quantize.normalize``.
+    """Return the function that takes the place of ``FormatOps.normalize``.
 
     Args:
         choose: gets the squares of the true RMS and of the estimate, fp64 [T], and returns what the norm takes.
     """
 
-    def normalize(x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str) -> tuple[Operand, torch.Tensor]:
+    def normalize(
+        ops, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, mode: str
+    ) -> tuple[Operand, torch.Tensor]:
         square = choose(x.double().square().mean(-1), mean_square(x, estimate, recipe))
         rho = (1 / torch.sqrt(square + estimate.eps)).to(torch.promote_types(x.dtype, torch.float32))
-        return cast([x], recipe, mode, (1,), row_factor=rho)[1], rho
+        return ops.cast([x], recipe, mode, (1,), CastSpec(row_factor=rho))[1], rho
 
     return normalize
 
@@ -76,9 +79,9 @@ class _Ablation:
         norms = [module for module in model.modules() if isinstance(module, mxnorm.MXNorm)]
         if not norms:
             raise ConfigError("model.converters: an ablation of the norm's forward comes after 'mxnorm'")
-        if nvfp4 := [norm.recipe.fprop.name for norm in norms if norm.recipe.fprop.is_nvfp4]:
+        if nvfp4 := [norm.recipe.fprop.name for norm in norms if norm.recipe.fprop.tensor_scaled]:
             raise ConfigError(f"mxnorm.recipe = {nvfp4[0]!r}: an ablation of the norm's forward has no NVFP4")
-        mxnorm.normalize = normalize_with(self.choose)
+        MXFP8Ops.normalize = normalize_with(self.choose)
 
     def post_optimizer_hook(self, model) -> None:
         pass

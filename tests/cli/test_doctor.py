@@ -9,7 +9,7 @@ import torch
 
 from mxtrain import cli
 from mxtrain.cli import doctor
-from mxtrain.ops.hardware import MODES
+from mxtrain.formats.hardware import MODES
 
 
 def test_doctor_prints_versions_devices_and_modes(capsys):

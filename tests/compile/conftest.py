@@ -1,6 +1,6 @@
 import pytest
 
-from mxtrain.ops.hardware import runs_kernels
+from mxtrain.launch import runs_kernels
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ def test_numbers_make_no_difference(monkeypatch):
     finally:
         passes.remove()
     launch = {"x_ptr": torch.ones(2), "rows": 3, "FORM": "image"}
-    kernel, others = Kernel("mxtrain.kernels.cast"), Kernel("users.kernels")
+    kernel, others = Kernel("mxtrain.formats.cast"), Kernel("users.kernels")
     assert [find(kernel, {**launch, "rows": rows}, {}) for rows in (3, 16)] == [1, 1]
     assert find(kernel, {**launch, "FORM": "codes"}, {}) == 2
     assert find(kernel, {**launch, "x_ptr": torch.ones(2, dtype=torch.int8)}, {}) == 3
     assert find(kernel, {**launch, "x_ptr": None}, {}) == 4
-    assert find(Kernel("mxtrain.kernels.cast"), launch, {}) == 5
+    assert find(Kernel("mxtrain.formats.cast"), launch, {}) == 5
     assert [find(others, launch, {}) for _ in range(2)] == [6, 7]

@@ -11,8 +11,8 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from mxtrain.compile import launches, passes
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.parse import get_recipe
 from tests.support.graph_checks import assert_same, draw, graph_after, operations
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -26,13 +26,13 @@ ESTIMATE = RMSEstimate.for_recipe(RECIPE)
 
 def kernels_of_each_kind(x, w, gain):
     """An op with two launches, and ops whose result is one tensor, a list or a tuple."""
-    from mxtrain.kernels.mxfp8.cast import cast
-    from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast
-    from mxtrain.kernels.mxnorm import mxnorm_cast
-    from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
-    from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-    from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
-    from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast
+    from mxtrain.formats.norm_kernel import mxnorm_cast
+    from mxtrain.formats.nvfp4.cast import nvfp4_cast
+    from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
+    from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
+    from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
 
     normed = mxnorm_cast(x, ESTIMATE, RECIPE, "image")
     joined = cast([w, w + 1], RECIPE, (1, 0), "blocked", column_factor=gain)
@@ -67,7 +67,7 @@ def test_the_bits_are_those_of_the_ops(monkeypatch):
 
 def test_symbolic_rows(monkeypatch):
     """As of experts, whose number of rows changes from step to step."""
-    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.cast import cast
 
     def cast_in_order(x, source):
         torch._check(x.shape[1] == D)  # in a model, the weight says this

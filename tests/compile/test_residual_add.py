@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mxtrain.compile.residual_add import fuse_residual_add
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.parse import get_recipe
 from tests.support.graph_checks import assert_same, draw, graph_after, operations
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -17,13 +17,13 @@ MXFP8, NVFP4 = (get_recipe(name).fprop for name in ("mxfp8", "nvfp4"))
 
 
 def mxfp8(rows, form="image"):
-    from mxtrain.kernels.mxnorm import mxnorm_cast
+    from mxtrain.formats.norm_kernel import mxnorm_cast
 
     return results(mxnorm_cast(rows, RMSEstimate.for_recipe(MXFP8, 2, "pre_round", 1e-5), MXFP8, form))
 
 
 def nvfp4(rows, form="image"):
-    from mxtrain.kernels.mxnorm import nvfp4_norm
+    from mxtrain.formats.norm_kernel import nvfp4_norm
 
     return results(nvfp4_norm(rows, RMSEstimate.for_recipe(NVFP4, 2, "pre_round", 1e-5), 2.0**-8, form))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxtrain.compile.rounding import fuse_rounding
-from mxtrain.recipes.parse import get_recipe
+from mxtrain.formats.parse import get_recipe
 from tests.support.graph_checks import assert_same, draw, graph_after, operations
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -19,7 +19,7 @@ TO_BF16 = "prims.convert_element_type.default"
 
 def casts(gradient, form="image"):
     """Both casts of a gradient [T, D]."""
-    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.cast import cast
 
     results = [each for result in cast(gradient, RECIPE, (1, 0), form).values() for each in result if each is not None]
     return [each.view(torch.uint8) if each.itemsize == 1 else each for each in results]
@@ -49,7 +49,7 @@ def test_symbolic_rows():
 
 
 def test_a_factor_is_not_read_before_its_rounding():
-    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.cast import cast
 
     def backward(gradient, gain):
         casts = cast(gradient.to(BF16), RECIPE, (1, 0), "image", column_factor=gain.to(BF16))

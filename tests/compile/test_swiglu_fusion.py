@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mxtrain import MXLinear
 from mxtrain.compile.swiglu import fuse_swiglu
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.swiglu import swiglu_backward
+from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.swiglu import swiglu_backward
 from tests.support.feed_forward import D, FeedForward, H, T, graphs_of, kept_for_backward, swiglu
 from tests.support.graph_checks import draw, graph_after, operations
 
@@ -151,7 +151,7 @@ def test_casts_with_other_scales_stay_alone(layer, left):
 
 
 def test_a_cast_with_a_factor_stays_unfused():
-    from mxtrain.kernels.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.cast import cast
 
     def function(gate, up, factor):
         casts = cast(swiglu(gate, up), MXFP8, (1, 0), "image", column_factor=factor)

@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.recipe_module import RecipeModule
-from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 from tests.support.conversion_models import Attention, FeedForward, Layer, llama

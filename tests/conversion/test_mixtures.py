@@ -9,11 +9,11 @@ import torch.nn as nn
 
 from mxtrain import ConfigError, convert
 from mxtrain.conversion.schedule import attach_schedule, set_step
+from mxtrain.formats.schedule import parse_entries
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.ready_weights import ReadyWeights
-from mxtrain.recipes.schedule import parse_entries
 from mxtrain.titan.v02.repairs.cpu_histc import histc
 
 moe = pytest.importorskip("torchtitan.models.moe.moe", reason="mixtures of experts of TorchTitan 0.2.2")
@@ -161,7 +161,7 @@ def test_behind_a_norm_experts_have_nvfp4_in_dgrad_and_wgrad_only():
     model = model_of(**AFTER)
     recipe = "fprop=mxfp8, dgrad=nvfp4, wgrad=nvfp4"
     ours, plan = converted(model, recipe=recipe, high_precision_share=0.0, estimator="exact")
-    assert plan.mixtures.keys() == {"layers.0.norm"} and ours.layers[0].moe.experts.recipe.wgrad.is_nvfp4
+    assert plan.mixtures.keys() == {"layers.0.norm"} and ours.layers[0].moe.experts.recipe.wgrad.tensor_scaled
     assert max(errors(results(ours, tokens()), results(model, tokens()))) < 0.4
     entries = parse_entries([{"from_step": 2, "recipe": "nvfp4"}], 10, {}, "mxnorm.schedule")
     with pytest.raises(ConfigError, match="layers.0.moe.experts.*NVFP4"):

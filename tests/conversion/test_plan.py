@@ -15,11 +15,11 @@ from mxtrain.conversion.norms import NormFacts
 from mxtrain.conversion.plan import Plan, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
 from mxtrain.conversion.survey import Survey
 from mxtrain.conversion.weights import WeightFacts
-from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.formats.hardware import default_device_type, resolve_mode
+from mxtrain.formats.recipe import RECIPES
+from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
-from mxtrain.ops.hardware import default_device_type, resolve_mode
-from mxtrain.recipes.recipe import RECIPES
 
 NORM = NormFacts(nn.RMSNorm, (64,), 1e-6, recognised="RMSNorm by type")
 NO_LOOKALIKES = {nn.RMSNorm: {}, nn.LayerNorm: {}}
@@ -85,7 +85,7 @@ def test_mode_auto_stays_auto_and_the_report_says_what_it_is_now():
 
 
 def test_a_mode_that_no_device_of_the_machine_runs_is_refused(monkeypatch):
-    monkeypatch.setattr("mxtrain.ops.hardware.default_device_type", lambda: "cpu")
+    monkeypatch.setattr("mxtrain.formats.hardware.default_device_type", lambda: "cpu")
     for device_type in ("cpu", None):
         with pytest.raises(ConfigError, match="mode = 'native' cannot run here: needs MX tensor cores"):
             plan(block(device_type=device_type), mode="native")

@@ -7,8 +7,8 @@ import torch.nn as nn
 import mxtrain
 from mxtrain import MXLinear
 from mxtrain.conversion.schedule import GRAPHS, RecipeSwitch, allow_graphs, attach_schedule, set_step
-from mxtrain.recipes.recipe import RECIPES
-from mxtrain.recipes.schedule import parse_entries
+from mxtrain.formats.recipe import RECIPES
+from mxtrain.formats.schedule import parse_entries
 
 PLAIN = {"from_step": 5, "until_step": 6, "norm": "rmsnorm"}
 

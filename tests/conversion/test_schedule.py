@@ -10,7 +10,7 @@ import torch.nn as nn
 import mxtrain
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.errors import ConfigError
-from mxtrain.recipes.schedule import parse_entries
+from mxtrain.formats.schedule import parse_entries
 from tests.support.conversion_models import Llama
 
 STEPS = 10

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mxtrain import convert
 from mxtrain.conversion.weights import WeightFacts, WeightUse, find_weights, weight_uses
-from mxtrain.recipes.parse import get_recipe
+from mxtrain.formats.parse import get_recipe
 from tests.support.conversion_models import DIM, FeedForward, Llama, llama, loss
 
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"

@@ -3,11 +3,12 @@ import math
 import pytest
 import torch
 
-from mxtrain.diagnostics.casts import Matrix, MeasuredCast, block_scales, cast_figures, cast_totals
+from mxtrain.diagnostics.casts import Matrix, MeasuredCast, cast_figures, cast_totals
 from mxtrain.diagnostics.totals import combined, numbers
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference import casts, nvfp4
-from mxtrain.reference.mxnorm import block_amax
+from mxtrain.formats import mx as casts
+from mxtrain.formats.mxnorm import block_amax
+from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.parse import get_recipe
 
 FLOOR, RCEIL, NVFP4 = get_recipe("mxfp8", scale_rounding="floor"), get_recipe("mxfp8"), get_recipe("nvfp4")
 
@@ -33,7 +34,7 @@ def test_a_block_by_hand():
 def test_mxfp8_scales_are_those_of_the_cast(recipe):
     torch.manual_seed(0)
     values = torch.randn(16, 128) * torch.logspace(-20, 20, 16).unsqueeze(1)
-    scales, tops = block_scales(block_amax(values, 32), recipe.format, recipe.scale_rounding)
+    scales, tops = recipe.ops.block_scales(block_amax(values, 32), recipe)
     assert torch.equal(scales, casts.cast(values, recipe.format, recipe.scale_rounding)[1].float())
     assert torch.equal(tops, scales * 448)
     assert (values.view(16, 4, 32).abs() <= tops.unsqueeze(-1)).all() == (recipe is RCEIL)
@@ -48,7 +49,7 @@ def test_nvfp4_scales_are_those_of_the_cast(tiles):
     image = nvfp4.dequantize(codes, expected, scale)
     cast = MeasuredCast(Matrix(values), image, NVFP4, 1, tiles)
     maxima = cast.block_maxima(cast.blocks(values.abs()))
-    scales, tops = block_scales(maxima, NVFP4.format, None, scale)
+    scales, tops = NVFP4.ops.block_scales(maxima, NVFP4, scale)
     assert torch.equal(scales, expected.float()) and torch.equal(tops, 6 * (scales * scale))
     totals = totals_of(values, NVFP4, image, tiles=tiles)
     assert totals == totals_of(values, NVFP4, image, tiles=tiles, tensor_scale=scale.item())

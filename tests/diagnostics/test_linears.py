@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from mxtrain.diagnostics import casts as measured_casts
-from mxtrain.diagnostics import linears as module
 from mxtrain.diagnostics.casts import Matrix, MeasuredCast
 from mxtrain.diagnostics.linears import (
     Gradient,
@@ -19,6 +18,8 @@ from mxtrain.diagnostics.linears import (
     products_and_casts,
 )
 from mxtrain.diagnostics.totals import Totals, combined, numbers
+from mxtrain.formats.mxfp8.ops import MXFP8Ops
+from mxtrain.formats.nvfp4.ops import NVFP4Ops
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.three_gemms import ThreeGEMMs
@@ -138,7 +139,7 @@ def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monk
 
     alone = [linear_totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
     casts = []
-    for owner, name in ((module, "normalize"), (ThreeGEMMs, "quantize_along_tokens")):
+    for owner, name in ((MXFP8Ops, "normalize"), (NVFP4Ops, "normalize"), (ThreeGEMMs, "quantize_along_tokens")):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, function=function: counted(casts, function, *args))
     given = Input(x, rho, gain, norm.estimate)

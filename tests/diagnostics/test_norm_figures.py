@@ -6,10 +6,9 @@ import torch
 
 from mxtrain.diagnostics.norms import norm_figures, norm_totals, output_bound, squared_correlation
 from mxtrain.diagnostics.totals import combined, numbers
-from mxtrain.recipes.formats import norm_constant
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference.mxnorm import inverse_rms, scale_rows
+from mxtrain.formats.estimate import RMSEstimate, norm_constant
+from mxtrain.formats.mxnorm import inverse_rms, scale_rows
+from mxtrain.formats.parse import get_recipe
 
 MXFP8 = get_recipe("mxfp8")
 

@@ -20,9 +20,9 @@ from mxtrain.diagnostics.linears import products_and_casts
 from mxtrain.diagnostics.recording import Numerics, check_patterns, figures_of, sampled_tokens
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.errors import ConfigError
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.recipes.parse import get_recipe
 from mxtrain.rng.rounding import set_rounding_step
 from tests.support.expert_checks import OfEqualCounts
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
-from mxtrain.hugging_face.block_layouts import LAYOUTS, Codes, with_one_tensor_scale
-from mxtrain.nn import three_gemms
-from mxtrain.recipes.parse import get_recipe
+from mxtrain.formats.format import FORMATS
+from mxtrain.formats.matrices import Codes
+from mxtrain.formats.nvfp4 import NVFP4
+from mxtrain.formats.ops import FormatOps
+from mxtrain.formats.parse import get_recipe
 from tests.support.stored_values import VALUES
 
 D, N = 64, 96
@@ -17,19 +19,20 @@ def numbers(*shape: int, seed: int = 0, scale: float = 0.02) -> torch.Tensor:
 
 
 def stored(weight: torch.Tensor, recipe, order=None) -> dict[str, torch.Tensor]:
-    return Codes.cast(weight, recipe.fprop).rows(order).tensors("x")
+    fprop = recipe.fprop
+    return fprop.ops.stored("x", fprop.ops.encode(weight, fprop).rows(order))
 
 
 @pytest.fixture
 def operands(monkeypatch):
     """The weight operands of the GEMMs that run."""
-    found, matmul = [], three_gemms.matmul
+    found, matmul = [], FormatOps.matmul
 
-    def recorded(a, b, dtype):
+    def recorded(ops, a, b, dtype):
         found.append(b.data)
-        return matmul(a, b, dtype)
+        return matmul(ops, a, b, dtype)
 
-    monkeypatch.setattr(three_gemms, "matmul", recorded)
+    monkeypatch.setattr(FormatOps, "matmul", recorded)
     return found
 
 
@@ -60,7 +63,7 @@ def test_stored_values_are_the_operand_of_a_linears_fprop(recipe, dtype, has_nor
     assert torch.equal(VALUES[name](stored(weight, recipe), "x"), operands[0])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.layout])
 def test_rows_are_put_in_order_after_the_cast(name):
     """A tile of 16 x 16 has one scale in TorchTitan's order of rows; in Hugging Face's its rows are apart."""
     order = torch.randperm(N, generator=torch.Generator().manual_seed(1))
@@ -98,17 +101,18 @@ def test_a_block_of_nvfp4_by_hand():
 
 
 def codes_of(weight: torch.Tensor) -> Codes:
-    return Codes.cast(weight, RECIPES["nvfp4, blocks"].fprop)
+    recipe = RECIPES["nvfp4, blocks"].fprop
+    return NVFP4.ops.encode(weight, recipe)
 
 
 def test_one_tensor_scale_leaves_all_values_as_they_were():
     weights = [codes_of(numbers(32, D, seed=seed, scale=scale)) for seed, scale in enumerate((0.02, 0.3, 0.07))]
     assert len({weight.tensor_scale.item() for weight in weights}) == 3
-    unified = with_one_tensor_scale(weights)
+    unified = NVFP4.ops.with_one_tensor_scale(weights)
     for before, after in zip(weights, unified, strict=True):
         assert after.tensor_scale == weights[1].tensor_scale
-        assert torch.equal(after.codes, before.codes)
-        values = [VALUES["nvfp4"](codes.tensors("x"), "x") for codes in (before, after)]
+        assert torch.equal(after.data, before.data)
+        values = [VALUES["nvfp4"](NVFP4.ops.stored("x", codes), "x") for codes in (before, after)]
         assert torch.equal(*values)
 
 
@@ -123,8 +127,8 @@ def test_one_tensor_scale_leaves_all_values_as_they_were():
 )
 def test_one_tensor_scale_only_where_e4m3_holds_the_block_scales(scale, is_possible):
     large = codes_of(torch.full((1, 16), 2688.0))  # tensor scale 1
-    small = Codes(large.codes, torch.tensor([[scale * 16]]).to(torch.float8_e4m3fn), torch.tensor(1 / 16))
-    unified = with_one_tensor_scale([large, small])
+    small = Codes(large.data, torch.tensor([[scale * 16]]).to(torch.float8_e4m3fn), torch.tensor(1 / 16))
+    unified = NVFP4.ops.with_one_tensor_scale([large, small])
     assert (unified is not None) == is_possible
     if is_possible:
         assert unified[1].scales.item() == scale
@@ -136,5 +140,5 @@ def test_blocks_of_zeros_take_any_scale():
     row[0, :16], row[0, 16:] = 2688 / 16, -0.0
     small = codes_of(row)
     assert small.tensor_scale == 1 / 16 and small.scales[0, 1] == 2.0**-6  # which would become 2^-10
-    unified = with_one_tensor_scale([large, small])
-    assert VALUES["nvfp4"](unified[1].tensors("x"), "x").tolist() == row.tolist()
+    unified = NVFP4.ops.with_one_tensor_scale([large, small])
+    assert VALUES["nvfp4"](NVFP4.ops.stored("x", unified[1]), "x").tolist() == row.tolist()

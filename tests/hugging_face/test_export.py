@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from mxtrain import ConfigError
+from mxtrain.formats import ops as quantize
+from mxtrain.formats.parse import get_recipe
 from mxtrain.hugging_face.export import Exporter, Trained, norm_before
 from mxtrain.hugging_face.model_config import ModelShape, Parameter
-from mxtrain.ops import quantize
-from mxtrain.recipes.parse import get_recipe
 from tests.support.stored_values import VALUES
 
 NAMES = {

@@ -26,7 +26,8 @@ from mxtrain import (
     set_rounding_step,
     static_tensor_scale,
 )
-from mxtrain.recipes.formats import MXFP8, NVFP4
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.nvfp4 import NVFP4
 
 pytestmark = pytest.mark.usefixtures("device")
 

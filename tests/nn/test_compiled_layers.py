@@ -10,10 +10,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from mxtrain import set_rounding_step
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.parse import get_recipe
+from mxtrain.launch import runs_kernels
 from mxtrain.nn.group import LinearGroup
-from mxtrain.ops.hardware import runs_kernels
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
 from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 
 D, N, T = 64, 32, 5

@@ -15,11 +15,12 @@ from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
 from mxtrain import ConfigError, MXLinear, set_rounding_step
+from mxtrain.formats import grouped
+from mxtrain.formats.mxfp8 import ops as mxfp8
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn import experts as module
-from mxtrain.nn.experts import QuantizedExperts, check_experts, has_nvfp4
+from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.three_gemms import ThreeGEMMs
-from mxtrain.ops import grouped, mxfp8
-from mxtrain.recipes.parse import get_recipe
 from tests.support.expert_checks import (
     UNEVEN,
     Experts,
@@ -69,7 +70,7 @@ def results_of_linears(experts: QuantizedExperts, x, counts, dy) -> list[torch.T
         padding = (0, 0, 0, -len(own_x) % BLOCK or BLOCK * (len(own_x) == 0))
         rows = nn.functional.pad(own_x, padding).requires_grad_()
         w1, w2, w3 = (of_weight(experts, w[e], i * len(w) + e) for i, w in enumerate(experts.weights))
-        if has_nvfp4(experts.recipe):
+        if experts.recipe.tensor_scaled:
             gate, up = w1(rows), w3(rows)
             leaves = [linear.weight for linear in (w1, w2, w3)]
         else:
@@ -110,7 +111,7 @@ CASES = [
     ("nvfp4", "reference", torch.float32, "few"),
     *(("nvfp4", "reference", torch.bfloat16, counts) for counts in ("uneven", "none", "64 experts")),
     *((recipe, "reference", torch.bfloat16, "uneven") for recipe in WITH_NVFP4),
-    # The interpreter takes half a minute; tests/ops/test_nvfp4_op.py casts groups with it.
+    # The interpreter takes half a minute; tests/formats/nvfp4/test_ops.py casts groups with it.
     *([("nvfp4", "emulated", torch.bfloat16, "few")] if torch.cuda.is_available() else []),
 ]
 

@@ -13,11 +13,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mxtrain.formats.collectives import GATHER_PARTS
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.gathered_norm import gathers_codes
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import SplitSequences
-from mxtrain.ops.collectives import GATHER_PARTS
-from mxtrain.recipes.parse import get_recipe
 from tests.support.gather_counts import GATHERS, bytes_of, counted, split_block
 from tests.support.layer_checks import (
     CHECKPOINTING,

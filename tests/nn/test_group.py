@@ -14,12 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from mxtrain.formats.gemm import guarded_mm
+from mxtrain.formats.parse import get_recipe
 from mxtrain.launch.device import INTERPRETED
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import by_output_features
-from mxtrain.ops.gemm import guarded_mm
-from mxtrain.ops.quantize import joins
-from mxtrain.recipes.parse import get_recipe
 from tests.support.layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fill, results_of
 
 D, TOKENS, OUTPUTS = 96, (2, 20), (64, 32, 96)
@@ -259,7 +258,7 @@ def test_native_nvfp4_stays_single():
         (MIXED, "native", False),
         ("unquantized", "reference", False),
     ):
-        assert joins(get_recipe(recipe), mode) == expected
+        assert get_recipe(recipe).joins(mode) == expected
 
 
 def test_outputs_that_the_loss_does_not_need():

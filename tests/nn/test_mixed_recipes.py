@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
-from mxtrain.ops import mxfp8, nvfp4
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import GEMMS
+from mxtrain.formats.mxfp8.ops import MXFP8Ops
+from mxtrain.formats.nvfp4.ops import NVFP4Ops
+from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.recipe import GEMMS
 from tests.support.layer_checks import SEED, NormBlock, draw, mx_linear, results_of
 
 D, N, T = 64, 96, 37
@@ -113,15 +114,15 @@ def test_one_read_of_the_gradient_for_two_casts_with_one_recipe(name, monkeypatc
     reads = []
 
     def note(cast):
-        def noted(parts, recipe, mode, dims, **settings):
-            if "draws" in settings:  # of a gradient
+        def noted(ops, parts, recipe, mode, dims, spec):
+            if spec.role == "gradient":
                 reads.append((recipe.name, dims))
-            return cast(parts, recipe, mode, dims, **settings)
+            return cast(ops, parts, recipe, mode, dims, spec)
 
         return noted
 
-    for module in (mxfp8, nvfp4):
-        monkeypatch.setattr(module, "cast", note(module.cast))
+    for kind in (MXFP8Ops, NVFP4Ops):
+        monkeypatch.setattr(kind, "cast", note(kind.cast))
     other = "nvfp4" if name == "mxfp8" else "mxfp8"
     x, dy = draw(T, D, seed=0), draw(T, N, seed=1)
     results_of(layer(spec(other, name, name)), x, dy)

@@ -5,8 +5,8 @@ import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, convert
-from mxtrain.ops import hardware
-from mxtrain.ops.hardware import MODES, resolve_mode
+from mxtrain.formats import hardware
+from mxtrain.formats.hardware import MODES, resolve_mode
 from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
 
 D, N, T = 64, 32, 5

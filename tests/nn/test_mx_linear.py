@@ -3,8 +3,8 @@ import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.casts import image
+from mxtrain.formats.mx import image
+from mxtrain.formats.parse import get_recipe
 from tests.support.layer_checks import assert_near, draw, fill, mx_linear, results_of
 
 D, N, T = 96, 64, 40

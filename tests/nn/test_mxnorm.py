@@ -5,13 +5,13 @@ import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, mxnorm_cast
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mx import dequantize, image
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.mxnorm import inverse_rms, norm_backward
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn import mxnorm as module
 from mxtrain.nn.normed_input import NormedInput
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference.casts import dequantize, image
-from mxtrain.reference.mxnorm import inverse_rms, norm_backward
 from tests.support.layer_checks import NormBlock, assert_near, draw, results_of
 
 D, N, TOKENS = 96, 64, (2, 20)

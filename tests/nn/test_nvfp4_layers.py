@@ -7,11 +7,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference import nvfp4
-from mxtrain.reference.hadamard import hadamard, pad
-from mxtrain.reference.mxnorm import norm_backward
-from mxtrain.reference.philox import rounding_bits, rounding_words
+from mxtrain.formats.hadamard import hadamard, pad
+from mxtrain.formats.mxnorm import norm_backward
+from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.parse import get_recipe
+from mxtrain.rng.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key
 from tests.support.layer_checks import FQN, NORM, SEED, NormBlock, assert_near, draw, mx_linear, results_of
 

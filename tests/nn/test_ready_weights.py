@@ -17,12 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.ready_weights import ReadyWeights, note_norms
 from mxtrain.nn.split import WHOLE, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs
-from mxtrain.ops.quantize import joins
-from mxtrain.recipes.parse import get_recipe
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, draw, mx_linear
 
@@ -446,7 +445,7 @@ def test_both_operands_of_a_weight_are_those_of_single_casts(recipe, mode):
     recipe = get_recipe(name, weight_tiles=False) if without else get_recipe(name)
     w, gain, gemms = draw(32, 32, seed=0), draw(32, seed=1), ThreeGEMMs(recipe.key, mode, WHOLE)
     both, single = [], []
-    for ws in ([w], [w, draw(64, 32, seed=2)]) if joins(recipe, mode) else ([w],):
+    for ws in ([w], [w, draw(64, 32, seed=2)]) if recipe.joins(mode) else ([w],):
         both += gemms.quantize_weights(ws, gain).values()
         single += [gemms.quantize_weights(ws, gain, (dim,))[dim] for dim in (1, 0)]
     for operand, expected in zip(both, single, strict=True):

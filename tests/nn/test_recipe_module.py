@@ -5,8 +5,8 @@ import torch
 import torch.nn as nn
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear, set_rounding_step
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.hadamard import unpack_signs
+from mxtrain.formats.hadamard import unpack_signs
+from mxtrain.formats.parse import get_recipe
 from mxtrain.rng.rounding import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key
 

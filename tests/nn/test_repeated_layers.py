@@ -8,8 +8,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.recipe_module import RecipeModule
-from mxtrain.recipes.parse import get_recipe
 from tests.support.layer_checks import CHECKPOINTING, FQN, SEED, NormBlock, assert_near, draw, mx_linear
 
 D, T = 32, 16

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from mxtrain import MXNorm
+from mxtrain.formats.matrices import Codes
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.routed_rows import RoutedRows, pack, unpack
-from mxtrain.ops.gemm import Codes
-from mxtrain.ops.quantize import cast, normalize
-from mxtrain.recipes.parse import get_recipe
+from tests.support.casts import cast
 from tests.support.expert_checks import heavy_tailed
 from tests.support.layer_checks import draw
 
@@ -25,7 +26,7 @@ def normed_rows(mode: str, dtype: torch.dtype, recipe="mxfp8") -> tuple[NormedIn
     x.requires_grad_()
     normed = norm(x)
     if mode == "native":
-        operand, _ = normalize(x.detach(), norm.estimate, normed.recipe, mode)
+        operand, _ = norm.recipe.fprop.ops.normalize(x.detach(), norm.estimate, normed.recipe, mode)
         normed = normed._replace(xhat=operand, mode=mode)
     return normed, x
 
@@ -57,5 +58,5 @@ def test_a_row_is_its_codes_and_scales(dim, size):
     packed = pack(Codes(*codes))
     assert packed.shape == (3, size) and packed.dtype == torch.uint8
     image = cast([x], get_recipe("mxfp8"), "reference", (1,))[1].data
-    assert torch.equal(unpack(packed, torch.float32), image)
-    assert not unpack(torch.zeros_like(packed), torch.bfloat16).any()
+    assert torch.equal(unpack(packed, MXFP8, torch.float32), image)
+    assert not unpack(torch.zeros_like(packed), MXFP8, torch.bfloat16).any()

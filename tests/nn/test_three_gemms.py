@@ -5,15 +5,16 @@ import itertools
 import pytest
 import torch
 
+from mxtrain.formats import mx as casts
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mx import from_blocked
+from mxtrain.formats.mxfp8 import ops as mxfp8
+from mxtrain.formats.nvfp4 import ops as nvfp4_ops
+from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import ThreeGEMMs
-from mxtrain.ops import mxfp8
-from mxtrain.ops import nvfp4 as nvfp4_ops
-from mxtrain.ops.quantize import cast, from_codes, normalize
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference import casts, nvfp4
-from mxtrain.reference.casts import from_blocked
+from tests.support.casts import cast
 
 MXFP8, FLOOR, NVFP4 = get_recipe("mxfp8"), get_recipe("mxfp8", scale_rounding="floor"), get_recipe("nvfp4")
 PLAIN = get_recipe("nvfp4", weight_tiles=False, hadamard=False, stochastic_rounding=False)
@@ -39,12 +40,6 @@ def gemms(recipe, mode="reference") -> ThreeGEMMs:
     return ThreeGEMMs(recipe.key, mode, WHOLE)
 
 
-@pytest.mark.parametrize("recipe", [MXFP8, NVFP4, get_recipe("unquantized")])
-def test_a_misspelt_setting_of_a_cast_is_refused(recipe):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'colum_factor'"):
-        cast([draw(32, D)], recipe.fprop, "reference", (1,), colum_factor=draw(D))
-
-
 def all_operands(recipe, mode, tokens, dim, outputs, dtype=torch.float32):
     """Every operand of a norm, a linear behind it, and a linear without a norm, by (name, rows, length)."""
     x, w = draw(tokens, dim, dtype=dtype), draw(outputs, dim) * 700
@@ -55,7 +50,7 @@ def all_operands(recipe, mode, tokens, dim, outputs, dtype=torch.float32):
     rho, gain = draw(tokens, seed=1).abs(), draw(dim, seed=3)
     layer = gemms(recipe, mode)
     for_dgrad, for_wgrad = layer.quantize_gradients([dy], True, True, signs(), [draws()])
-    normed = normalize(x, RMSEstimate.for_recipe(recipe), recipe, mode)[0]
+    normed = recipe.ops.normalize(x, RMSEstimate.for_recipe(recipe), recipe, mode)[0]
     return {
         ("X", tokens, dim): layer.quantize_activation(x),
         ("norm", tokens, dim): normed,
@@ -96,7 +91,7 @@ def test_all_modes_hold_the_same_values(recipe, tokens, dim, outputs):
         assert reference[1:] == emulated[1:] == (None, None)
         assert emulated.data.shape[0] == rows and length <= emulated.data.shape[1] < length + 16, name
         assert torch.equal(emulated.data.float(), reference.data), name
-        k = native.data.shape[1] * (2 if recipe.is_nvfp4 else 1)
+        k = native.data.shape[1] * (2 if recipe.tensor_scaled else 1)
         assert native.data.is_contiguous() and k % 32 == 0 and k < length + 32, "whole blocks of the tensor cores"
         got = values(native, recipe)
         used = emulated.data.shape[1]
@@ -170,11 +165,11 @@ def test_codes_stand_for_the_operand(device, recipe, mode):
     generator = torch.Generator(device).manual_seed(0)
     x = (torch.randn(64, 32, generator=generator) ** 25).bfloat16()
     estimate = RMSEstimate.for_recipe(recipe)
-    operand, rho = normalize(x, estimate, recipe, mode)
-    codes, own_rho = normalize(x, estimate, recipe, mode, as_codes=True)
+    operand, rho = recipe.ops.normalize(x, estimate, recipe, mode)
+    codes, own_rho = recipe.ops.normalize(x, estimate, recipe, mode, as_codes=True)
     assert torch.equal(rho, own_rho)
-    assert_same_operand(from_codes(codes, recipe, mode, 1), operand)
+    assert_same_operand(recipe.ops.from_codes(codes, mode, 1), operand)
 
     expected = gemms(recipe, mode).quantize_along_tokens(x, rho, signs())
     codes = cast([x], recipe, mode, (0,), row_factor=rho, signs=signs(), as_codes=True)[0]
-    assert_same_operand(from_codes(codes, recipe, mode, 0), expected)
+    assert_same_operand(recipe.ops.from_codes(codes, mode, 0), expected)

@@ -9,8 +9,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtrain import ConfigError, FusedLayerNorm, FusedRMSNorm, layer_norm, rms_norm
+from mxtrain.launch import runs_kernels
 from mxtrain.norms import row_norm as module
-from mxtrain.ops.hardware import runs_kernels
 from tests.support.layer_checks import CHECKPOINTING, assert_near, draw
 
 D, EPS, LEADING = 96, 1e-5, (2, 3)

@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mxtrain
-from mxtrain.ops.decompose_k import decompose_k_mm
-from mxtrain.ops.gemm import guarded_mm
+from mxtrain.formats.gemm import guarded_mm
+from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.parallel.activation_checkpoint import _with_own_operations, knows_own_operations
 from mxtrain.rng.rounding import set_rounding_step
 from tests.support.graph_checks import Calls

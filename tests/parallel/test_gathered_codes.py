@@ -7,7 +7,8 @@ import torch
 from torchtitan.models.llama3 import llama3_args
 from torchtitan.models.llama3.model.model import Transformer
 
-from mxtrain.recipes.formats import MXFP8, NVFP4
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.nvfp4 import NVFP4
 
 LAYOUTS = Path(__file__).parents[2] / "train_configs" / "LAYOUTS.md"
 GATHERED, REDUCED = 2, 4

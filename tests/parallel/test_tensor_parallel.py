@@ -5,10 +5,10 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mxtrain import ConfigError, MXLinear, MXNorm
+from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.schedule import LayerState, Timeline
 from mxtrain.nn.split import SplitSequences
 from mxtrain.parallel.tensor_parallel import check_part, choose_gathers
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.schedule import LayerState, Timeline
 from mxtrain.titan.engine import RELEASE
 from tests.support import oracle, sharded_runs
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from mxtrain import ConfigError
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mxnorm import inverse_rms, norm_backward
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn import gathered_norm, mxnorm
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference.mxnorm import inverse_rms, norm_backward
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02.models.on_meta import build_on_meta
 

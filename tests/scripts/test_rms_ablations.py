@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mxtrain.nn import mxnorm
+from mxtrain.formats.estimate import norm_constant
+from mxtrain.formats.mx import image
+from mxtrain.formats.mxfp8.ops import MXFP8Ops
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.recipes.formats import norm_constant
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.reference.casts import image
 from mxtrain.titan.job_config import parse_job_config
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
@@ -26,7 +26,7 @@ def rms_ablations(import_evidence):
 @pytest.fixture
 def ablation(rms_ablations, monkeypatch):
     """Build the converter of a name for its config and these flags. After the test, norms are MXNorm's again."""
-    monkeypatch.setattr(mxnorm, "normalize", mxnorm.normalize)
+    monkeypatch.setattr(MXFP8Ops, "normalize", MXFP8Ops.normalize)
 
     def ablation(name, *flags):
         job_config = parse_job_config(

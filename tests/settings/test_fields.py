@@ -7,8 +7,8 @@ import pytest
 import tomli_w
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.hardware import MODES
 from mxtrain.norms.row_norm import WHEN_COMPILED
-from mxtrain.ops.hardware import MODES
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.titan import NARROWER, RULES, known_fields, titan_fields
 from mxtrain.titan.engine import engine

@@ -20,20 +20,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mxtrain.kernels.casts import FORMS
-from mxtrain.kernels.decompose_k import Plan, decompose_k_by_plan, kernel_plan, ranges
-from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
-from mxtrain.kernels.mxnorm import mxnorm_cast, nvfp4_norm
-from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
-from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
-from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.formats.cast_kernels import FORMS
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
+from mxtrain.formats.norm_kernel import mxnorm_cast, nvfp4_norm
+from mxtrain.formats.nvfp4.cast import nvfp4_cast
+from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
+from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.formats.parse import get_recipe
 from mxtrain.launch import device
 from mxtrain.launch.launch import Launch, as_sequence, implementations
+from mxtrain.nn.decompose_k.kernels import Plan, decompose_k_by_plan, kernel_plan, ranges
 from mxtrain.norms.kernels import row_norm, row_norm_backward
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
+from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
 
 TYPES = {
     torch.float32: "fp32",

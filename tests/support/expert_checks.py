@@ -4,9 +4,9 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import ScalingType, SwizzleType
 
+from mxtrain.formats.mx import dequantize, from_blocked
+from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.nn.experts import QuantizedExperts
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.reference.casts import dequantize, from_blocked
 from tests.support.layer_checks import draw, fill
 
 UNEVEN = (40, 1, 0, 77, 32)

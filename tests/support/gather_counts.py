@@ -11,8 +11,8 @@ import torch.nn as nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mxtrain.formats.collectives import GATHER_PARTS
 from mxtrain.nn.split import SplitSequences, by_output_features
-from mxtrain.ops.collectives import GATHER_PARTS
 
 GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor.default, GATHER_PARTS)
 

@@ -30,12 +30,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from mxtrain.compile import passes
-from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxnorm import nvfp4_norm
-from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.norm_kernel import nvfp4_norm
+from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.formats.parse import get_recipe
 from mxtrain.norms.kernels import row_norm, row_norm_backward
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
 from tests.compile.test_launches import RECIPE, D, T, inputs, kernels_of_each_kind
 from tests.support.graph_checks import draw
 

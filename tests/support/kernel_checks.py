@@ -5,14 +5,15 @@ import contextlib
 import pytest
 import torch
 
-from mxtrain.kernels.mxfp8.cast import cast
-from mxtrain.kernels.mxnorm import mxnorm_cast
-from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
+from mxtrain.formats import mx as casts
+from mxtrain.formats import mxnorm
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.norm_kernel import mxnorm_cast
+from mxtrain.formats.parse import get_recipe
 from mxtrain.launch.device import INTERPRETED
-from mxtrain.recipes.formats import MXFP8
-from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference import casts, mxnorm
+from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
 
 RECIPES = {rounding: get_recipe("mxfp8", scale_rounding=rounding) for rounding in ("rceil", "floor")}
 DTYPES = [torch.float32, torch.bfloat16]

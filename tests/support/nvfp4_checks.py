@@ -2,15 +2,17 @@
 
 import torch
 
-from mxtrain.kernels.mxnorm import nvfp4_norm
-from mxtrain.kernels.nvfp4.cast import nvfp4_cast
-from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
-from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
+from mxtrain.formats import mx as casts
+from mxtrain.formats import mxnorm
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.hadamard import hadamard, pad
+from mxtrain.formats.norm_kernel import nvfp4_norm
+from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.nvfp4.cast import nvfp4_cast
+from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
+from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.launch.device import INTERPRETED
-from mxtrain.recipes.recipe import RMSEstimate
-from mxtrain.reference import casts, mxnorm, nvfp4
-from mxtrain.reference.hadamard import hadamard, pad
-from mxtrain.reference.philox import rounding_bits, rounding_words
+from mxtrain.rng.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 from tests.support.kernel_checks import (
     SMALLEST_NORMAL,

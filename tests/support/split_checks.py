@@ -12,11 +12,11 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mxtrain.nn import three_gemms
+from mxtrain.formats.matrices import Operand
+from mxtrain.formats.ops import FormatOps
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import by_input_features
-from mxtrain.ops.gemm import Operand, matmul
-from mxtrain.recipes.parse import get_recipe
 from tests.support.gather_counts import split_block
 from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear
 
@@ -48,11 +48,13 @@ def with_heavy_tails(module: nn.Module) -> nn.Module:
 def recorded(operands: list[Operand]) -> Iterator[None]:
     """Append both operands of every product."""
 
-    def record(a, b, out_dtype):
-        operands.extend((a.data, b.data))
-        return matmul(a, b, out_dtype)
+    matmul = FormatOps.matmul
 
-    with mock.patch.object(three_gemms, "matmul", record):
+    def record(ops, a, b, out_dtype):
+        operands.extend((a.data, b.data))
+        return matmul(ops, a, b, out_dtype)
+
+    with mock.patch.object(FormatOps, "matmul", record):
         yield
 
 

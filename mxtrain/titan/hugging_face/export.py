@@ -16,7 +16,7 @@ from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint
-from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
+from mxtrain.hugging_face.export import Exporter, Trained, formats
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target
 from mxtrain.hugging_face.text import require_same_tokens
@@ -61,7 +61,7 @@ def export(
     Raises:
         ConfigError: for a wrong argument, and a run that cannot be exported. Nothing is written then.
     """
-    require_one_of("--format", format, FORMATS)
+    require_one_of("--format", format, formats())
     where = f"RUN = {str(run)!r}"
     with new_target(target, "DIR") as folder:
         saved = open_run(run, step)

@@ -22,7 +22,7 @@ class CodesDispatcher(AllToAllTokenDispatcher):
         index, splits = sent.token_indices_experts_sorted_N, (sent.input_splits, sent.output_splits)
         h = SentRows.apply(rows.h, index, sent.permuted_indices, *splits, self._group())
         of_results = replace(sent, input_shape=(packed.shape[0], h.shape[1]))
-        return RoutedRows(h, packed), counts, of_results
+        return RoutedRows(h, packed, rows.format), counts, of_results
 
     def _group(self) -> str:
         return self.ep_mesh.get_group().group_name

@@ -15,8 +15,8 @@ from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
-from mxtrain.ops import hardware
-from mxtrain.ops.gemm import guarded_mm
+from mxtrain.formats import hardware
+from mxtrain.formats.gemm import guarded_mm
 from mxtrain.parallel.activation_checkpoint import (
     knows_own_operations,
     multiply_one_by_one,

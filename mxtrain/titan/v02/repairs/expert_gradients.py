@@ -34,7 +34,7 @@ from torchtitan.distributed import NoParallel
 from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
 
 from mxtrain.errors import ConfigError
-from mxtrain.nn.decompose_k_router import DecomposeKRouter
+from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.split import LocalLinear
@@ -118,7 +118,7 @@ class CodesExpertParallel(ExpertParallel):
         packed, counts = super()._token_dispatch(mod, (rows.packed[rows.index], counts), device_mesh)
         self.input_shape = (self.input_shape[0], rows.h.shape[1])  # of the results, not of the bytes
         h = SentRows.apply(rows.h, rows.index, self.permuted_indices, *self._exchange(device_mesh))
-        return RoutedRows(h, packed), counts
+        return RoutedRows(h, packed, rows.format), counts
 
     def _exchange(self, device_mesh) -> tuple[list[int], list[int], str]:
         return self.input_splits, self.output_splits, device_mesh.get_group().group_name

@@ -1,0 +1,21 @@
+"""Formats and recipes. A format is a folder, which declares its numbers, its recipes and what computes with it.
+
+A recipe of known formats is a line of its format's folder; a format is a folder and a line here. A module outside of
+mxtrain calls ``register_format``.
+"""
+
+from mxtrain.formats.format import FORMATS as FORMATS
+from mxtrain.formats.format import LONGEST_BLOCK, Format
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.nvfp4 import NVFP4, NVFP4_DYNAMIC, NVFP4_STATIC
+from mxtrain.formats.nvfp4 import static_tensor_scale as static_tensor_scale
+from mxtrain.formats.recipe import HIGH_PRECISION_RECIPE, Recipe, register_format
+
+__all__ = ["FORMATS", "Format", "Recipe", "register_format", "static_tensor_scale"]
+
+register_format(MXFP8, Recipe("mxfp8", MXFP8))
+# No cast: only MXNorm's estimate, folding and backward. Separates the effects of norm and cast, and lets tests check
+# the gradients in float64.
+register_format(None, Recipe("unquantized", None, LONGEST_BLOCK))
+register_format(NVFP4, NVFP4_STATIC, NVFP4_DYNAMIC)
+register_format(None, Recipe(HIGH_PRECISION_RECIPE, None, LONGEST_BLOCK))

@@ -1,0 +1,150 @@
+"""What this machine supports, and the execution mode that follows."""
+
+import functools
+from typing import Literal, NamedTuple, get_args
+
+import torch
+
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.formats.format import FORMATS, Format
+
+Mode = Literal["auto", "native", "emulated", "reference"]
+MODES = get_args(Mode)[1:]
+
+
+class ModeSupport(NamedTuple):
+    """Whether an execution mode runs on a device type, and why."""
+
+    mode: str
+    available: bool
+    reason: str
+
+
+def default_device_type() -> str:
+    """Return ``"cuda"`` if a CUDA device is visible, else ``"cpu"``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
+    """Return for every execution mode, best first, whether ``device_type`` runs it and why."""
+    device_type = device_type or default_device_type()
+    if device_type == "cpu":
+        return [
+            ModeSupport("native", False, "needs MX tensor cores (compute capability 10.0 or later); this is a CPU"),
+            ModeSupport("emulated", True, "bf16 images of the operands, bf16 matrix products; slow on a CPU"),
+            ModeSupport("reference", True, "plain PyTorch in float32"),
+        ]
+    if device_type != "cuda":
+        raise ConfigError(f"device type {device_type!r} is not one of: 'cpu', 'cuda'")
+    capability = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()}, compute capability {capability[0]}.{capability[1]}"
+    has_bf16 = capability >= (8, 0)
+    return [
+        _native_support(capability, name),
+        ModeSupport(
+            "emulated",
+            has_bf16,
+            f"bf16 tensor cores {'found' if has_bf16 else 'need compute capability 8.0 or later'} ({name})",
+        ),
+        ModeSupport("reference", True, "plain PyTorch in float32"),
+    ]
+
+
+def _native_support(capability: tuple[int, int], name: str) -> ModeSupport:
+    if capability < (10, 0):
+        return ModeSupport("native", False, f"MX tensor cores need compute capability 10.0 or later ({name})")
+    fault = fault_of_native_products() if capability >= (12, 0) else None
+    found = "MX tensor cores found" if fault is None else f"MX tensor cores found, but {fault}"
+    return ModeSupport("native", fault is None, f"{found} ({name})")
+
+
+def check_mode(mode: str) -> None:
+    """Raise ConfigError for an unknown mode, or a mode that no device of this machine runs."""
+    require_one_of("mode", mode, get_args(Mode))
+    device_types = dict.fromkeys((default_device_type(), "cpu"))
+    if mode != "auto" and not any(mode in _available(device_type) for device_type in device_types):
+        resolve_mode(mode)  # raises
+
+
+def resolve_mode(mode: str, device_type: str | None = None) -> str:
+    """Return the execution mode to use: ``mode`` itself, or for ``"auto"`` the best one for the device type.
+
+    On a CPU, ``"auto"`` is ``"reference"``: emulation works there too, but is slower.
+
+    Raises:
+        ConfigError: for an unknown mode, or a mode that the device lacks.
+    """
+    require_one_of("mode", mode, get_args(Mode))
+    device_type = device_type or default_device_type()
+    available = _available(device_type)
+    if mode == "auto":
+        return "reference" if device_type == "cpu" else available[0]
+    if mode not in available:
+        usable = ", ".join(map(repr, available))
+        raise ConfigError(
+            f"mode = {mode!r} cannot run here: {mode_reason(mode, device_type)}; use 'auto' or one of: {usable}"
+        )
+    return mode
+
+
+def mode_reason(mode: str, device_type: str) -> str:
+    """Return why ``device_type`` runs ``mode``, or why not."""
+    return next(support.reason for support in describe_modes(device_type) if support.mode == mode)
+
+
+def _available(device_type: str) -> list[str]:
+    return [support.mode for support in describe_modes(device_type) if support.available]
+
+
+_cached_mode = functools.cache(resolve_mode)
+
+
+@torch.compiler.assume_constant_result
+def mode_in_forward(mode: str, device_type: str) -> str:
+    """``resolve_mode`` for the device of a layer's input: looked up once per process, a constant to ``torch.compile``.
+
+    A layer keeps its mode as configured, because a model may move to another device after it was converted.
+    """
+    return _cached_mode(mode, device_type)
+
+
+# The trial of the MX tensor cores: is the product of codes and scales the product of the values that they stand for?
+# GPUs of compute capability 12.x have MX instructions of their own kind, and a PyTorch build may lack kernels for them.
+TRIAL_DEVICE = "cuda"
+# More than one of the tiles that block scales are laid out in, along every dimension.
+ROWS, COLUMNS, DEPTH = 160, 144, 256
+# Of the product as a whole. Rounding to bf16 costs 2^-9; scales in a wrong order cost far more than everything.
+TOLERANCE = 2.0**-7
+
+
+@functools.cache
+def fault_of_native_products() -> str | None:
+    """Return what is wrong with small products of each format on this GPU, or None. Tried once per process."""
+    for fmt in FORMATS.values():
+        if not fmt.is_native:
+            continue
+        try:
+            error = _relative_error(fmt)
+        except Exception as failure:  # PyTorch, cuBLAS and the driver raise what they like
+            first_line = (str(failure).splitlines() or [""])[0]
+            return f"a trial product in {fmt} failed with {type(failure).__name__}: {first_line}"
+        if not error <= TOLERANCE:
+            return f"a trial product in {fmt} has a relative error of {error:.2g}"
+    return None
+
+
+@torch.no_grad()
+def _relative_error(fmt: Format) -> float:
+    generator = torch.Generator("cpu").manual_seed(0)
+    codes = [fmt.ops.trial(_draw(rows, generator)) for rows in (ROWS, COLUMNS)]
+    a, b = (fmt.ops.dequantize(each, torch.float32).double() for each in codes)
+    want = a @ b.t()
+    operands = (fmt.ops.from_codes(each, "native", 1) for each in codes)
+    return float((fmt.ops.matmul(*operands, torch.bfloat16) - want).norm() / want.norm())
+
+
+def _draw(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Gaussian numbers [rows, DEPTH] with another magnitude for every block."""
+    in_fp32 = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    blocks = torch.randn(rows, DEPTH // 16, 16, **in_fp32) * torch.randn(rows, DEPTH // 16, 1, **in_fp32).exp()
+    return blocks.flatten(1).to(TRIAL_DEVICE)

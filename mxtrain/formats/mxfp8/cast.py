@@ -1,0 +1,257 @@
+"""MXFP8 cast of a matrix along its rows, its columns, or both, from one read.
+
+Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
+W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
+``mxtrain.compile.rounding`` uses.
+
+Several matrices can be cast into one operand: each is read and written once, and nothing is copied. Weights that share
+their input lie one below the other, and their output gradients side by side. The operand has the bits of a cast of the
+joined matrix, because every part is whole blocks: their scales need no other part.
+
+The rows of a matrix can be read in another order, with rows of zeros in between, as the tokens of experts are.
+
+Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from mxtrain.formats.cast_kernels import (
+    Cast,
+    as_bytes,
+    block_amax,
+    by_dim,
+    empty_cast,
+    empty_column_cast,
+    flat,
+    rounded,
+    scale_offset,
+    tile_start,
+)
+from mxtrain.formats.mxfp8.arithmetic import STORAGE, e4m3_codes, e4m3_image, inverse_scale, scale_code, scale_value
+from mxtrain.formats.recipe import Recipe
+from mxtrain.launch.device import cdiv, converts_fp8
+from mxtrain.launch.launch import Launch, contiguous, register_op
+
+
+@triton.jit
+def cast_along_rows(
+    x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
+
+    x is fp32, holds numbers of DTYPE, and is zero outside of ``mask``. The matrix may be a part of a larger result:
+    first_row, column and offsets are positions in the whole result, end_row and end_column the ends of the part, and
+    ``columns`` is the width of the whole.
+    """
+    row = first_row + tl.arange(0, ROWS)
+    x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
+    code = scale_code(block_amax(x, 2), RCEIL, DTYPE)
+    y = x * inverse_scale(code, RCEIL)[:, :, None]
+    if FORM == "image":
+        image = e4m3_image(y, scale_value(code)[:, :, None], HARDWARE)
+        tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
+    else:
+        tl.store(data_ptr + offsets, tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)), mask=mask)
+        block = (column // 32 + tl.arange(0, COLUMNS // 32))[None, :]
+        scale_offsets = scale_offset(row[:, None], block, columns // 32, FORM)
+        scale_mask = (row < end_row)[:, None] & (block < end_column // 32)
+        tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=scale_mask)
+
+
+@triton.jit
+def cast_along_columns(
+    x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
+    FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
+
+    Arguments as for ``cast_along_rows``; ``rows`` is the height of the whole result.
+    """
+    row = first_row + tl.arange(0, ROWS)
+    x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
+    code = scale_code(block_amax(x, 1), RCEIL, DTYPE)
+    y = x * inverse_scale(code, RCEIL)[:, None, :]
+    if FORM == "image":
+        image = e4m3_image(y, scale_value(code)[:, None, :], HARDWARE)
+        tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
+    else:
+        codes = tl.trans(tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)))
+        out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
+        # The last block is padded with zeros.
+        blocks, end_block = (rows + 31) // 32, (end_row + 31) // 32
+        out_column = row[None, :]
+        out_mask = (out_row < end_column) & (out_column < end_block * 32)
+        tl.store(data_ptr + out_row * (blocks * 32) + out_column, codes, mask=out_mask)
+        block = (first_row // 32 + tl.arange(0, ROWS // 32))[None, :]
+        scale_offsets = scale_offset(out_row, block, blocks, FORM)
+        scale_mask = (out_row < end_column) & (block < end_block)
+        tl.store(scales_ptr + scale_offsets, tl.trans(code.to(tl.uint8)), mask=scale_mask)
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr, row_factor_ptr, column_factor_ptr, source_ptr,
+    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
+    rows_before, columns_before, expert_rows, all_expert_rows, all_rows, all_columns,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
+    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
+    across = column + tl.arange(0, COLUMNS)
+    offsets = (row * columns)[:, None] + across[None, :]
+    mask = (row < rows)[:, None] & (across < columns)[None, :]
+    if HAS_SOURCE:
+        source = tl.load(source_ptr + row, mask=row < rows, other=-1).to(tl.int64)
+        x_offsets, x_mask = (source * columns)[:, None] + across[None, :], mask & (source >= 0)[:, None]
+    else:
+        x_offsets, x_mask = offsets, mask
+    x = tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0)
+    if TO_BF16:
+        x = rounded(x, tl.bfloat16)
+    DTYPE: tl.constexpr = tl.float32 if ROW_FACTOR or COLUMN_FACTOR else x.dtype
+    x = x.to(tl.float32)
+    if ROW_FACTOR:
+        x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    if COLUMN_FACTOR:
+        factor = tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)[None, :]
+        # Zero times zero: padding must not become a negative zero. A zero in the place of the product would be a code
+        # that Triton 3.8 knows: it leaves the other half of the register undefined, and ptxas may miscompile both.
+        x *= tl.where(mask, factor, 0.0)
+    if IS_PART:
+        # x is a part of a larger matrix, whose casts are the results. A tile lies in one expert.
+        rows_before += first_row // expert_rows * (all_expert_rows - expert_rows)
+        first_row, column = first_row + rows_before, column + columns_before
+        rows, columns = rows + rows_before, columns + columns_before
+        offsets = ((row + rows_before) * all_columns)[:, None] + (across + columns_before)[None, :]
+    if ALONG_ROWS:
+        cast_along_rows(
+            x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
+            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+    if ALONG_COLUMNS:
+        cast_along_columns(
+            x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
+            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+
+
+def _cast_tile(along_rows: bool, along_columns: bool, form: str) -> tuple[int, int, int]:
+    """Return (rows, columns, warps) per program, the fastest measured."""
+    if not along_columns:
+        return 32, 128, 4
+    if form == "image":
+        return (32, 64, 2) if along_rows else (32, 128, 2)
+    # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
+    return 32, 128, 1
+
+
+def results_for(rows: int, columns: int, along_rows: bool, along_columns: bool, form: str, device) -> tuple[Cast, Cast]:
+    """Allocate the casts of a matrix along its rows and along its columns. A cast not wanted has no tensors."""
+    by_row = by_column = Cast(None, None)
+    if along_rows:
+        by_row = empty_cast(STORAGE, rows, columns, form, device)
+    if along_columns:
+        by_column = empty_column_cast(STORAGE, rows, columns, form, device)
+    return by_row, by_column
+
+
+def _launches(
+    parts: list[torch.Tensor],
+    axis: int,
+    row_factor: torch.Tensor | None,
+    column_factor: torch.Tensor | None,
+    source: torch.Tensor | None,
+    to_bf16: bool,
+    experts: int,
+    along_rows: bool,
+    along_columns: bool,
+    scale_rounding: str,
+    form: str,
+) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part.
+
+    ``to_bf16`` rounds fp32 parts to bf16 first. With ``source``, there is one part. ``experts`` as for ``cast``.
+    """
+    whole = list(parts[0].shape)
+    whole[axis] = sum(part.shape[axis] for part in parts)
+    if source is not None:
+        whole[0] = source.shape[0]
+    by_row, by_column = results_for(*whole, along_rows, along_columns, form, parts[0].device)
+    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
+    launches, before = [], [0, 0]
+    for x in parts:
+        rows, columns = x.shape if source is None else whole
+        launch = Launch(
+            _cast_kernel,
+            (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
+            (
+                x, row_factor, column_factor, source, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
+                *before, rows // experts, whole[0] // experts, *whole,
+            ),
+            dict(
+                ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
+                COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
+                TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, FORM=form,
+                RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x), ROWS=rows_at_once,
+                COLUMNS=columns_at_once, num_warps=warps,
+            ),
+        )  # fmt: skip
+        if rows * columns:
+            launches.append(launch)
+        before[axis] += x.shape[axis] // (experts if axis == 0 else 1)
+    return flat(*by_row, *by_column), launches
+
+
+CAST = register_op(
+    "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source, bool to_bf16,"
+    " int experts, bool along_rows, bool along_columns, str scale_rounding, str form) -> Tensor[]",
+    _launches,
+)
+
+
+def cast(
+    x: torch.Tensor | Sequence[torch.Tensor],
+    recipe: Recipe,
+    dims: tuple[int, ...] = (1,),
+    form: str = "codes",
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    axis: int = 0,
+    source: torch.Tensor | None = None,
+    experts: int = 1,
+) -> dict[int, Cast]:
+    """Return the MXFP8 casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
+
+    Args:
+        x: bf16 or fp32 [R, C]; C a multiple of 32 for a cast along dimension 1. Along dimension 0 the last block may
+            be incomplete: it is padded with zeros. Or several matrices of one dtype, all of them whole blocks along
+            ``axis``: the results are those of ``torch.cat(x, axis)``, which is never stored. One launch for each.
+        recipe: an MXFP8 recipe; gives the scale rounding.
+        dims: (1,), (0,) or (1, 0).
+        form: "codes": float8_e4m3fn codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple
+            of 32] along dimension 0) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales flat in the
+            128x4 layout; "image": the bf16 values [R, C] that codes and scales stand for, not transposed.
+        row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32. For a single matrix only.
+        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
+        axis: 0 for matrices one below the other, 1 for matrices side by side.
+        source: int64 [S]. The matrix that is cast is then [S, C], and its row i is row source[i] of x; a row of zeros
+            where source[i] is negative. For a single matrix without row_factor.
+        experts: every matrix is so many stacked experts of equal height, each of whole blocks. Matrices one below the
+            other are then joined expert by expert.
+
+    Returns:
+        (data, scales) for each dimension; scales is None for an image.
+    """
+    parts = contiguous(*([x] if isinstance(x, torch.Tensor) else x))
+    factors = contiguous(row_factor, column_factor)
+    results = CAST(parts, axis, *factors, source, False, experts, 1 in dims, 0 in dims, recipe.scale_rounding, form)
+    return by_dim(results, dims, form)

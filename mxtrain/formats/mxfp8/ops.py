@@ -1,0 +1,39 @@
+"""MXFP8's casts, by kernel or in PyTorch."""
+
+from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
+from mxtrain.formats.mx import MXOps
+from mxtrain.formats.ops import Fusions
+from mxtrain.launch import HAS_TRITON, runs_kernels
+
+if HAS_TRITON:
+    from mxtrain.formats.mxfp8 import cast as kernels
+    from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
+    from mxtrain.formats.norm_kernel import mxnorm_cast
+
+
+class MXFP8Ops(MXOps):
+    """``MXOps`` with kernels for casts, alone and after a norm or SwiGLU."""
+
+    if HAS_TRITON:
+        casts = (kernels.CAST,)
+        fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
+
+    def cast(self, parts, recipe, mode, dims, spec=PLAIN):
+        if not runs_kernels(mode, parts[0].device.type):
+            return super().cast(parts, recipe, mode, dims, spec)
+        form = "codes" if spec.as_codes else KERNEL_FORM[mode]
+        factors = spec.row_factor, spec.column_factor
+        results = kernels.cast(parts, recipe, dims, form, *factors, spec.axis, spec.source, spec.experts)
+        if spec.as_codes:
+            return {dim: Codes(*result) for dim, result in results.items()}
+        # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
+        return {
+            dim: Operand(data.t() if dim == 0 and form == "image" else data, scales)
+            for dim, (data, scales) in results.items()
+        }
+
+    def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
+        if not runs_kernels(mode, x.device.type):
+            return super().normalize(x, estimate, recipe, mode, group, as_codes)
+        result = mxnorm_cast(x, estimate, recipe, "codes" if as_codes else KERNEL_FORM[mode])
+        return (Codes if as_codes else Operand)(result.data, result.scales), result.rho

@@ -1,0 +1,272 @@
+"""NVFP4 casts of a matrix along its rows, its columns, or both, from one read.
+
+Along columns the random Hadamard transform in blocks of 16 rows can come first. Each cast rounds to nearest or
+stochastically. An output gradient [T, N] becomes the operands of dgrad and wgrad in this way, and an input [T, D] with
+rho as row factor becomes the operand of wgrad.
+
+Several matrices can be cast into one image: each is read and written once, and nothing is copied. Every part has its
+own tensor scale, its own random bits, and the bits that it has alone. One image holds them because its values include
+the tensor scales; codes would need one scale for all.
+
+Groups of rows of one matrix can likewise be as matrices of their own. Only the device knows where they end.
+
+Bytes per element: 2 or 4 read; 1/2 + 1/16 (codes and scales) or 2 (image) written for each of the two casts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from mxtrain.formats.cast_kernels import (
+    Cast,
+    as_bytes,
+    block_amax,
+    by_dim,
+    empty_cast,
+    empty_column_cast,
+    flat,
+    tile_start,
+)
+from mxtrain.formats.nvfp4.arithmetic import (
+    BLOCK,
+    STORAGE,
+    amax_across,
+    image_of,
+    inverse_of,
+    load_draws,
+    multiplier,
+    pack,
+    pack_nearest,
+    random_words,
+    round_stochastically,
+    round_to_nearest,
+    scale_of_block,
+)
+from mxtrain.formats.nvfp4.strip import (
+    WARPS,
+    group_of,
+    hadamard,
+    length_of,
+    load_strip,
+    store_columns,
+    store_row,
+    tile_columns,
+)
+from mxtrain.launch.device import cdiv, converts_fp4, next_power_of_2, round_up
+from mxtrain.launch.launch import Launch, contiguous, register_op
+
+# Of a thread that makes both images of a gradient. With the 205 that the compiler takes, fewer programs run at a time:
+# 99.9 instead of 90.5 us at 16384 x 2048 (H200).
+REGISTERS = 168
+
+
+@triton.jit
+def _rounded(y, words, UPPER: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        y = round_stochastically(y, words, UPPER)
+    return y
+
+
+@triton.jit
+def _image(y, scale, tensor_scale, STOCHASTIC: tl.constexpr):
+    """Image of y from ``_rounded``."""
+    if not STOCHASTIC:
+        y = round_to_nearest(y)
+    return image_of(y, scale, tensor_scale)
+
+
+@triton.jit
+def _packed(first, second, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr):
+    """Codes of numbers from ``_rounded``, two a byte."""
+    if STOCHASTIC:
+        return pack(first, second)
+    else:
+        return pack_nearest(first, second, HARDWARE)
+
+
+# These two are views into larger tensors, with any alignment.
+@triton.jit(do_not_specialize=["signs_ptr", "draws_ptr"])
+def _nvfp4_cast_kernel(
+    x_ptr, row_factor_ptr, column_factor_ptr, tensor_scales_ptr, slot,
+    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, stride, signs_ptr, draws_ptr,
+    ends_ptr, groups, before, ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr,
+    COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr,
+    HARDWARE: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Cast a strip in blocks of its 16 rows, in blocks of 16 columns of each row, or both.
+
+    The cast along columns stores an image at the offsets of x, and codes and scales transposed. One loop over the rows
+    makes both casts: random words need not stay in registers, and the two chains of instructions run side by side.
+    """
+    first_row, column = tile_start(columns, 16, COLUMNS)
+    group, start = 0, 0
+    if GROUPS:
+        group, start = group_of(first_row, ends_ptr, groups, GROUPS)
+    tensor_scales_ptr += (slot // 16 + group) * SCALES
+    # Every load comes before the first store, across which the compiler moves no load.
+    if ALONG_ROWS:
+        row_scale = tl.load(tensor_scales_ptr)
+    if ALONG_COLUMNS:
+        column_scale = tl.load(tensor_scales_ptr + SCALES - 1)
+    if HADAMARD:
+        signs = tl.load(signs_ptr)
+    if STOCHASTIC:
+        draws = load_draws(draws_ptr + 4 * group)
+        four = (((first_row - start) * columns + column) // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
+    strip = load_strip(
+        x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
+    )
+    if FORM == "image":
+        before += first_row * stride + column
+        if ALONG_ROWS:
+            row_data_ptr += before
+        if ALONG_COLUMNS:
+            column_data_ptr += before
+    across, byte = column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
+    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
+    if ALONG_ROWS:
+        row_inverse = inverse_of(row_scale)
+    if ALONG_COLUMNS:
+        column_inverse, inside = inverse_of(column_scale), across < columns
+        transformed = strip
+        if HADAMARD:
+            exact: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not (ROW_FACTOR or COLUMN_FACTOR)
+            transformed = hadamard(strip, signs, exact)
+        code_of_column, scale_of_column = scale_of_block(
+            amax_across(transformed, FORM != "image").to(tl.float32, bitcast=True), column_inverse
+        )
+        column_factor = multiplier(scale_of_column, column_inverse)
+        eight, even = tl.zeros((COLUMNS,), tl.int64), transformed[0]
+    for i in tl.static_range(16):
+        row, words = first_row + i, tl.zeros((COLUMNS,), tl.int32)
+        if STOCHASTIC:
+            words = random_words(draws, four)
+            four = (four + columns // 4).to(tl.uint32)
+        if ALONG_ROWS:
+            length = length_of(row, rows, columns)
+            x = tl.reshape(strip[i], (COLUMNS // 16, 16))
+            code, scale = scale_of_block(block_amax(x, 1), row_inverse)
+            y = x * multiplier(scale, row_inverse)[:, None]
+            y = _rounded(y, tl.reshape(words, (COLUMNS // 16, 16)), False, STOCHASTIC)
+            if FORM == "image":
+                image = tl.reshape(_image(y, scale[:, None], row_scale, STOCHASTIC), (COLUMNS,))
+                tl.store(row_data_ptr + tl.arange(0, COLUMNS), image, mask=across < length)
+                row_data_ptr += stride
+            else:
+                first, second = tl.split(tl.reshape(y, (COLUMNS // 2, 2)))
+                packed = _packed(first, second, STOCHASTIC, HARDWARE)
+                store_row(packed, code, byte, block, blocks, row, length, columns, row_data_ptr, row_scales_ptr, FORM)
+        if ALONG_COLUMNS:
+            y = _rounded(transformed[i] * column_factor, words, True, STOCHASTIC)
+            if FORM == "image":
+                # Store all 16 rows: the transform gives values to the padding of the last block.
+                image = _image(y, scale_of_column, column_scale, STOCHASTIC)
+                tl.store(column_data_ptr + tl.arange(0, COLUMNS), image, mask=inside)
+                column_data_ptr += stride
+            elif i % 2:
+                eight |= _packed(even, y, STOCHASTIC, HARDWARE).to(tl.int64) << (4 * (i - 1))
+            else:
+                even = y
+    if ALONG_COLUMNS and FORM != "image":
+        store_columns(eight, code_of_column, across, inside, first_row, rows, column_data_ptr, column_scales_ptr, FORM)
+
+
+def _launches(
+    parts: list[torch.Tensor],
+    axis: int,
+    row_factor: torch.Tensor | None,
+    column_factor: torch.Tensor | None,
+    tensor_scales: torch.Tensor,
+    dims: list[int],
+    signs: torch.Tensor | None,
+    draws: list[torch.Tensor],
+    ends: torch.Tensor | None,
+    form: str,
+) -> tuple[list[torch.Tensor], list[Launch]]:
+    """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
+    whole = list(parts[0].shape)
+    whole[axis] = sum(part.shape[axis] for part in parts)
+    rows, columns = whole
+    by_row = by_column = Cast(None, None)
+    if 1 in dims:
+        by_row = empty_cast(STORAGE, rows, columns, form, parts[0].device)
+    if 0 in dims:
+        by_column = empty_column_cast(STORAGE, round_up(rows, BLOCK), columns, form, parts[0].device)
+    groups = 0 if ends is None else ends.shape[0]
+    launches, before = [], 0  # elements of the whole before a part: only images are cast in several parts
+    for i, (x, bits) in enumerate(zip(parts, draws or [None] * len(parts))):
+        tile = tile_columns(x.shape[1])
+        limit = {"maxnreg": REGISTERS} if bits is not None and len(dims) == 2 and form == "image" else {}
+        launch = Launch(
+            _nvfp4_cast_kernel,
+            (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),
+            (
+                x, row_factor, column_factor, tensor_scales, 16 * i,  # as in ``tensor_scale.py``
+                *(as_bytes(t) for t in (*by_row, *by_column)), *x.shape, columns, signs, bits, ends, groups, before,
+            ),
+            dict(
+                ALONG_ROWS=1 in dims, ALONG_COLUMNS=0 in dims, ROW_FACTOR=row_factor is not None,
+                COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None, STOCHASTIC=bits is not None,
+                FORM=form, HARDWARE=converts_fp4(x), SCALES=tensor_scales.shape[1],
+                GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
+                **limit,
+            ),
+        )  # fmt: skip
+        if x.numel():
+            launches.append(launch)
+        before += x.numel() if axis == 0 else x.shape[1]
+    return flat(*by_row, *by_column), launches
+
+
+CAST = register_op(
+    "nvfp4_cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor tensor_scales,"
+    " int[] dims, Tensor? signs, Tensor[] draws, Tensor? ends, str form) -> Tensor[]",
+    _launches,
+)
+
+
+def nvfp4_cast(
+    parts: Sequence[torch.Tensor],
+    tensor_scales: torch.Tensor,
+    form: str = "codes",
+    dims: tuple[int, ...] = (1, 0),
+    *,
+    signs: torch.Tensor | None = None,
+    draws: Sequence[torch.Tensor] = (),
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    axis: int = 0,
+    ends: torch.Tensor | None = None,
+) -> dict[int, Cast]:
+    """Return the NVFP4 casts of X [R, C] in blocks of 16 along dimension 1, 0 or both, all from one read of X.
+
+    Args:
+        parts: X alone, bf16 or fp32 [R, C], C a multiple of 16. For the cast along dimension 0, rows are padded with
+            zeros to a multiple of 16. Or, for form "image", several matrices of one dtype, all of them whole blocks
+            along ``axis``, which joined are X.
+        tensor_scales: powers of two, one for each part, fp32 [n, 1], or [n, 2] for the casts along dimensions 1 and 0.
+        form: with R' = R rounded up to a multiple of 16: "codes": uint8 codes, two a byte, with the reduced dimension
+            last ([R, C / 2] along dimension 1, [C, R' / 2] along dimension 0) and row-major float8_e4m3fn scales
+            [R, C / 16] and [C, R' / 16]; "blocked": the same codes, scales flat in the 128x4 layout; "image": bf16
+            values, element * block scale * tensor scale, not transposed: [R, C] and [R', C].
+        dims: the dimensions to cast along.
+        signs: int64, one number, from ``rng.seeds.sign_mask``. Transforms along dimension 0 before the cast along it.
+            None skips the transform.
+        draws: int64 [4] for each part, the key and position of the random bits with which every cast rounds
+            stochastically (``mxtrain.rng.rounding.Draws``). Empty: rounds to nearest.
+        row_factor: bf16 or fp32 [R], multiplied in first, in fp32. For a single matrix only.
+        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
+        axis: 0 for matrices one below the other, 1 for matrices side by side.
+        ends: int32 [G], multiples of 16, the ends of groups of rows of a single matrix, for form "image". Each group is
+            cast as a matrix of its own: tensor scales are [G, 1 or 2], draws int64 [G, 4]. Rows beyond the last end:
+            any values.
+
+    Returns:
+        (data, scales) for each dimension; scales is None for an image.
+    """
+    parts, factors = contiguous(*parts), contiguous(row_factor, column_factor)
+    scales = tensor_scales.contiguous()
+    results = CAST(parts, axis, *factors, scales, dims, signs, list(draws), *contiguous(ends), form)
+    return by_dim(results, dims, form)

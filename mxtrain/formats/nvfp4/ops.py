@@ -1,0 +1,259 @@
+"""NVFP4's casts, by kernel or in PyTorch. Each GEMM casts the same matrix differently:
+
+    fprop   X in blocks along D, rounded to nearest               W in tiles of 16 x 16, rounded to nearest
+    dgrad   dY in blocks along N, rounded stochastically          the same W, transposed
+    wgrad   dY^T and X^T in blocks along tokens, both Hadamard-transformed first; dY rounded stochastically
+
+The recipe can turn off tiles, transform and stochastic rounding. The tensor scale comes from the largest magnitude
+that is cast, after factors and transform, and all parts of a matrix on several processes share it. Each expert of a
+mixture has one of its own. Only MXNorm's static scale is known beforehand. Tensor scales are powers of two, so bf16 and
+fp32 operands hold their values exactly, tensor scale included.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import ScalingType
+
+from mxtrain.formats.collectives import largest
+from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.gemm import product_of_codes
+from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
+from mxtrain.formats.mx import to_blocked
+from mxtrain.formats.mxnorm import inverse_rms
+from mxtrain.formats.nvfp4 import NVFP4, reference, static_tensor_scale
+from mxtrain.formats.ops import FormatOps
+from mxtrain.formats.recipe import Recipe
+from mxtrain.launch import HAS_TRITON, runs_kernels
+from mxtrain.rng.philox import rounding_bits, rounding_words, rounding_words_of_rows
+from mxtrain.rng.rounding import MAX_ELEMENTS
+
+if HAS_TRITON:
+    from mxtrain.formats.norm_kernel import nvfp4_norm
+    from mxtrain.formats.nvfp4 import cast as cast_kernel
+    from mxtrain.formats.nvfp4 import tensor_scale as scale_kernel
+    from mxtrain.formats.nvfp4 import weight_cast as weight_kernel
+
+# The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
+NATIVE_MULTIPLE = 32
+
+
+class NVFP4Ops(FormatOps):
+    """What computes with NVFP4. Along dimension 0, operands have the rows of X rounded up to a multiple of 16."""
+
+    if HAS_TRITON:
+        casts = (cast_kernel.CAST,)
+        weight_casts = (weight_kernel.CAST,)
+        kept = (scale_kernel.TENSOR_SCALES,)
+
+    def cast(self, parts, recipe, mode, dims, spec=PLAIN):
+        """Each matrix of ``parts`` has a tensor scale of its own. Several are not for codes or mode "native", whose
+        operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``.
+        """
+        ends = spec.ends
+        if spec.experts > 1:
+            rows = parts[0].shape[0] // spec.experts
+            ends = torch.arange(rows, spec.experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
+        if spec.source is not None:
+            parts = [spec.joined(parts)]
+        is_weight = spec.role == "weight"
+        signs = spec.signs if recipe.hadamard and 0 in dims and not is_weight else None
+        draws = [bits for bits in spec.draws or () if bits is not None] if recipe.stochastic_rounding else []
+        if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
+            raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
+        tiles = is_weight and recipe.weight_tiles
+        if not runs_kernels(mode, parts[0].device.type):
+            results = [
+                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles)
+                for x, of_x in zip(parts, draws or [None] * len(parts))
+            ]
+            if len(results) == 1:
+                return results[0]
+            # The operand of dimension 0 is transposed.
+            axis = spec.axis
+            return {d: Operand(torch.cat([one[d].data for one in results], axis if d else 1 - axis)) for d in dims}
+        form = "codes" if spec.as_codes else KERNEL_FORM[mode]
+        factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
+        if spec.tensor_scale is not None:
+            scales = [spec.tensor_scale.view(1, 1)]
+        else:
+            # Weights one by one: forward and backward may join them differently, and read each once.
+            of = [[x] for x in parts] if tiles else [parts]
+            # If processes hold a matrix together, the largest scale of their parts is that of the largest magnitude.
+            scales = [
+                largest(scale_kernel.nvfp4_tensor_scales(some, signs, ends=ends, **factors), spec.group) for some in of
+            ]
+        if tiles:
+            casts = weight_kernel.nvfp4_weight(parts, scales, form, spec.column_factor, ends)
+        else:
+            options = dict(signs=signs, draws=draws, axis=spec.axis, ends=ends, **factors)
+            casts = cast_kernel.nvfp4_cast(parts, scales[0], form, dims, **options)
+        return {dim: _from_kernel(casts[dim], dim, scales[0], mode, form) for dim in dims}
+
+    def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
+        static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
+        if static is not None:
+            tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
+            if runs_kernels(mode, x.device.type):
+                form = "codes" if as_codes else KERNEL_FORM[mode]
+                data, scales, rho, _ = nvfp4_norm(x, estimate, static, form)
+                return _from_kernel((data, scales), 1, tensor_scale, mode, form), rho
+        rho = inverse_rms(x, estimate, recipe)
+        spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
+        return self.cast([x], recipe, mode, (1,), spec)[1], rho
+
+    def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
+        return _codes(x, reference.power_of_two_tensor_scale(x), None, recipe.weight_tiles)
+
+    def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
+        return reference.dequantize(*codes, dtype)
+
+    def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
+        operand = _from_codes(codes, values_dtype(mode), mode)
+        if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
+            # The memory layout of a kernel's values, because products in another layout may add up in another order.
+            return Operand(operand.data.t().contiguous().t())
+        return operand
+
+    def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+        kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+        a_data, b_data = (each.data.view(torch.float4_e2m1fn_x2) for each in (a, b))
+        return product_of_codes(a_data, [*a[1:]], b_data, [*b[1:]], kinds, out_dtype)
+
+    def trial(self, x: torch.Tensor) -> Codes:
+        return _codes(x, reference.power_of_two_tensor_scale(x), None, False)
+
+    def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
+        if recipe.tensor_scale != "static":
+            return None
+        return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
+
+    def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
+        return reference.power_of_two_tensor_scales(amax)
+
+    def block_scales(self, amax, recipe, tensor_scale=None):
+        scales = reference.block_scales(amax, tensor_scale).float()
+        return scales, scales * tensor_scale * NVFP4.element_max
+
+    def stored(self, linear: str, codes: Codes) -> dict[str, torch.Tensor]:
+        return {
+            f"{linear}.weight_packed": codes.data,
+            f"{linear}.weight_scale": codes.scales,
+            # A divisor, [1]. The inverse of a power of two is exact.
+            f"{linear}.weight_global_scale": codes.tensor_scale.reciprocal().reshape(1),
+        }
+
+    def with_one_tensor_scale(self, weights: Sequence[Codes]) -> list[Codes] | None:
+        """Give weights the largest of their tensor scales, and block scales that leave all values unchanged.
+
+        A block scale shrinks by the power of two by which its tensor scale grows. This is exact unless E4M3 runs out of
+        small numbers: training's block scales are at least 2^-6, and E4M3 goes on to 2^-9 with fewer bits.
+        """
+        tensor_scale = torch.stack([weight.tensor_scale for weight in weights]).max()
+        changed = []
+        for weight in weights:
+            wanted = weight.scales.float() * (weight.tensor_scale / tensor_scale)
+            scales = wanted.to(torch.float8_e4m3fn)
+            # A block of zeros may have any scale. Codes of zero differ in their signs only.
+            is_zero = (weight.data & 0x77).view(*scales.shape, -1).eq(0).all(-1)
+            if not ((scales.float() == wanted) | is_zero).all():
+                return None
+            changed.append(Codes(weight.data, scales, tensor_scale))
+        return changed
+
+
+def _in_pytorch(x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool) -> dict[int, Operand | Codes]:
+    """Cast one matrix, stochastically if there are draws."""
+    results = {}
+    for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
+        tensor_scale = spec.tensor_scale if ends is None else _scales_of_groups(matrix, dim, ends)
+        if tensor_scale is None:
+            tensor_scale = largest(reference.power_of_two_tensor_scale(matrix), spec.group)
+        codes = _codes(matrix, tensor_scale, bits, tiles)
+        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
+    return results
+
+
+def _matrices_and_bits(
+    x: torch.Tensor,
+    dims: tuple[int, ...],
+    signs: torch.Tensor | None,
+    draws: torch.Tensor | None,
+    ends: torch.Tensor | None,
+) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    """For each dimension the matrix to cast along its rows, and its random bits if there are draws."""
+    along = {dim: x if dim == 1 else _along_tokens(x, signs) for dim in dims}
+    if draws is None:
+        return {dim: (matrix, None) for dim, matrix in along.items()}
+    # Padding adds rows. len(x) would give a compiled graph one number of tokens.
+    rows, columns = along[0].t().shape if 0 in dims else x.shape
+    if ends is None:
+        key, step, microbatch, rank = draws.unbind()
+        words = rounding_words(rows, columns, key, step, rank, microbatch, draws.device)
+    else:
+        groups = _group_of_rows(ends, rows).clamp(max=ends.shape[0] - 1)
+        row = torch.arange(rows, device=ends.device) - torch.nn.functional.pad(ends[:-1], (1, 0))[groups]
+        key, step, microbatch, rank = draws[groups].unbind(1)
+        words = rounding_words_of_rows(row, columns, key, step, rank, microbatch)
+    bits = {1: rounding_bits(words[: x.shape[0]], 1), 0: rounding_bits(words, 0).t()}
+    return {dim: (matrix, bits[dim]) for dim, matrix in along.items()}
+
+
+def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None, mode: str) -> Operand:
+    """Wrap codes [R, K / 2] with blocked scales (native) or values [R, K] (emulated)."""
+    if mode != "native":
+        return Operand(data)
+    # The tensor cores read pairs of blocks: pad an odd number with a block of zeros. Its scale is zero as well,
+    # because the blocked layout pads its scales with zeros.
+    data = torch.nn.functional.pad(data, (0, -data.shape[1] % (NATIVE_MULTIPLE // 2)))
+    return Operand(data.contiguous(), scales, tensor_scale)
+
+
+def _from_kernel(
+    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scales: torch.Tensor, mode: str, form: str
+) -> Operand | Codes:
+    """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
+    data, scales = cast
+    tensor_scale = None if form == "image" else tensor_scales.view(-1)[0 if dim == 1 else -1]
+    if form == "codes":
+        return Codes(data, scales, tensor_scale)
+    return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
+
+
+def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool) -> Codes:
+    if x.numel() == 0:  # no tokens
+        codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
+        scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
+    elif tiles:
+        codes, scales = reference.cast_tiles(x, tensor_scale)
+    else:
+        codes, scales = reference.cast(x, tensor_scale, bits)
+    return Codes(codes, scales, tensor_scale)
+
+
+def _from_codes(codes: Codes, dtype: torch.dtype, mode: str) -> Operand:
+    if mode == "native":
+        return _operand(codes.data, to_blocked(codes.scales), codes.tensor_scale, mode)
+    return Operand(reference.dequantize(*codes, dtype))
+
+
+def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the group of every row, int64 [rows]; the number of groups for rows beyond the last end."""
+    return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
+
+
+def _scales_of_groups(x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
+    """Return the tensor scale of its group for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
+    groups = _group_of_rows(ends, x.shape[1 - dim])
+    # As integers, because they have the order of the magnitudes with NaN as the largest, once its sign is gone.
+    maxima = x.abs().amax(dim).float().view(torch.int32) & 0x7FFFFFFF
+    largest_of = maxima.new_zeros(ends.shape[0] + 1).scatter_reduce(0, groups, maxima, "amax")
+    scales = reference.power_of_two_tensor_scales(largest_of.view(torch.float32))[groups]
+    return scales.unsqueeze(1) if dim == 1 else scales[:: NVFP4.block_size].unsqueeze(0)
+
+
+def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
+    """x [T, C] -> [C, T rounded up to a multiple of 16], Hadamard-transformed if there are signs."""
+    x = pad(x, 0)
+    return (x if signs is None else hadamard(x, unpack_signs(signs), 0)).t()

@@ -1,0 +1,121 @@
+"""Parses a recipe as written by a user, ``"mxfp8"`` or ``"fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"``."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.formats.recipe import FLAGS, GEMMS, RECIPES, LinearRecipe, Recipe, linear_recipe, recipe_with
+
+# Settings that override a recipe, in the TOML and in ``mxtrain.convert``, and the GEMMs that each one changes.
+_CHANGES = {
+    "scale_rounding": GEMMS,
+    "tensor_scale": ("fprop",),
+    "weight_tiles": ("fprop", "dgrad"),
+    "hadamard": ("wgrad",),
+    "stochastic_rounding": ("dgrad", "wgrad"),
+}
+SWITCHES = (*_CHANGES, "high_precision_share")
+
+
+def get_recipe(recipe: str | LinearRecipe, **switches) -> LinearRecipe:
+    """Parse a recipe and override its settings.
+
+    Args:
+        recipe: one of ``RECIPES`` for all GEMMs, one name for each ("fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"), or a
+            recipe.
+        switches: any of ``SWITCHES``; None keeps the recipe's own. In a mixed recipe, a setting changes the GEMMs
+            whose format has it.
+
+    Raises:
+        ConfigError: for an unknown recipe or GEMM, a wrong setting, or a setting that does not apply to the recipe.
+    """
+    return get_recipes(recipe, {}, **switches)[0]
+
+
+def get_recipes(
+    recipe: str | LinearRecipe, recipes: Mapping[str, str | LinearRecipe], **switches
+) -> tuple[LinearRecipe, dict[str, LinearRecipe]]:
+    """Parse the default recipe of a model and the exceptions ``recipes``, by pattern of layer names.
+
+    The settings in ``switches`` change every GEMM whose format has them.
+
+    Raises:
+        ConfigError: as ``get_recipe``, and if ``recipes`` is not a mapping.
+    """
+    if not isinstance(recipes, Mapping):
+        raise ConfigError(f'recipes = {recipes!r} is not a table of lines "pattern" = "recipe"')
+    parsed = [_parse("recipe", recipe), *(_parse(f"recipes.{pattern!r}", spec) for pattern, spec in recipes.items())]
+    given = {name: value for name, value in switches.items() if value is not None}
+    for switch, value in given.items():
+        require_one_of("setting of a recipe", switch, SWITCHES)
+        _check_switch(switch, value, parsed)
+    default, *others = (linear_recipe(*(with_switches(r, given) for r in recipe.gemms)) for recipe in parsed)
+    return default, dict(zip(recipes, others))
+
+
+def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool | float | None]:
+    """Return the value of every one of ``SWITCHES``: for the first GEMM that it changes; the share of recipe 0."""
+    values = {}
+    for switch, gemms in _CHANGES.items():
+        found = [getattr(r, switch) for recipe in recipes for r in _named(recipe, gemms) if r.has(switch)]
+        values[switch] = found[0] if found else False if switch in FLAGS else None
+    return {**values, "high_precision_share": recipes[0].high_precision_share}
+
+
+def parse_gemms(field: str, spec: str) -> dict[str, Recipe]:
+    """Parse a recipe that may leave GEMMs out: GEMM -> recipe, for all three if ``spec`` is one name.
+
+    Args:
+        field: name of the setting in error messages.
+
+    Raises:
+        ConfigError: for an unknown recipe or GEMM, or a GEMM that is named twice.
+    """
+    if not isinstance(spec, str) or "=" not in spec:
+        require_one_of(field, spec, RECIPES)
+        return dict.fromkeys(GEMMS, RECIPES[spec])
+    of_gemm = {}
+    for part in spec.split(","):
+        gemm, _, name = (word.strip() for word in part.partition("="))
+        require_one_of(f"{field} = {spec!r}: GEMM", gemm, GEMMS)
+        if gemm in of_gemm:
+            raise ConfigError(f"{field} = {spec!r} names {gemm} twice")
+        require_one_of(f"{field} = {spec!r}: {gemm}", name, RECIPES)
+        of_gemm[gemm] = RECIPES[name]
+    return of_gemm
+
+
+def with_switches(recipe: Recipe, switches: Mapping) -> Recipe:
+    """Return the recipe of a GEMM with those ``switches`` that are not None and that its format has."""
+    given = {name: value for name, value in switches.items() if value is not None and recipe.has(name)}
+    return replace(recipe, **given) if given else recipe
+
+
+def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
+    if isinstance(spec, LinearRecipe):
+        return spec
+    if isinstance(spec, dict):  # from an unquoted key: layers.0 = "bf16"
+        raise ConfigError(f'{field} = {spec!r} is not a string: write a pattern with dots in quotes, "layers.0" = ...')
+    of_gemm = parse_gemms(field, spec)
+    if missing := [gemm for gemm in GEMMS if gemm not in of_gemm]:
+        raise ConfigError(f"{field} = {spec!r} says nothing of {' and '.join(missing)}; name all of {', '.join(GEMMS)}")
+    return linear_recipe(**of_gemm)
+
+
+def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
+    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching a flag off is always allowed."""
+    gemms = _CHANGES.get(switch)
+    if gemms is None or (value is False and switch in FLAGS):
+        return
+    if any(r.has(switch) and r.format is not None for recipe in recipes for r in _named(recipe, gemms)):
+        return
+    if len(recipes) == 1 and isinstance(recipes[0], Recipe):
+        replace(recipes[0], **{switch: value})  # raises the more specific error
+        return
+    wanted = "a format whose block scales are powers of two" if switch == "scale_rounding" else recipe_with(switch)
+    names = ", ".join(repr(name) for name in dict.fromkeys(recipe.name for recipe in recipes))
+    raise ConfigError(f"{switch} = {value!r} needs {wanted} for {' or '.join(gemms)}; the recipes are: {names}")
+
+
+def _named(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:
+    return [getattr(recipe, gemm) for gemm in gemms]

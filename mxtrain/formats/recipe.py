@@ -1,0 +1,236 @@
+"""Recipes: which format each GEMM of a linear layer casts its operands to. They are known by name, as formats are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
+from mxtrain.formats.format import FORMATS, HIGH_PRECISION, LONGEST_BLOCK, Format, ScaleRounding, TensorScale
+from mxtrain.launch.keyed import Keyed
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
+"""Settings of a recipe that are on or off"""
+_UNSET = {"scale_rounding": None, "tensor_scale": None, **dict.fromkeys(FLAGS, False)}
+
+
+class LinearRecipe(Keyed):
+    """The recipe of a linear layer: a ``Recipe`` for all three GEMMs, or a ``MixedRecipe`` with one for each.
+
+    Attributes:
+        name: as in the TOML.
+        fprop, dgrad, wgrad: the Recipe of each GEMM.
+        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
+    """
+
+    name: str
+    fprop: "Recipe"
+    dgrad: "Recipe"
+    wgrad: "Recipe"
+    high_precision_share: float
+
+    @property
+    def gemms(self) -> "tuple[Recipe, Recipe, Recipe]":
+        """The recipes of fprop, dgrad and wgrad."""
+        return self.fprop, self.dgrad, self.wgrad
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any GEMM casts its operands to a format."""
+        return any(gemm.format is not None for gemm in self.gemms)
+
+    @property
+    def tensor_scaled(self) -> Format | None:
+        """The format of a GEMM that gives a matrix a scale of its own; None if no GEMM's does."""
+        return next((gemm.format for gemm in self.gemms if gemm.format and gemm.format.has_tensor_scale), None)
+
+    def joins(self, mode: str) -> bool:
+        """Return whether one operand takes several matrices in this mode.
+
+        A GEMM in high precision needs no cast, so that joining its operands would be a copy. A native operand has one
+        tensor scale, and matrices have one each.
+        """
+        return all(gemm.format for gemm in self.gemms) and (mode != "native" or self.tensor_scaled is None)
+
+    @property
+    def needs_signs(self) -> bool:
+        """Whether wgrad Hadamard-transforms its operands, which takes signs from the layer or its norm."""
+        return self.wgrad.hadamard
+
+    @property
+    def needs_draws(self) -> bool:
+        """Whether output gradients are rounded stochastically, which takes random bits from the layer's key."""
+        return self.dgrad.stochastic_rounding or self.wgrad.stochastic_rounding
+
+    @property
+    def needs_seeds(self) -> bool:
+        """Whether a layer needs signs or a key."""
+        return self.needs_signs or self.needs_draws
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe(LinearRecipe):
+    """How one GEMM casts its two operands. As the recipe of a layer, it applies to fprop, dgrad and wgrad alike.
+
+    Every operand is cast in blocks along the axis that its GEMM reduces over: fprop along the input features,
+    dgrad along the output features, wgrad along the tokens.
+
+    Attributes:
+        name: the recipe's name in the TOML.
+        format: the format of both operands; None leaves them in high precision.
+        block_size: elements per scale, and per block maximum of MXNorm's estimate; None takes the format's.
+        scale_rounding: how block scales are rounded to a power of two. ``"rceil"`` is
+            2^ceil(log2(amax / element_max)) in fp32, so an amax within its rounding error above a power of two times
+            element_max saturates. ``"floor"`` is OCP's rule, 2^(floor(log2 amax) - element_max_exponent); elements
+            that overflow saturate. None for a format with other scales.
+        tensor_scale: the source of the scale of a whole matrix, always a power of two. ``"dynamic"`` takes the largest
+            element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
+            other operands. None for a format without tensor scales.
+        weight_tiles: weights have one scale per square tile, so that fprop and dgrad see the same weight. If False,
+            weights have blocks along the reduced axis, like all other operands.
+        hadamard: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
+        stochastic_rounding: output gradients are rounded stochastically, for dgrad and wgrad.
+        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change. Not
+            compared when recipes are: a layer computes the same.
+    """
+
+    name: str
+    format: Format | None
+    block_size: int | None = None
+    scale_rounding: ScaleRounding | None = "rceil"
+    tensor_scale: TensorScale | None = None
+    weight_tiles: bool = False
+    hadamard: bool = False
+    stochastic_rounding: bool = False
+    high_precision_share: float = field(default=0.0, compare=False)
+
+    def __post_init__(self):
+        if self.format is not None and not isinstance(self.format, Format):
+            require_one_of("format", self.format, (None, *FORMATS.values()))
+        if self.block_size is None and self.format is not None:
+            object.__setattr__(self, "block_size", self.format.block_size)
+        if self.format is None:
+            require_positive_integer("block_size", self.block_size)
+        else:
+            require_one_of("block_size", self.block_size, (self.format.block_size,))
+        for setting, unset in _UNSET.items():
+            value = getattr(self, setting)
+            if setting in FLAGS:
+                require_one_of(setting, value, (True, False))
+            if self.has(setting):
+                require_one_of(setting, value, self._rules.settings[setting])
+            elif value is not unset:
+                if setting == "scale_rounding":
+                    raise ConfigError(
+                        f"scale_rounding = {value!r} does not apply to recipe {self.name!r}, whose block scales are "
+                        "rounded to nearest: leave it unset"
+                    )
+                raise ConfigError(f"{setting} = {value!r} needs {recipe_with(setting)}, not {self.name!r}")
+        share = self.high_precision_share
+        if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
+            raise ConfigError(f"high_precision_share = {share!r} is not a number from 0 to less than 1")
+        self._register()
+
+    @property
+    def sends_rows(self) -> bool:
+        """Whether rows have codes that need no other rows, so that each can be sent alone."""
+        return self.format is not None and not self.format.has_tensor_scale
+
+    @property
+    def _rules(self) -> Format:
+        return HIGH_PRECISION if self.format is None else self.format
+
+    @property
+    def ops(self):
+        """What computes with operands of this recipe, a ``mxtrain.formats.ops.FormatOps``."""
+        return self._rules.ops
+
+    @property
+    def fprop(self) -> "Recipe":
+        return self
+
+    @property
+    def dgrad(self) -> "Recipe":
+        return self
+
+    @property
+    def wgrad(self) -> "Recipe":
+        return self
+
+    def has(self, switch: str) -> bool:
+        """Whether ``switch``, one of ``SWITCHES``, applies to this format."""
+        return switch == "high_precision_share" or switch in self._rules.settings
+
+    def __str__(self) -> str:
+        if self.format is None:
+            return self.name
+        values = {setting: getattr(self, setting) for setting in self.format.settings}
+        return "/".join((self.name, *(name if value is True else value for name, value in values.items() if value)))
+
+
+@dataclass(frozen=True, eq=False)
+class MixedRecipe(LinearRecipe):
+    """A recipe for each GEMM of a linear layer. The three are not all equal."""
+
+    fprop: Recipe
+    dgrad: Recipe
+    wgrad: Recipe
+
+    def __post_init__(self):
+        self._register()
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{gemm}={recipe.name}" for gemm, recipe in zip(GEMMS, self.gemms))
+
+    @property
+    def high_precision_share(self) -> float:
+        """The largest of the three."""
+        return max(recipe.high_precision_share for recipe in self.gemms)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{gemm}={recipe}" for gemm, recipe in zip(GEMMS, self.gemms))
+
+
+def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe) -> LinearRecipe:
+    """Return the recipe of a linear with these recipes of its GEMMs."""
+    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad)
+
+
+def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
+    """Return the recipe of a norm that feeds linears with these recipes, which agree on fprop.
+
+    If any linear transforms its wgrad operands, the norm draws the signs for all.
+    """
+    return max(fed, key=lambda recipe: recipe.needs_signs)
+
+
+RECIPES: dict[str, Recipe] = {}
+"""By name; ``register_format`` adds to them"""
+DEFAULT_RECIPE = "mxfp8"
+# The recipe of a GEMM in high precision. ``mxtrain.convert`` does not swap a linear with this recipe for all GEMMs.
+HIGH_PRECISION_RECIPE = "bf16"
+
+
+def register_format(format: Format | None, *recipes: Recipe) -> None:
+    """Make a format and recipes with it known by their names: in settings, and to ``mxtrain.convert``.
+
+    A job calls this in a module that ``experimental.custom_import`` names.
+
+    Raises:
+        ConfigError: for a name that is taken, or blocks that are no part of ``LONGEST_BLOCK`` rows.
+    """
+    if format is not None:
+        if LONGEST_BLOCK % format.block_size:
+            raise ConfigError(
+                f"format {format.name!r}: block_size = {format.block_size} does not divide {LONGEST_BLOCK}"
+            )
+        if FORMATS.setdefault(format.name, format) is not format:
+            raise ConfigError(f"format {format.name!r} is registered already")
+    for recipe in recipes:
+        if RECIPES.setdefault(recipe.name, recipe) is not recipe:
+            raise ConfigError(f"recipe {recipe.name!r} is registered already")
+
+
+def recipe_with(setting: str) -> str:
+    """Return the first recipe that has a setting, in words."""
+    return f"recipe {next((name for name, recipe in RECIPES.items() if recipe.has(setting)), None)!r}"

@@ -1,0 +1,141 @@
+import pytest
+import torch
+
+from mxtrain import ConfigError, launch
+from mxtrain.formats import gemm, hardware
+from mxtrain.formats import mx as casts
+from mxtrain.formats.hardware import MODES, describe_modes, resolve_mode
+from mxtrain.formats.mx import from_blocked
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.nvfp4 import reference as nvfp4
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    def pretend(major, minor):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("version", "best", "missing"),
+    [
+        ((10, 0), "native", []),
+        ((11, 0), "native", []),
+        ((9, 0), "emulated", ["native"]),
+        ((8, 0), "emulated", ["native"]),
+        ((7, 5), "reference", ["native", "emulated"]),
+    ],
+)
+def test_auto_takes_the_best_mode_of_a_gpu(capability, version, best, missing):
+    capability(*version)
+    assert resolve_mode("auto", "cuda") == best
+    assert [s.mode for s in describe_modes("cuda") if not s.available] == missing
+    for mode in MODES:
+        if mode in missing:
+            with pytest.raises(ConfigError, match=f"mode = '{mode}' cannot run here: .*{version[0]}.{version[1]}"):
+                resolve_mode(mode, "cuda")
+        else:
+            assert resolve_mode(mode, "cuda") == mode
+
+
+@pytest.mark.parametrize("fault", [None, "a trial product in NVFP4 has a relative error of 0.9"])
+def test_compute_capability_12_is_native_if_trial_products_are_right(capability, fault, monkeypatch):
+    capability(12, 0)
+    monkeypatch.setattr("mxtrain.formats.hardware.fault_of_native_products", lambda: fault)
+    assert resolve_mode("auto", "cuda") == ("native" if fault is None else "emulated")
+    if fault is not None:
+        with pytest.raises(ConfigError, match=f"mode = 'native' cannot run here: MX tensor cores found, but {fault} "):
+            resolve_mode("native", "cuda")
+
+
+def test_a_cpu_runs_kernels_in_the_interpreter_only(monkeypatch):
+    for interprets in (True, False):
+        monkeypatch.setattr(launch, "_INTERPRETS_TRITON", interprets)
+        assert launch.runs_kernels("emulated", "cpu") == (interprets and launch.HAS_TRITON)
+
+
+def test_cpu():
+    assert resolve_mode("auto", "cpu") == "reference"
+    assert resolve_mode("emulated", "cpu") == "emulated"
+    with pytest.raises(
+        ConfigError, match="mode = 'native' cannot run here.*use 'auto' or one of: 'emulated', 'reference'"
+    ):
+        resolve_mode("native", "cpu")
+
+
+def test_unknown_mode_and_device():
+    with pytest.raises(ConfigError, match="mode = 'fast' is not one of: 'auto', 'native', 'emulated', 'reference'"):
+        resolve_mode("fast", "cpu")
+    with pytest.raises(ConfigError, match="device type 'tpu'"):
+        resolve_mode("auto", "tpu")
+
+
+K = hardware.DEPTH
+
+
+@pytest.fixture
+def trial_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(hardware, "TRIAL_DEVICE", "cpu")
+    hardware.fault_of_native_products.cache_clear()
+    yield
+    hardware.fault_of_native_products.cache_clear()
+
+
+def values(codes, scales, damage=lambda scales: scales):
+    """What codes and scales in the blocked layout stand for; ``damage`` changes the scales before."""
+    if codes.dtype == torch.float8_e4m3fn:
+        return casts.dequantize(codes, damage(from_blocked(scales[0], codes.shape[0], K // 32)), MXFP8)
+    codes = codes.view(torch.uint8)
+    return nvfp4.dequantize(codes, damage(from_blocked(scales[0], codes.shape[0], K // 16)), scales[1])
+
+
+def tensor_cores(damage=lambda scales: scales, only=None, seen=None):
+    """A ``scaled_mm`` that multiplies what its operands stand for; operands of dtype ``only`` are damaged."""
+
+    def scaled_mm(a, b, *, scale_a, scale_b, output_dtype, **_):
+        if seen is not None:
+            seen.append(a.dtype)
+        change = damage if only in (None, a.dtype) else lambda scales: scales
+        return (values(a, scale_a, change) @ values(b.t(), scale_b).t()).to(output_dtype)
+
+    return scaled_mm
+
+
+@pytest.mark.usefixtures("trial_on_the_cpu")
+def test_right_products_have_no_fault_and_are_tried_once(monkeypatch):
+    seen = []
+    monkeypatch.setattr(gemm, "scaled_mm", tensor_cores(seen=seen))
+    state = torch.get_rng_state()
+    assert hardware.fault_of_native_products() is None and hardware.fault_of_native_products() is None
+    assert seen == [torch.float8_e4m3fn, torch.float4_e2m1fn_x2]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("trial_on_the_cpu")
+@pytest.mark.parametrize(("only", "name"), [(torch.float8_e4m3fn, "MXFP8"), (torch.float4_e2m1fn_x2, "NVFP4")])
+@pytest.mark.parametrize(("by", "dim"), [(1, 0), (1, 1), (128, 0), (4, 1)])
+def test_scales_in_a_wrong_order_are_a_fault(only, name, by, dim, monkeypatch):
+    """Also whole tiles of 128 x 4 scales."""
+    swap = lambda scales: scales.view(torch.uint8).roll(by, dim).view(scales.dtype)  # noqa: E731
+    monkeypatch.setattr(gemm, "scaled_mm", tensor_cores(swap, only))
+    assert hardware.fault_of_native_products().startswith(f"a trial product in {name} has a relative error of ")
+
+
+@pytest.mark.usefixtures("trial_on_the_cpu")
+def test_products_that_are_not_finite_are_a_fault(monkeypatch):
+    monkeypatch.setattr(gemm, "scaled_mm", lambda a, b, **_: torch.full((a.shape[0], b.shape[1]), float("nan")))
+    assert hardware.fault_of_native_products() == "a trial product in MXFP8 has a relative error of nan"
+
+
+@pytest.mark.usefixtures("trial_on_the_cpu")
+@pytest.mark.parametrize("first_line", ["CUDA error: no kernel image is available", ""])
+def test_products_that_fail_are_a_fault(first_line, monkeypatch):
+    def scaled_mm(*_, **__):
+        raise RuntimeError(f"{first_line}\nfor execution on the device" if first_line else "")
+
+    monkeypatch.setattr(gemm, "scaled_mm", scaled_mm)
+    found = hardware.fault_of_native_products()
+    assert found == f"a trial product in MXFP8 failed with RuntimeError: {first_line}"

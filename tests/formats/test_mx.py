@@ -1,0 +1,166 @@
+"""Casts against numbers worked out by hand and against torchao's own tensor class, for the installed torchao release.
+
+The suite runs these once more with the other release of the supported range (marker ``torchao``).
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mxtrain.formats.mx import cast, dequantize, from_blocked, image, rounded_amax, to_blocked
+from mxtrain.formats.mxfp8 import MXFP8
+
+INF, NAN = float("inf"), float("nan")
+
+
+def e4m3_values() -> list[float]:
+    """Every finite non-negative E4M3 value, from the format's definition (bias 7, no infinity, 0x7f is NaN)."""
+    values = [m / 8 * 2.0**-6 for m in range(8)]
+    values += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if not (e == 15 and m == 7)]
+    return values
+
+
+def block(*values: float) -> torch.Tensor:
+    return torch.tensor([list(values) + [0.0] * (32 - len(values))], dtype=torch.float32)
+
+
+def exponent(scales: torch.Tensor) -> int:
+    """Unbiased exponent of the only scale."""
+    return scales.view(torch.uint8).item() - 127
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize(
+    ("values", "rceil", "floor"),
+    [
+        ([448.0], 0, 0),  # the largest value, exactly
+        ([449.0], 1, 0),  # just above: one binade up, or saturated
+        ([1.0], -8, -8),
+        ([2.0**-20], -28, -28),  # exact powers of two
+        ([1.75], -8, -8),  # 448 * 2^-8 exactly
+        ([1.76], -7, -8),
+        ([-3.0, 2.0], -7, -7),  # the sign does not matter
+        ([0.0], -127, -127),  # a zero block
+        ([2.0**-140], -127, -127),  # fp32 denormal
+        ([3.0e38], 120, 119),
+    ],
+)
+def test_scales_by_hand(values, rceil, floor, rounding):
+    _, scales = cast(block(*values), MXFP8, rounding)
+    assert exponent(scales) == {"rceil": rceil, "floor": floor}[rounding]
+
+
+def test_codes_are_the_nearest_representable_values():
+    """With a block maximum of 448 the scale is one, so codes are plain E4M3: every value, midpoint and neighbour."""
+    grid = e4m3_values()
+    probes = list(grid)
+    for low, high in zip(grid, grid[1:]):
+        middle = (low + high) / 2
+        probes += [middle, math.nextafter(middle, 0), math.nextafter(middle, INF)]
+    for probe in probes:
+        x = block(448.0, probe)
+        # A double's neighbour rounds to the same fp32 number; only what the cast was given counts.
+        given_value = x[0, 1].item()
+        codes, scales = cast(x, MXFP8, "rceil")
+        assert exponent(scales) == 0
+        got = dequantize(codes, scales, MXFP8)[0, 1].item()
+        best = min(abs(given_value - v) for v in grid)
+        nearest = [i for i, v in enumerate(grid) if abs(given_value - v) == best]
+        # On a tie the code with an even mantissa wins; consecutive codes alternate.
+        expected = grid[next(i for i in nearest if len(nearest) == 1 or i % 2 == 0)]
+        assert got == expected, probe
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_non_finite_blocks_never_decode_to_a_number(bad, rounding):
+    x = torch.ones(1, 64)
+    x[0, 3] = bad
+    codes, scales = cast(x, MXFP8, rounding)
+    values = dequantize(codes, scales, MXFP8)
+    assert not values[0, 3].isfinite()
+    assert torch.equal(values[0, 32:], x[0, 32:]), "the other block is untouched"
+    if math.isnan(bad):
+        assert scales.view(torch.uint8)[0, 0].item() == 255
+        assert values[0, :32].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bit_identical_to_torchaos_tensor_class(dtype):
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    for rounding in ("rceil", "floor"):
+        for spread in (1.0, 1e-30, 1e30):
+            x = (torch.randn(33, 160, generator=torch.Generator().manual_seed(1)) * spread).to(dtype)
+            x[0], x[1, :32] = 0, 0
+            theirs = MXTensor.to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode(rounding))
+            codes, scales = cast(x, MXFP8, rounding)
+            assert torch.equal(codes.view(torch.uint8), theirs.qdata.view(torch.uint8))
+            assert torch.equal(scales.view(torch.uint8), theirs.scale.view(torch.uint8))
+            assert codes.shape == x.shape and scales.shape == (33, 5)
+            ours = dequantize(codes, scales, MXFP8, torch.float32)
+            assert torch.equal(ours, theirs.dequantize(torch.float32))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    # From 248 * 2^120 on, the nearest E4M3 multiple of the scale can be 2^128, which fp32 does not have.
+    st.lists(st.floats(width=32, min_value=-(2.0**127), max_value=2.0**127), min_size=32, max_size=32),
+    st.sampled_from(["rceil", "floor"]),
+)
+def test_any_finite_block(values, rounding):
+    x = torch.tensor([values], dtype=torch.float32)
+    codes, scales = cast(x, MXFP8, rounding)
+    assert not codes.float().isnan().any() and scales.view(torch.uint8).item() < 255
+    got, step = dequantize(codes, scales, MXFP8).double(), 2.0 ** exponent(scales)
+    error = (got - x.double()).abs()
+    # Half a unit in the last place of E4M3, or half its smallest step; floor may saturate by a factor 448/512.
+    bound = torch.maximum(x.double().abs() * (0.125 if rounding == "floor" else 2.0**-4), torch.tensor(step * 2.0**-10))
+    # torchao multiplies by one instead of 2^127 for the smallest scale, where everything rounds to zero anyway.
+    assert (error <= bound).all() or exponent(scales) == -127
+
+
+def test_bf16_image_is_exact():
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
+    for dim in (0, 1):
+        exact = image(x, MXFP8, "rceil", dim, torch.float32)
+        assert torch.equal(image(x, MXFP8, "rceil", dim, torch.bfloat16).float(), exact)
+
+
+@pytest.mark.parametrize("rows", [32, 64, 1, 33, 63])
+def test_image_along_dim_0_is_the_transposed_cast(rows):
+    x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows))
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % 32))
+    expected = image(padded.t().contiguous(), MXFP8, "rceil", 1, torch.float32).t()[:rows]
+    assert torch.equal(image(x, MXFP8, "rceil", 0, torch.float32), expected)
+
+
+def test_rounded_amax():
+    amax = torch.tensor([0.0, 1.0, 1.75, 1.76, 448.0, 449.0, NAN])
+    expected = {
+        "rceil": [0.0, 1.75, 1.75, 3.5, 448.0, 896.0],
+        "floor": [0.0, 1.0, 1.0, 1.0, 256.0, 256.0],
+    }
+    for rounding, values in expected.items():
+        got = rounded_amax(amax, MXFP8, rounding)
+        assert got[:-1].tolist() == values
+        assert got[-1].isnan()
+
+
+def test_blocked_layout_round_trip():
+    scales = torch.arange(130 * 5, dtype=torch.int32).to(torch.uint8).view(130, 5)
+    blocked = to_blocked(scales)
+    assert blocked.numel() == 256 * 8, "rows are padded to 128, columns to 4"
+    assert torch.equal(from_blocked(blocked, 130, 5), scales)
+
+
+def test_no_rows_and_strides():
+    codes, scales = cast(torch.empty(0, 64), MXFP8, "rceil")
+    assert codes.shape == (0, 64) and scales.shape == (0, 2)
+    x = torch.randn(64, 40, generator=torch.Generator().manual_seed(4)).t()
+    for got, expected in zip(cast(x, MXFP8, "rceil"), cast(x.contiguous(), MXFP8, "rceil")):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

@@ -1,0 +1,210 @@
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from mxtrain import ConfigError, Recipe
+from mxtrain.formats.estimate import RMSEstimate, norm_constant
+from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.nvfp4 import NVFP4
+from mxtrain.formats.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
+from mxtrain.formats.recipe import GEMMS, RECIPES, MixedRecipe
+from mxtrain.launch.keyed import _REGISTERED, from_key
+
+
+def test_named_recipes_are_keyed_by_their_names_and_frozen():
+    for name, recipe in RECIPES.items():
+        assert recipe.name == name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            recipe.name = "other"
+
+
+def test_scale_rounding_overrides_the_named_recipe_only_when_given():
+    assert get_recipe("mxfp8").scale_rounding == "rceil"
+    floor = get_recipe("mxfp8", scale_rounding="floor")
+    assert floor.scale_rounding == "floor"
+    assert get_recipe(floor) is floor
+
+
+def test_the_recipe_of_nvfp4():
+    recipe = get_recipe("nvfp4")
+    assert recipe.format == NVFP4 and recipe.block_size == 16 and recipe.needs_seeds
+    assert [getattr(recipe, switch) for switch in SWITCHES] == [None, "static", True, True, True, 0.15]
+    assert dataclasses.replace(get_recipe("nvfp4_dynamic"), name="nvfp4", tensor_scale="static") == recipe
+    assert not get_recipe("mxfp8").needs_seeds
+
+
+@pytest.mark.parametrize(
+    ("switch", "value"),
+    [("tensor_scale", "dynamic"), *((s, False) for s in ("weight_tiles", "hadamard", "stochastic_rounding"))],
+)
+def test_every_switch_of_nvfp4_is_one_setting(switch, value):
+    recipe = get_recipe("nvfp4", **{switch: value}, **dict.fromkeys(set(SWITCHES) - {switch}))
+    assert recipe == dataclasses.replace(RECIPES["nvfp4"], **{switch: value}) != RECIPES["nvfp4"]
+
+
+def test_any_recipe_can_leave_blocks_in_high_precision():
+    assert get_recipe("mxfp8", high_precision_share=0.25).high_precision_share == 0.25
+    assert get_recipe("nvfp4", high_precision_share=0).high_precision_share == 0
+
+
+def test_a_plain_recipe_applies_to_all_three_gemms():
+    for recipe in RECIPES.values():
+        assert recipe.gemms == (recipe, recipe, recipe)
+
+
+def test_a_spec_names_a_recipe_for_every_gemm_in_any_order():
+    mixed = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
+    assert mixed == MixedRecipe(RECIPES["nvfp4"], RECIPES["mxfp8"], RECIPES["bf16"])
+    assert mixed == get_recipe(" wgrad = bf16,fprop=nvfp4 ,dgrad=mxfp8") == get_recipe(mixed) == get_recipe(mixed.name)
+    assert mixed.name == "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
+    assert str(mixed) == "fprop=nvfp4/static/weight_tiles/hadamard/stochastic_rounding, dgrad=mxfp8/rceil, wgrad=bf16"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mixed.fprop = RECIPES["mxfp8"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_spec_with_one_name_three_times_is_that_recipe(name):
+    assert get_recipe(", ".join(f"{gemm}={name}" for gemm in GEMMS)) is RECIPES[name]
+
+
+def test_high_precision_share_if_any_gemm_is_nvfp4():
+    assert get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4").high_precision_share == 0.15
+    assert get_recipe("fprop=mxfp8, dgrad=bf16, wgrad=bf16").high_precision_share == 0
+    assert get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4", high_precision_share=0).high_precision_share == 0
+
+
+def test_switches_reach_the_gemms_whose_format_has_them():
+    mixed = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", scale_rounding="floor", hadamard=False)
+    assert mixed.dgrad == get_recipe("mxfp8", scale_rounding="floor")
+    assert mixed.fprop == mixed.wgrad == get_recipe("nvfp4", hadamard=False)
+    tiles = get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8", weight_tiles=True)
+    assert tiles.dgrad == RECIPES["nvfp4"], "whose operands are dY and W"
+    default, others = get_recipes("mxfp8", {"wo": "nvfp4", "w2": mixed}, scale_rounding="floor", weight_tiles=False)
+    assert default == get_recipe("mxfp8", scale_rounding="floor") and others["wo"] == get_recipe(
+        "nvfp4", weight_tiles=False
+    )
+    assert list(others) == ["wo", "w2"] and others["w2"].dgrad == default
+    assert others["w2"].wgrad == get_recipe("nvfp4", hadamard=False, weight_tiles=False)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_switches_of_a_plain_recipe_are_its_own(name):
+    assert switches_in_effect([RECIPES[name]]) == {switch: getattr(RECIPES[name], switch) for switch in SWITCHES}
+
+
+def test_switches_in_effect_come_from_the_gemms_that_they_change():
+    none = dict.fromkeys(SWITCHES) | dict.fromkeys(("weight_tiles", "hadamard", "stochastic_rounding"), False)
+    forward = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8")
+    expected = {"scale_rounding": "rceil", "tensor_scale": "static", "weight_tiles": True, "high_precision_share": 0.15}
+    assert switches_in_effect([forward]) == none | expected
+    backward = get_recipe("fprop=bf16, dgrad=bf16, wgrad=nvfp4", stochastic_rounding=False)
+    both = switches_in_effect([get_recipe("mxfp8", scale_rounding="floor"), forward, backward])
+    assert both == none | expected | {"scale_rounding": "floor", "hadamard": True, "high_precision_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'unquantized'"),
+        (
+            lambda: get_recipe("mxfp8", scale_rounding="ceil"),
+            r"scale_rounding = 'ceil' is not one of: 'rceil', 'floor'",
+        ),
+        (
+            lambda: get_recipe("nvfp4", scale_rounding="rceil"),
+            r"scale_rounding = 'rceil' does not apply to recipe 'nvfp4'",
+        ),
+        (lambda: get_recipe("nvfp4", tensor_scale="fixed"), r"tensor_scale = 'fixed' is not one of: 'static', 'dyn"),
+        (lambda: get_recipe("mxfp8", tensor_scale="static"), r"tensor_scale = 'static' needs recipe 'nvfp4', not 'mx"),
+        (lambda: get_recipe("mxfp8", hadamard=True), r"hadamard = True needs recipe 'nvfp4', not 'mxfp8'"),
+        (lambda: get_recipe("nvfp4", hadamard="no"), r"hadamard = 'no' is not one of: True, False"),
+        (lambda: get_recipe("nvfp4", high_precision_share=1), r"high_precision_share = 1 is not a number from 0 to"),
+        (lambda: RMSEstimate.for_recipe(RECIPES["nvfp4"], 2, "post_round"), r"those of recipe = 'nvfp4' follow from"),
+        (lambda: Recipe("mine", MXFP8, 32, "up"), r"scale_rounding = 'up' is not one of"),
+        (lambda: RMSEstimate(3, "pre_round", 1e-5, 32), r"p = 3 is not one of: 1, 2"),
+        (lambda: RMSEstimate(2, "mean", 1e-5, 32), r"estimator = 'mean' is not one of: 'pre_round'"),
+        (lambda: RMSEstimate(2, "exact", -1.0, 32), r"eps = -1.0 is not a finite number"),
+        (lambda: RMSEstimate(2, "exact", float("inf"), 32), r"eps = inf is not a finite number"),
+        (lambda: RMSEstimate.for_recipe(RECIPES["unquantized"], 2, "post_round"), r"'unquantized' has none"),
+        (lambda: get_recipe("mxfp8", hadamrd=True), r"setting of a recipe = 'hadamrd' is not one of: 'scale_rounding'"),
+        (lambda: get_recipe(8), r"^recipe = 8 is not one of: 'mxfp8'"),
+        (
+            lambda: get_recipe("fprob=nvfp4, dgrad=mxfp8, wgrad=mxfp8"),
+            r"^recipe = 'fprob=nvfp4, .*': GEMM = 'fprob' is not one of: 'fprop', 'dgrad', 'wgrad'$",
+        ),
+        (lambda: get_recipe("fprop=nvfp4,"), r"GEMM = '' is not one of"),
+        (
+            lambda: get_recipe("fprop=mx"),
+            r"^recipe = 'fprop=mx': fprop = 'mx' is not one of: 'mxfp8', .*'nvfp4'.*'bf16'$",
+        ),
+        (lambda: get_recipe("dgrad=mxfp8, dgrad=bf16"), r"^recipe = 'dgrad=mxfp8, dgrad=bf16' names dgrad twice$"),
+        (lambda: get_recipe("dgrad=mxfp8"), r"says nothing of fprop and wgrad; name all of fprop, dgrad, wgrad$"),
+        (
+            lambda: get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", hadamard=True),
+            r"^hadamard = True needs recipe 'nvfp4' for wgrad; the recipes are: 'fprop=nvfp4, dgrad=mxfp8, wgrad=",
+        ),
+        (
+            lambda: get_recipes("mxfp8", {"wo": "bf16"}, stochastic_rounding=True),
+            r"^stochastic_rounding = True needs recipe 'nvfp4' for dgrad or wgrad; the recipes are: 'mxfp8', 'bf16'$",
+        ),
+        (
+            lambda: get_recipe("fprop=nvfp4, dgrad=nvfp4_dynamic, wgrad=nvfp4", scale_rounding="floor"),
+            r"^scale_rounding = 'floor' needs a format whose block scales are powers of two for fprop or dgrad or",
+        ),
+        (lambda: get_recipes("mxfp8", {"wo": "mx"}), r"^recipes.'wo' = 'mx' is not one of: 'mxfp8'"),
+        (
+            lambda: get_recipes("mxfp8", {"layers": {"0": "bf16"}}),
+            r"^recipes.'layers' = {'0': 'bf16'} is not a string: wr",
+        ),
+        (lambda: get_recipes("mxfp8", "bf16"), r"^recipes = 'bf16' is not a table of lines"),
+    ],
+)
+def test_mistakes_name_the_field_and_the_choices(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_estimate_carries_its_constant():
+    estimate = RMSEstimate.for_recipe(RECIPES["mxfp8"], p=1)
+    assert estimate.constant == norm_constant(1, 32)
+
+
+def test_an_object_is_found_by_its_key_also_after_a_copy_from_another_process():
+    mixed = get_recipe("fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8")
+    for keyed in (mixed, mixed.fprop, RMSEstimate(1, "exact", 0.25, 32)):
+        copy = pickle.dumps(keyed)
+        _REGISTERED.pop(keyed.key)
+        assert pickle.loads(copy) == keyed == from_key(keyed.key)
+    assert RMSEstimate(1, "exact", 0.25, 32).key != RMSEstimate(1, "exact", 0.5, 32).key
+
+
+def test_objects_are_equal_if_their_compared_fields_are():
+    recipe, estimate = RECIPES["mxfp8"], RMSEstimate(2, "exact", 1e-5, 32)
+    mixed = MixedRecipe(recipe, recipe, RECIPES["nvfp4"])
+    for one in (recipe, mixed, estimate):
+        assert one == dataclasses.replace(one) and len({one, dataclasses.replace(one)}) == 1
+    assert recipe == dataclasses.replace(recipe, high_precision_share=0.5)
+    for other in (
+        RECIPES["nvfp4"],
+        MixedRecipe(recipe, recipe, recipe),
+        dataclasses.replace(recipe, name="other"),
+        "mxfp8",
+    ):
+        assert recipe != other
+    assert mixed != dataclasses.replace(mixed, wgrad=recipe) and estimate != dataclasses.replace(estimate, p=1)
+
+
+def test_compiled_code_compares_recipes_whose_numbers_have_changed():
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(len(inputs))
+        return graph
+
+    torch._dynamo.reset()
+    differ = torch.compile(lambda x, one, other: x + (one != other), backend=keep, fullgraph=True)
+    pairs = [("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("bf16", "bf16"), ("mxfp8", "mxfp8"), ("nvfp4", "mxfp8")]
+    results = [differ(torch.zeros(()), RECIPES[one], dataclasses.replace(RECIPES[other])) for one, other in pairs]
+    assert results == [0, 0, 0, 0, 1] and graphs == [1] * 4

@@ -1,0 +1,104 @@
+"""A format from outside of mxtrain: a user's module declares its numbers, and everything else follows."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, Recipe
+from mxtrain.formats import FORMATS, Format, register_format
+from mxtrain.formats.recipe import RECIPES
+
+TOY = Path(__file__).with_name("toy_format.py")
+NAME = "mxfp8_e5m2"
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The recipe, known for the time of a test."""
+    for known in (FORMATS, RECIPES):
+        for name in list(known):
+            monkeypatch.setitem(known, name, known[name])  # puts their order back, too
+        monkeypatch.delitem(known, NAME, raising=False)
+    exec(TOY.read_text(), {})
+    yield RECIPES[NAME]
+    for known in (FORMATS, RECIPES):
+        known.pop(NAME)
+
+
+def values(x: torch.Tensor) -> torch.Tensor:
+    """x [R, C] in blocks of 32 along C, rounded to E5M2 with scales of 2^ceil(log2(amax / 57344))."""
+    blocks = x.double().unflatten(-1, (-1, 32))
+    scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 57344)))
+    return ((blocks / scales).float().to(torch.float8_e5m2).double() * scales).flatten(-2)
+
+
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+def test_products_are_those_of_the_rounded_values(toy, mode):
+    torch.manual_seed(0)
+    layer = MXLinear(64, 96, bias=False, recipe=toy, mode=mode)
+    x, w = torch.randn(32, 64), layer.weight.detach()
+    want = values(x) @ values(w).t()
+    assert (layer(x) - want).norm() <= 1e-6 * want.norm() and str(toy) == f"{NAME}/rceil"
+    codes = toy.ops.encode(w, toy)
+    assert torch.equal(toy.ops.dequantize(codes, torch.float64), values(w))
+    # Where no tensor core multiplies codes, native operands are values.
+    assert toy.ops.cast([x], toy, "native", (1,))[1].scales is None
+
+
+def test_a_norm_and_its_linear_compile(toy):
+    torch.manual_seed(0)
+    norm, linear = MXNorm(64, recipe=toy), MXNormLinear(64, 96, recipe=toy)
+    x = torch.randn(32, 64, requires_grad=True)
+    results = []
+    for call in (lambda x: linear(norm(x)), torch.compile(lambda x: linear(norm(x)), fullgraph=True)):
+        y = call(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), (x, norm.weight, linear.weight))])
+    for eager, compiled in zip(*results):
+        torch.testing.assert_close(eager, compiled)
+
+
+def run(folder: Path, *words) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "mxtrain.cli", *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_run_by_toml(tmp_path):
+    """It trains compiled blocks, its plan names the recipe, and its weights are exported in high precision only."""
+    shutil.copy(TOY, tmp_path)
+    (tmp_path / "toy.toml").write_text(
+        f'extends = "llama3_debug"\nexperimental.custom_import = "toy_format"\nmxnorm.recipe = "{NAME}"\n'
+        "[training]\nsteps = 3\nseq_len = 64\n[data]\nmax_bytes = 500_000\n"
+        '[compile]\nenable = true\nbackend = "aot_eager"\n'
+        "[checkpoint]\nenable = true\ninterval = 3\n[validation]\nenable = false\n[metrics]\nenable_wandb = false\n"
+    )
+    result = run(tmp_path, "train", "toy.toml", "--job.dump_folder=run", "--metrics.log_freq=1")
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert f"mxnorm {NAME} p=" in result.stdout + result.stderr
+    for form, message in (
+        (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
+        ("mxfp8", f"its linears have {NAME} or high-precision weights"),
+    ):
+        result = run(tmp_path, "export", "run", "exported", "--format", form)
+        assert result.returncode == 2 and message in result.stderr, result.stderr
+        assert not (tmp_path / "exported").exists()
+
+
+def test_names_that_are_taken_and_blocks_that_do_not_fit(toy):
+    numbers = dict(element_max=448.0, element_max_exponent=8, element_bits=8, element="float8_e4m3fn")
+    for make, message in (
+        (lambda: register_format(Format(name="mxfp8", block_size=32, **numbers)), "'mxfp8' is registered already"),
+        (lambda: register_format(None, Recipe("bf16", None, 32)), "'bf16' is registered already"),
+        (lambda: register_format(Format(name="x", block_size=24, **numbers)), "block_size = 24 does not divide 32"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
