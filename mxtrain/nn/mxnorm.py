@@ -23,6 +23,7 @@ needs x, which the residual stream keeps anyway, and one rho per token; wgrad re
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -87,25 +88,36 @@ class _MXNormFunction(torch.autograd.Function):
         return norm_backward(dxhat, x, rho, ctx.mode, ctx.is_compiled), None, None, None, None
 
 
+class _Constants(NamedTuple):
+    """What ``_MXNormLinearFunction`` does not differentiate. The tensors are those of ``NormedInput``."""
+
+    gemms: ThreeGEMMs
+    dtype: torch.dtype
+    ready: ReadyOperands | None
+    joined: bool
+    xhat: Operand
+    x: torch.Tensor
+    rho: torch.Tensor
+    signs: torch.Tensor | None
+    gathered: GatheredColumns | None
+    draws: Sequence[torch.Tensor | None]
+    """Of every linear"""
+
+
 @untraced
 class _MXNormLinearFunction(torch.autograd.Function):
-    """h, gamma, the quantized xhat, rho, and draws and weights of n linears -> Y_i [T, N_i] of every linear.
+    """h, gamma and the weights of n linears -> Y_i [T, N_i] of every linear. The gradient of h is dL/dxhat.
 
-    Mostly n = 1; several linears of one norm can be one GEMM (``mxtrain.nn.group``). The gradient of h is dL/dxhat.
-    x, rho, gathered, signs and xhat as in ``NormedInput``.
+    Mostly n = 1; several linears of one norm can be one GEMM (``mxtrain.nn.group``).
     """
 
     @staticmethod
-    def forward(
-        ctx, h, gain, gemms: ThreeGEMMs, dtype, ready, joined, x, rho, gathered, signs,
-        data, scales, tensor_scale, n, *draws_and_weights,
-    ):  # fmt: skip
-        draws, weights = draws_and_weights[:n], draws_and_weights[n:]
+    def forward(ctx, h, gain, of: _Constants, *weights):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gain, rho, signs, *weights)
+        ctx.save_for_backward(of.x, gain, of.rho, of.signs, *weights)
         ctx.h = h  # not saved: a hook that copies saved tensors would give it data
-        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
-        return gemms.fprop(Operand(data, scales, tensor_scale), weights, dtype, gain, ready, joined)
+        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = of.gemms, of.gathered, of.draws, of.ready
+        return of.gemms.fprop(of.xhat, weights, of.dtype, gain, of.ready, of.joined)
 
     @staticmethod
     @once_differentiable
@@ -136,7 +148,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
                 dweights, dgains = zip(*folded)
                 dgain = sum(dgains[1:], start=dgains[0])
             dweights = [dw if is_used else None for dw, is_used in zip(dweights, used)]
-        return dxhat, dgain, *[None] * (len(needs_others) - 1 - len(weights)), *dweights
+        return dxhat, dgain, None, *dweights
 
 
 def _multiply(
@@ -150,12 +162,9 @@ def _multiply(
         signs = linear.signs(x.h.device)
         gathered = None if gathered is None else GatheredColumns.empty(gathered.split_key)
     gathered = None if gathered is None else gathered.for_function()
-    settings = (gemms, compute_dtype(x.h), ready, joined)
     draws, weights = [linear.draws(x.h.device) for linear in linears], [linear.parts()[0] for linear in linears]
-    return _MXNormLinearFunction.apply(
-        x.h.reshape(-1, x.shape[-1]), x.gain, *settings, x.x, x.rho, gathered, signs, *x.xhat,
-        len(linears), *draws, *weights,
-    )  # fmt: skip
+    constants = _Constants(gemms, compute_dtype(x.h), ready, joined, x.xhat, x.x, x.rho, signs, gathered, draws)
+    return _MXNormLinearFunction.apply(x.h.reshape(-1, x.shape[-1]), x.gain, constants, *weights)
 
 
 class MXNorm(RecipeModule, nn.RMSNorm):

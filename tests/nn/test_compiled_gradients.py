@@ -122,9 +122,9 @@ CASES = {
 
 def test_every_autograd_function_has_a_case():
     modules = [
-        importlib.import_module(f"{package.__name__}.{each.name}")
+        importlib.import_module(each.name)
         for package in (mxtrain.nn, mxtrain.norms)
-        for each in pkgutil.iter_modules(package.__path__)
+        for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
     functions = {
         name
