@@ -31,6 +31,7 @@ LAYERS = [
     {"train"},
     {""},  # mxtrain/__init__.py, which imports for type checkers only
 ]
+METHOD = {"recipes", "rng", "reference", "kernels", "ops", "nn", "compile", "conversion", "parallel", "diagnostics"}
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -88,6 +89,8 @@ def test_only_titan_imports_torchtitan():
     for module in FILES:
         if part(module) != "titan" and module != "mxtrain.settings.help":  # which shows TorchTitan's texts
             assert not any(name.split(".")[0] == "torchtitan" for name in imported(module)), module
+        if part(module) in METHOD:
+            assert "torchtitan." not in FILES[module].read_text(), f"{module} names a module of TorchTitan"
 
 
 def test_reference_and_kernels_know_nothing_of_each_other():
