@@ -17,10 +17,10 @@ _PUBLIC = {
     "MXNorm": "mxtrain.nn.mxnorm",
     "MXNormLinear": "mxtrain.nn.mxnorm",
     "MXLinear": "mxtrain.nn.mx_linear",
-    "rms_norm": "mxtrain.nn.row_norms",
-    "FusedRMSNorm": "mxtrain.nn.row_norms",
-    "layer_norm": "mxtrain.nn.row_norms",
-    "FusedLayerNorm": "mxtrain.nn.row_norms",
+    "rms_norm": "mxtrain.norms.rms_norm",
+    "FusedRMSNorm": "mxtrain.norms.rms_norm",
+    "layer_norm": "mxtrain.norms.layer_norm",
+    "FusedLayerNorm": "mxtrain.norms.layer_norm",
     "DecomposeKRouter": "mxtrain.nn.decompose_k_router",
     "convert": "mxtrain.conversion.convert",
     "ConfigError": "mxtrain.errors",
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from mxtrain.nn.mx_linear import MXLinear as MXLinear
     from mxtrain.nn.mxnorm import MXNorm as MXNorm
     from mxtrain.nn.mxnorm import MXNormLinear as MXNormLinear
-    from mxtrain.nn.row_norms import FusedLayerNorm as FusedLayerNorm
-    from mxtrain.nn.row_norms import FusedRMSNorm as FusedRMSNorm
-    from mxtrain.nn.row_norms import layer_norm as layer_norm
-    from mxtrain.nn.row_norms import rms_norm as rms_norm
+    from mxtrain.norms.layer_norm import FusedLayerNorm as FusedLayerNorm
+    from mxtrain.norms.layer_norm import layer_norm as layer_norm
+    from mxtrain.norms.rms_norm import FusedRMSNorm as FusedRMSNorm
+    from mxtrain.norms.rms_norm import rms_norm as rms_norm
     from mxtrain.ops.mxnorm import mxnorm_cast as mxnorm_cast
     from mxtrain.recipes.formats import norm_constant as norm_constant
     from mxtrain.recipes.recipe import Recipe as Recipe

@@ -13,7 +13,7 @@ from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.survey import survey
 from mxtrain.conversion.swap import swap
 from mxtrain.errors import ConfigError
-from mxtrain.nn.row_norms import WhenCompiled
+from mxtrain.norms.row_norm import WhenCompiled
 from mxtrain.ops.hardware import Mode
 from mxtrain.recipes.formats import P, ScaleRounding
 from mxtrain.recipes.recipe import Estimator, LinearRecipe, TensorScale

@@ -22,8 +22,9 @@ from mxtrain.nn.experts import QuantizedExperts, check_tiles, has_nvfp4
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.nn.normed_router import MXNormRouter
-from mxtrain.nn.row_norms import WHEN_COMPILED, WhenCompiled
 from mxtrain.nn.three_gemms import check_features
+from mxtrain.norms import FUSED_NORMS
+from mxtrain.norms.row_norm import WHEN_COMPILED, WhenCompiled
 from mxtrain.ops.hardware import Mode, check_mode, default_device_type, resolve_mode
 from mxtrain.recipes.formats import P, ScaleRounding
 from mxtrain.recipes.parse import SWITCHES, get_recipes
@@ -435,9 +436,8 @@ class FusedNormConverter(Converter):
 
     def plan(self, survey: Survey) -> Plan:
         kept, swaps = self._kept(survey), {}
-        kinds = nn.RMSNorm, nn.LayerNorm
-        skipped = {fqn: reason for kind in kinds for fqn, reason in survey.lookalikes[kind].items()}
-        for fqn, norm in survey.norms_of(*kinds).items():
+        skipped = {fqn: reason for kind in FUSED_NORMS for fqn, reason in survey.lookalikes[kind].items()}
+        for fqn, norm in survey.norms.items():
             if reason := kept.get(fqn) or norm.why_it_stays:
                 skipped[fqn] = reason
             else:

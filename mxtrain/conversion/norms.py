@@ -7,15 +7,13 @@ from inspect import signature
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from mxtrain.conversion.forward_pass import copy_of
 from mxtrain.nn.recipe_module import RecipeModule
-from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
+from mxtrain.norms import FUSED_NORMS
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
 
-_TYPES = {nn.RMSNorm: (nn.RMSNorm, FusedRMSNorm), nn.LayerNorm: (nn.LayerNorm, FusedLayerNorm)}
 _OF_ANY_MODULE = vars(nn.Module()).keys()
 # Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours; clamps change the large
 # ones. The cube of the inverse RMS, which autograd computes in fp32, is finite and not 0.
@@ -47,7 +45,7 @@ class NormFacts:
 
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
         """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
-        bias = {"bias": self.bias} if self.kind is nn.LayerNorm else {}
+        bias = {"bias": self.bias} if "bias" in FUSED_NORMS[self.kind].parameters_of else {}
         norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
         for name in norm._parameters:
             setattr(norm, name, getattr(module, name, None))
@@ -62,7 +60,7 @@ def find_norms(
     Args:
         modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
     """
-    norms, lookalikes, known = {}, {kind: {} for kind in _TYPES}, {}
+    norms, lookalikes, known = {}, {kind: {} for kind in FUSED_NORMS}, {}
     for fqn, module in modules.items():
         name = type(module).__name__.lower().replace("_", "")
         if not fqn or not (isinstance(module, nn.RMSNorm | nn.LayerNorm) or "norm" in name):
@@ -102,8 +100,8 @@ def norm_facts(module: nn.Module) -> NormFacts | dict[NormKind, str]:
     than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
     """
     name, has_bias, reasons = type(module).__name__, "bias" in dict(module.named_parameters()), {}
-    for kind, types in _TYPES.items():
-        if type(module) in types:
+    for kind, fused in FUSED_NORMS.items():
+        if type(module) in (kind, fused):
             shape = tuple(module.normalized_shape)
             return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
         if reason := _why_none(module, kind):
@@ -131,9 +129,7 @@ def _why_none(module: nn.Module, kind: NormKind) -> str | None:
         return "with a forward of its own"
     if len(signature(module.forward).parameters) != 1:
         return "whose forward takes more than x"
-    shapes, allowed = {parameter.shape for parameter in parameters.values()}, {"weight"}
-    if kind is nn.LayerNorm:
-        allowed.add("bias")
+    shapes, allowed = {parameter.shape for parameter in parameters.values()}, {*FUSED_NORMS[kind].parameters_of}
     if not {"weight"} <= parameters.keys() <= allowed or dict(module.named_buffers()) or [*map(len, shapes)] != [1]:
         return f"with other parameters or buffers than an {norm} of one dimension"
     return None
@@ -194,8 +190,7 @@ def _results(y: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor
 def _agrees(x, vectors, dy, results, kind: NormKind, eps: float) -> bool:
     """Whether the results of a run are those of a norm with this eps."""
     leaves = (x.requires_grad_(), *(vector.requires_grad_() for vector in vectors.values()))
-    function = F.rms_norm if kind is nn.RMSNorm else F.layer_norm
-    wanted = _results(function(x, x.shape[-1:], eps=eps, **vectors), leaves, dy)
+    wanted = _results(FUSED_NORMS[kind].formula(x, x.shape[-1:], eps=eps, **vectors), leaves, dy)
     # Digits cancel where means are subtracted and a bias is added. dx is a difference of terms of this magnitude.
     terms = dy * vectors["weight"] * (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
     for got, want, magnitude in zip(results, wanted, (wanted[0], terms, *wanted[2:])):

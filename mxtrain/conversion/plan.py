@@ -14,8 +14,9 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
-from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLayer
+from mxtrain.norms import FUSED_NORMS
+from mxtrain.norms.row_norm import FusedNorm
 from mxtrain.recipes.recipe import LinearRecipe
 
 
@@ -80,12 +81,9 @@ class ToFusedNorm:
     norm: NormFacts
     when_compiled: str
 
-    def build(self, fqn: str, old: nn.Module) -> FusedRMSNorm | FusedLayerNorm:
+    def build(self, fqn: str, old: nn.Module) -> FusedNorm:
         """The fused norm that takes the place of ``old``; they share the parameters."""
-        norm = self.norm.as_norm(old)
-        if self.norm.kind is nn.RMSNorm:
-            return FusedRMSNorm.from_rms_norm(norm, when_compiled=self.when_compiled)
-        return FusedLayerNorm.from_layer_norm(norm, when_compiled=self.when_compiled)
+        return FUSED_NORMS[self.norm.kind].from_norm(self.norm.as_norm(old), when_compiled=self.when_compiled)
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ from mxtrain.errors import ConfigError
 from mxtrain.nn.experts import weight_names
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
-from mxtrain.nn.row_norms import FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.three_gemms import QuantizedLayer
+from mxtrain.norms import FUSED_NORMS
 
 _CONVERTED = (MXNorm, QuantizedLayer, MXNormRouter)
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 # Instances of the classes that are swapped, as PyTorch or mxtrain makes them.
-STANDARD = {kind: kind(1, device="meta") for kind in (nn.RMSNorm, FusedRMSNorm, nn.LayerNorm, FusedLayerNorm)}
+STANDARD = {kind: kind(1, device="meta") for kind in (*FUSED_NORMS, *FUSED_NORMS.values())}
 STANDARD[nn.Linear] = nn.Linear(1, 1, device="meta")
 # Dtypes of weights that some converter takes.
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import require_positive_integer
 from mxtrain.launch.custom_op import untraced
-from mxtrain.nn.once_differentiable import once_differentiable, refuse_transforms
+from mxtrain.launch.once_differentiable import once_differentiable, refuse_transforms
 from mxtrain.nn.split import own_part
 from mxtrain.ops import decompose_k as ops
 from mxtrain.ops.arguments import check_tensor

@@ -17,7 +17,7 @@ from torch.nn.functional import silu
 
 from mxtrain.errors import ConfigError
 from mxtrain.launch.custom_op import untraced
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.three_gemms import (
     QuantizedLayer,

@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.launch.custom_op import untraced
-from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.split import SplitSequences
+from mxtrain.nn.three_gemms import constant_operand, without_data
 from mxtrain.ops.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
 from mxtrain.ops.gemm import Codes, Operand, values_dtype
 from mxtrain.ops.mxnorm import norm_backward

@@ -3,7 +3,7 @@
 import torch
 
 from mxtrain.launch.custom_op import untraced
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.three_gemms import (
     QuantizedLinear,
     ReadyOperands,

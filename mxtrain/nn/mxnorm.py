@@ -30,11 +30,11 @@ import torch.nn.functional as F
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.backward_hooks import refuse_backward_hook, refuse_global_backward_hooks
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.normed_input import NormedInput, check_norm_result, writes_to
-from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import (
@@ -44,6 +44,8 @@ from mxtrain.nn.three_gemms import (
     check_dtype,
     check_input,
     compute_dtype,
+    constant_operand,
+    without_data,
 )
 from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.gemm import Operand

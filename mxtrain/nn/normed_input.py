@@ -8,9 +8,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
-from mxtrain.nn.once_differentiable import once_differentiable
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.routed_rows import RoutedRows, pack
 from mxtrain.nn.three_gemms import version

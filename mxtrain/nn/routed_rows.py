@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from mxtrain.launch.custom_op import untraced
-from mxtrain.nn.once_differentiable import once_differentiable
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.ops.gemm import Codes
 from mxtrain.recipes.formats import MXFP8
 from mxtrain.reference.casts import dequantize

@@ -7,9 +7,10 @@ split by features and need the result of whole sequences [B, S, D]. So x is gath
 import torch
 
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.normed_input import NormedInput, writes_to
-from mxtrain.nn.once_differentiable import constant_operand, once_differentiable, without_data
 from mxtrain.nn.split import SplitSequences
+from mxtrain.nn.three_gemms import constant_operand, without_data
 from mxtrain.ops.collectives import gather_tokens, sum_tokens
 from mxtrain.ops.quantize import normalize
 from mxtrain.recipes.recipe import from_key

@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
-from mxtrain.nn.once_differentiable import refuse_transforms
+from mxtrain.launch.once_differentiable import refuse_transforms
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
 from mxtrain.ops.gemm import Operand, matmul
@@ -51,6 +51,20 @@ class ReadyOperands(NamedTuple):
     def are_of(self, parameters: Iterable[torch.Tensor | None]) -> bool:
         """Return whether they were made from these tensors, not only from equal ones."""
         return all(parameter is other for parameter, other in zip(parameters, self.made_from, strict=True))
+
+
+def constant_operand(xhat: Sequence[torch.Tensor | None], mode: str) -> Operand:
+    """Return the operand of these results of an autograd function, for which no gradient is computed."""
+    if mode == "reference":
+        # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
+        # Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
+        xhat = [None if t is None else t.detach() for t in xhat]
+    return Operand(*xhat)
+
+
+def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor with the dtype and device of ``x`` and this shape, whose elements share one number in memory."""
+    return x.new_zeros(()).expand(shape)
 
 
 def version(x: torch.Tensor) -> int | None:

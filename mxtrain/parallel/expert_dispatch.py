@@ -11,8 +11,9 @@ import torch.nn as nn
 
 from mxtrain.errors import ConfigError
 from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.experts import QuantizedExperts
-from mxtrain.nn.once_differentiable import once_differentiable, without_data
+from mxtrain.nn.three_gemms import without_data
 from mxtrain.ops.collectives import exchange_rows
 from mxtrain.recipes.formats import MXFP8
 

@@ -41,8 +41,8 @@ from kernel_benchmark import (
 )
 from norm_kinds import KINDS, RMS, Kind, Peer
 
-from mxtrain.kernels.row_norms import Plan, backward_plan, forward_plan
 from mxtrain.launch.device import sm_count
+from mxtrain.norms.kernels import Plan, backward_plan, forward_plan
 
 DTYPE = torch.bfloat16
 # The share of the copy bandwidth counts from this size on; smaller shapes fit partly in the L2 cache.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from mxtrain.reference import row_norms
+from mxtrain.norms import reference as row_norms
 
 EPS = 1e-5
 
@@ -68,7 +68,7 @@ def f_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm_kernel(x, weight):
-    from mxtrain.kernels.row_norms import row_norm
+    from mxtrain.norms.kernels import row_norm
 
     return row_norm(x, weight, None, EPS, None, False)[0]
 
@@ -83,7 +83,7 @@ def rms_norm_backward_reference(dy, x, rstd, weight):
 
 
 def rms_norm_backward_kernel(dy, x, rstd, weight):
-    from mxtrain.kernels.row_norms import row_norm_backward
+    from mxtrain.norms.kernels import row_norm_backward
 
     return row_norm_backward(dy, x, None, rstd, weight, None, weight.dtype)[:2]
 
@@ -184,7 +184,7 @@ def f_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
 
 
 def layer_norm_kernel(x, weight, bias):
-    from mxtrain.kernels.row_norms import row_norm
+    from mxtrain.norms.kernels import row_norm
 
     return row_norm(x, weight, bias, EPS, None, True)[0]
 
@@ -194,7 +194,7 @@ def layer_norm_backward_reference(dy, x, mean, rstd, weight):
 
 
 def layer_norm_backward_kernel(dy, x, mean, rstd, weight):
-    from mxtrain.kernels.row_norms import row_norm_backward
+    from mxtrain.norms.kernels import row_norm_backward
 
     return row_norm_backward(dy, x, mean, rstd, weight, None, weight.dtype, weight.dtype)
 

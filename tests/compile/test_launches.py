@@ -82,7 +82,7 @@ def test_symbolic_rows(monkeypatch):
 
 
 def test_ops_that_know_no_launch_for_symbolic_rows_stay(monkeypatch):
-    from mxtrain.kernels.row_norms import row_norm
+    from mxtrain.norms.kernels import row_norm
 
     def ops(x):
         y, _, rstd, _ = row_norm(x, None, None, 1e-5, None, False)

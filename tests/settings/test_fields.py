@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from mxtrain.errors import ConfigError
-from mxtrain.nn.row_norms import WHEN_COMPILED
+from mxtrain.norms.row_norm import WHEN_COMPILED
 from mxtrain.ops.hardware import MODES
 from mxtrain.settings.known import known_fields
 from mxtrain.settings.read import read_settings

@@ -29,9 +29,9 @@ from mxtrain.kernels.mxnorm_backward import fold_backward, norm_backward
 from mxtrain.kernels.nvfp4.cast import nvfp4_cast
 from mxtrain.kernels.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.kernels.row_norms import row_norm, row_norm_backward
 from mxtrain.launch import device
 from mxtrain.launch.launch import Launch, as_sequence, implementations
+from mxtrain.norms.kernels import row_norm, row_norm_backward
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 

@@ -33,7 +33,7 @@ from mxtrain.compile import passes
 from mxtrain.kernels.mxfp8.cast import cast
 from mxtrain.kernels.mxnorm import nvfp4_norm
 from mxtrain.kernels.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.kernels.row_norms import row_norm, row_norm_backward
+from mxtrain.norms.kernels import row_norm, row_norm_backward
 from mxtrain.recipes.parse import get_recipe
 from mxtrain.recipes.recipe import RMSEstimate
 from tests.compile.test_launches import RECIPE, D, T, inputs, kernels_of_each_kind

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mxtrain.kernels.row_norms import Plan, launch_backward, launch_forward
 from mxtrain.launch.launch import Launch
+from mxtrain.norms.kernels import Plan, launch_backward, launch_forward
 from tests.support.kernel_checks import assert_close, assert_is_sum, careful_call, draw
 
 EPS = 1e-5

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.kernels.row_norms import Plan, _partials_tile, backward_plan, forward_plan
+from mxtrain.norms.kernels import Plan, _partials_tile, backward_plan, forward_plan
 
 # Sizes by their magnitude, so that small ones are as frequent as large ones.
 ROWS = st.builds(lambda x: int(2**x), st.floats(0, 31.1))

@@ -8,8 +8,8 @@ import torch
 import torch.nn as nn
 
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
+from mxtrain.launch.once_differentiable import MESSAGE, NO_TRANSFORMS
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.once_differentiable import MESSAGE, NO_TRANSFORMS
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import CHECKPOINTING, NormBlock, draw, fill, mx_linear
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mxtrain.reference.row_norms import row_norm, row_norm_backward
+from mxtrain.norms.reference import row_norm, row_norm_backward
 
 EPS = 1e-5
 FP64 = torch.float64

@@ -1,12 +1,12 @@
-"""RMSNorm and LayerNorm with gradients: fused kernels on a GPU, plain PyTorch elsewhere.
+"""What the norms of a row share: fused kernels on a GPU, plain PyTorch elsewhere, DTensors, and the module's forward.
 
-For norms that MXNorm does not replace. LayerNorm is RMSNorm that subtracts the mean of the row (``centered``) and may
-have a bias.
+LayerNorm is RMSNorm that subtracts the mean of the row (``centered``) and may have a bias.
 """
 
 import math
+from collections.abc import Callable
 from numbers import Real
-from typing import Literal, get_args, overload
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.nn as nn
@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.launch.custom_op import untraced
-from mxtrain.nn.once_differentiable import once_differentiable, refuse_transforms
+from mxtrain.launch.once_differentiable import once_differentiable, refuse_transforms
+from mxtrain.norms import reference
 from mxtrain.ops.arguments import check_tensor
 from mxtrain.ops.hardware import HAS_TRITON, runs_kernels
-from mxtrain.reference import row_norms as reference
 from mxtrain.reference.casts import at_least_fp32
 
 if HAS_TRITON:
-    from mxtrain.kernels import row_norms as kernels
+    from mxtrain.norms import kernels
 
 # The kernels take all but float64, which is for gradcheck and oracles.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -90,97 +90,15 @@ class _RowNormFunction(torch.autograd.Function):
         return dx if needs_x else None, dweight, dbias, dx if needs_residual else None, None, None
 
 
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: None = None
-) -> torch.Tensor: ...
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor = ...
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Divide every row by its RMS and multiply by the weight, as ``F.rms_norm``; a residual is added to x first.
-
-    The arithmetic is fp32 and y is rounded once. The backward computes dx and dweight in one pass over dy and x, sums
-    dweight in fp32 and is deterministic; second derivatives are not supported. Autocast on a GPU casts x to fp32 if
-    the installed PyTorch does so for ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
-
-    In fp32, a row with an RMS above 1.8e19 / sqrt(D) gives 0, as from ``F.rms_norm``, and no gradients.
-
-    Args:
-        x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
-        weight: [D], any of these dtypes, or None for ones. fp64 only with x of fp64.
-        eps: added to the mean square.
-        residual: [..., D], as the weight; the sum x + residual is rounded to the dtype of x.
-
-    Returns:
-        y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
-
-    Raises:
-        ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
-        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
-        RuntimeError: in a transform of ``torch.func``.
-    """
-    return _row_norm("rms_norm", x, weight, None, residual, eps)
-
-
-@overload
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    residual: None = None,
-) -> torch.Tensor: ...
-@overload
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    residual: torch.Tensor = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Bring every row to mean 0 and variance 1, multiply by the weight and add the bias, as ``F.layer_norm``.
-
-    A residual is added to x first. The variance is the mean of squared distances from the mean, so a large mean costs
-    no digits. Arithmetic, backward and DTensors are as for ``rms_norm``. Autocast on a GPU casts x to fp32, as before
-    ``F.layer_norm``.
-
-    In fp32, a row with a standard deviation above 1.8e19 / sqrt(D) gives the bias, and no gradients of x and weight. It
-    gives NaN if its sum overflows, too. (``F.layer_norm`` gives the bias or NaN.)
-
-    Args:
-        x, weight, residual: as for ``rms_norm``.
-        bias: [D], as the weight, or None for zeros.
-        eps: added to the variance.
-
-    Returns:
-        y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
-
-    Raises:
-        ValueError, TypeError, RuntimeError: as ``rms_norm`` does.
-    """
-    return _row_norm("layer_norm", x, weight, bias, residual, eps)
-
-
-def _row_norm(name: str, x, weight, bias, residual, eps):
+def row_norm(name: str, x, weight, bias, residual, eps):
     """Check the operands, and apply the norm ``name`` to them, or to the shards of DTensors."""
     refuse_transforms()
     _check(x, weight=weight, bias=bias, residual=residual)
-    eps = _checked_eps(eps)
+    eps = checked_eps(eps)
     if _AUTOCASTS[name] and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         if residual is not None:
             total = (x + residual).to(x.dtype)  # not the sum of what autocast makes of them
-            return _row_norm(name, total, weight, bias, None, eps), total
+            return row_norm(name, total, weight, bias, None, eps), total
         x = at_least_fp32(x)
     centered = name == "layer_norm"
     given = [tensor for tensor in (x, weight, bias, residual) if tensor is not None]
@@ -211,7 +129,7 @@ def _check(x: torch.Tensor, **others: torch.Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device}: expected {device}, where x is")
 
 
-def _checked_eps(eps) -> float:
+def checked_eps(eps) -> float:
     """Return eps as kernels take it. Raise ValueError for an eps that is no number, negative or infinite."""
     if isinstance(eps, bool) or not isinstance(eps, (float, torch.SymFloat, Real)) or not 0 <= eps < math.inf:
         raise ValueError(f"eps = {eps!r}: expected a number, not negative")
@@ -253,12 +171,20 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-class _FusedNorm(nn.Module):
+class FusedNorm(nn.Module):
     """The forward of a fused norm. A subclass has this class and then PyTorch's norm as bases.
 
-    It defines ``_fused(x, residual)``, which calls the public function.
+    It defines ``_fused(x, residual)``, which calls the public function, and ``from_norm``.
+
+    Attributes:
+        replaces: PyTorch's class.
+        formula: PyTorch's function, by whose results a model's own class is recognised.
+        parameters_of: the names that its parameters may have, row length D each.
     """
 
+    replaces: ClassVar[type[nn.Module]]
+    formula: ClassVar[Callable[..., torch.Tensor]]
+    parameters_of: ClassVar[tuple[str, ...]] = ("weight",)
     when_compiled: WhenCompiled
 
     @staticmethod
@@ -290,93 +216,3 @@ class _FusedNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, when_compiled={self.when_compiled}"
-
-
-class FusedRMSNorm(_FusedNorm, nn.RMSNorm):
-    """``nn.RMSNorm`` over one dimension, computed by ``rms_norm``. Same parameter, so checkpoints load either way.
-
-    Args:
-        dim: row length D.
-        eps: added to the mean square; None for the machine epsilon of the arithmetic, as in ``nn.RMSNorm``.
-        elementwise_affine: whether there is a weight.
-        when_compiled: what runs under ``torch.compile``: "kernel", "formula" (``F.rms_norm``, which the compiler can
-            fuse with its neighbours) or "auto" (the faster of the two as measured, AUTO_WHEN_COMPILED).
-
-    Raises:
-        ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
-        ValueError: for an eps that is no number, or negative.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        eps: float | None = 1e-5,
-        elementwise_affine: bool = True,
-        *,
-        when_compiled: WhenCompiled = "auto",
-        **factory_kwargs,
-    ):
-        self._check_settings(dim, when_compiled)
-        super().__init__(dim, None if eps is None else _checked_eps(eps), elementwise_affine, **factory_kwargs)
-        self.when_compiled = when_compiled
-
-    @classmethod
-    def from_rms_norm(cls, norm: nn.RMSNorm, *, when_compiled: WhenCompiled = "auto") -> "FusedRMSNorm":
-        """Return the FusedRMSNorm that replaces ``norm`` and shares its weight."""
-        shape, affine = norm.normalized_shape, norm.elementwise_affine
-        new = cls(shape, norm.eps, affine, when_compiled=when_compiled, device="meta")
-        new.weight = norm.weight
-        return new.train(norm.training)
-
-    def _fused(self, x, residual):
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        return rms_norm(x, self.weight, eps, residual)
-
-
-class FusedLayerNorm(_FusedNorm, nn.LayerNorm):
-    """``nn.LayerNorm`` over one dimension, computed by ``layer_norm``. Same parameters, so checkpoints load either way.
-
-    Args:
-        dim: row length D.
-        eps: added to the variance.
-        elementwise_affine: whether there is a weight.
-        bias: whether there is a bias beside the weight.
-        when_compiled: what runs under ``torch.compile``, as in ``FusedRMSNorm``; the formula is ``F.layer_norm``.
-
-    Raises:
-        ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
-        ValueError: for an eps that is no number, or negative.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        *,
-        when_compiled: WhenCompiled = "auto",
-        **factory_kwargs,
-    ):
-        self._check_settings(dim, when_compiled)
-        super().__init__(dim, _checked_eps(eps), elementwise_affine, bias, **factory_kwargs)
-        self.when_compiled = when_compiled
-
-    @classmethod
-    def from_layer_norm(cls, norm: nn.LayerNorm, *, when_compiled: WhenCompiled = "auto") -> "FusedLayerNorm":
-        """Return the FusedLayerNorm that replaces ``norm`` and shares its weight and bias."""
-        shape, affine, has_bias = norm.normalized_shape, norm.elementwise_affine, norm.bias is not None
-        new = cls(shape, norm.eps, affine, has_bias, when_compiled=when_compiled, device="meta")
-        new.weight, new.bias = norm.weight, norm.bias
-        return new.train(norm.training)
-
-    def _fused(self, x, residual):
-        return layer_norm(x, self.weight, self.bias, self.eps, residual)
-
-    def _formula_takes(self, x):
-        if x.device.type != "cpu":
-            return True
-        weight = x.dtype if self.weight is None else self.weight.dtype
-        bias = weight if self.bias is None else self.bias.dtype
-        # There F.layer_norm mixes dtypes only where fp32 parameters meet bf16 or fp16.
-        return weight == bias and (weight == x.dtype or weight.itemsize == 4 > x.dtype.itemsize)

@@ -378,7 +378,7 @@ def row_norm(
     residual: torch.Tensor | None,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Return (y, mean, rstd, total) as ``mxtrain.reference.row_norms.row_norm``, whose arguments these are.
+    """Return (y, mean, rstd, total) as ``mxtrain.norms.reference.row_norm``, whose arguments these are.
 
     x and residual [T, D], weight and bias [D]: bf16, fp16 or fp32. The arithmetic is fp32, and y is rounded once.
 
@@ -704,7 +704,7 @@ def row_norm_backward(
     dweight: torch.dtype | None = None,
     dbias: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dx, dweight, dbias) as ``mxtrain.reference.row_norms.row_norm_backward``, whose arguments these are.
+    """Return (dx, dweight, dbias) as ``mxtrain.norms.reference.row_norm_backward``, whose arguments these are.
 
     dy, x and dtotal [T, D], weight [D]: bf16, fp16 or fp32; mean and rstd fp32 [T]. The arithmetic is fp32, and each
     result is rounded once. dweight and dbias cost a second, small launch.

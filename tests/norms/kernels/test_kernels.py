@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.kernels.row_norms import Plan, forward_plan, launch_forward, row_norm
-from mxtrain.reference import row_norms as reference
+from mxtrain.norms import reference
+from mxtrain.norms.kernels import Plan, forward_plan, launch_forward, row_norm
 from tests.support.kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
 from tests.support.row_norm_checks import (
     EPS,

@@ -1,15 +1,13 @@
-"""What the layers' autograd functions share.
+"""What all autograd functions share.
 
 Derivatives of their gradients would be wrong without an error, so they are refused, and so are transforms of
 ``torch.func``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 
 import torch
-
-from mxtrain.ops.gemm import Operand
 
 MESSAGE = (
     "mxtrain's layers have no second derivatives: a gradient penalty, a Hessian or another use of create_graph=True "
@@ -74,17 +72,3 @@ def refuse_transforms() -> None:
     """
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise RuntimeError(NO_TRANSFORMS)
-
-
-def constant_operand(xhat: Sequence[torch.Tensor | None], mode: str) -> Operand:
-    """Return the operand of these results of an autograd function, for which no gradient is computed."""
-    if mode == "reference":
-        # MXFP8's values are a view here, which PyTorch 2.11 treats as differentiable where a compiled graph ends.
-        # Kernels return no views, and with detach() PyTorch 2.11 would keep their results twice.
-        xhat = [None if t is None else t.detach() for t in xhat]
-    return Operand(*xhat)
-
-
-def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor with the dtype and device of ``x`` and this shape, whose elements share one number in memory."""
-    return x.new_zeros(()).expand(shape)

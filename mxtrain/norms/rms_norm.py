@@ -1,0 +1,90 @@
+"""RMSNorm that MXNorm does not replace."""
+
+from typing import overload
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mxtrain.norms.row_norm import FusedNorm, WhenCompiled, checked_eps, row_norm
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: None = None
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor = ...
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Divide every row by its RMS and multiply by the weight, as ``F.rms_norm``; a residual is added to x first.
+
+    The arithmetic is fp32 and y is rounded once. The backward computes dx and dweight in one pass over dy and x, sums
+    dweight in fp32 and is deterministic; second derivatives are not supported. Autocast on a GPU casts x to fp32 if
+    the installed PyTorch does so for ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
+
+    In fp32, a row with an RMS above 1.8e19 / sqrt(D) gives 0, as from ``F.rms_norm``, and no gradients.
+
+    Args:
+        x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
+        weight: [D], any of these dtypes, or None for ones. fp64 only with x of fp64.
+        eps: added to the mean square.
+        residual: [..., D], as the weight; the sum x + residual is rounded to the dtype of x.
+
+    Returns:
+        y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
+
+    Raises:
+        ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
+        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
+        RuntimeError: in a transform of ``torch.func``.
+    """
+    return row_norm("rms_norm", x, weight, None, residual, eps)
+
+
+class FusedRMSNorm(FusedNorm, nn.RMSNorm):
+    """``nn.RMSNorm`` over one dimension, computed by ``rms_norm``. Same parameter, so checkpoints load either way.
+
+    Args:
+        dim: row length D.
+        eps: added to the mean square; None for the machine epsilon of the arithmetic, as in ``nn.RMSNorm``.
+        elementwise_affine: whether there is a weight.
+        when_compiled: what runs under ``torch.compile``: "kernel", "formula" (``F.rms_norm``, which the compiler can
+            fuse with its neighbours) or "auto" (the faster of the two as measured, AUTO_WHEN_COMPILED).
+
+    Raises:
+        ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
+        ValueError: for an eps that is no number, or negative.
+    """
+
+    replaces, formula = nn.RMSNorm, staticmethod(F.rms_norm)
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float | None = 1e-5,
+        elementwise_affine: bool = True,
+        *,
+        when_compiled: WhenCompiled = "auto",
+        **factory_kwargs,
+    ):
+        self._check_settings(dim, when_compiled)
+        super().__init__(dim, None if eps is None else checked_eps(eps), elementwise_affine, **factory_kwargs)
+        self.when_compiled = when_compiled
+
+    @classmethod
+    def from_rms_norm(cls, norm: nn.RMSNorm, *, when_compiled: WhenCompiled = "auto") -> "FusedRMSNorm":
+        """Return the FusedRMSNorm that replaces ``norm`` and shares its weight."""
+        shape, affine = norm.normalized_shape, norm.elementwise_affine
+        new = cls(shape, norm.eps, affine, when_compiled=when_compiled, device="meta")
+        new.weight = norm.weight
+        return new.train(norm.training)
+
+    from_norm = from_rms_norm
+
+    def _fused(self, x, residual):
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        return rms_norm(x, self.weight, eps, residual)
