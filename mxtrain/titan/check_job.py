@@ -7,8 +7,8 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import check_data
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import check_model, job_config_of
+from mxtrain.titan.releases import engine
 
 
 def check_job(settings: Settings, machine: Machine) -> None:

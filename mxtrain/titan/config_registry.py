@@ -7,7 +7,7 @@ from functools import partial
 
 from mxtrain.config import presets
 from mxtrain.errors import ConfigError
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 
 if RELEASE == "v02":
     raise ConfigError(

@@ -8,8 +8,8 @@ import torch
 
 from mxtrain.settings.fields import Problems, Settings
 from mxtrain.settings.layout import ONE_STAGE, degree, parts_problem
-from mxtrain.titan.engine import engine
 from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
+from mxtrain.titan.releases import engine
 
 TENSOR, PIPELINE, EXPERT = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "expert"))
 

@@ -21,8 +21,8 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.layout import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
-from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.models import MODELS, require_computed_alike
+from mxtrain.titan.releases import engine
 
 NOT_EXPORTED = "'mxtrain export', 'eval' and 'generate' will refuse this run"
 

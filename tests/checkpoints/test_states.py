@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from mxtrain.checkpoints import states as module
 from mxtrain.checkpoints.states import RandomState, TokenCount, apply_settings
-from mxtrain.titan.engine import engine
+from mxtrain.titan.releases import engine
 from tests.support.releases import parallel_dims
 
 

@@ -10,7 +10,7 @@ from torchtitan.protocols.model_converter import build_model_converters
 from mxtrain import ConfigError
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.models.on_meta import build_on_meta
+from mxtrain.titan.v02.engine import build_on_meta
 
 CONFIG = Path(__file__).parents[2] / "scripts" / "evidence" / "small_gain.toml"
 

@@ -13,9 +13,9 @@ from mxtrain.data.run_data import RunData
 from mxtrain.files import hash_file
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.titan.data import prepare_from_job
-from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face.export import saved_state
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import RELEASE, engine
 
 VOCABULARY = 320
 _QWEN = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 128}

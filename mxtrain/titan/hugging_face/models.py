@@ -14,7 +14,7 @@ from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter
 from mxtrain.hugging_face.text import from_pretrained, in_one_line
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.settings.model_sizes import wrong_sizes
-from mxtrain.titan.engine import engine
+from mxtrain.titan.releases import engine
 
 MODELS = {
     "llama": "llama3",

@@ -12,7 +12,7 @@ from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import import_own
 from mxtrain.titan.data import check_datasets
 from mxtrain.titan.model_layout import ModelFacts, layout_problems
-from mxtrain.titan.v02.models.llama3 import is_tied
+from mxtrain.titan.v02.models import is_tied
 
 CONTEXT = "parallelism.context_parallel_degree"
 

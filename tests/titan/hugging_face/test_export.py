@@ -23,9 +23,9 @@ from mxtrain.hugging_face.checkpoint import SavedWeights
 from mxtrain.hugging_face.held_out import NoLoss, held_out_ids
 from mxtrain.hugging_face.text import load
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face import export as export_module
 from mxtrain.titan.hugging_face.export import export, open_run
+from mxtrain.titan.releases import RELEASE, engine
 from tests.support import saved_runs, training_worker
 from tests.support.hostile_pickles import NAME, put_code_into_index
 from tests.support.releases import only_022

@@ -22,7 +22,7 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.titan.converters import active_settings, convert_on_meta, titan_converter
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.models.on_meta import build_on_meta
+from mxtrain.titan.v02.engine import build_on_meta
 from tests.support.converter_checks import config, count, model_and_args
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
