@@ -14,14 +14,12 @@ from mxtrain.files import os_errors_as, reason
 from mxtrain.run_folder.files import CONFIG_FILE
 
 MODEL_FILE = "config.json"
-LOSS_TOKENS = 16384
 
 EXPORT = """\
 Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
 generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
-weight after another. Models: llama3, qwen3, deepseek_v3 and llama4, as train_configs/MODELS.md says. The exported model
-has RMSNorm and plain linears, whatever the run was trained with. The loss on held-out text of both is printed, and kept
-in DIR/mxtrain.json.
+weight after another. Models: llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model has
+RMSNorm and plain linears, whatever the run was trained with. 'mxtrain eval' computes its loss.
 
   mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
@@ -34,9 +32,9 @@ in high precision or in another format stay in --dtype.
 IMPORT = """\
 Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
 (step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama, Qwen3 and DeepSeek V3
-of any size, and Llama 4 as TorchTitan computes it, in safetensors files of fp32, bf16 or fp16. What differs from the
-nearest flavor is in [model_args]. Without --config the settings are those of a short continuation with MXNorm, and
-training.dataset_path names a little Python source as an example: set it to your text.
+of any size, in safetensors files of fp32, bf16 or fp16. What differs from the nearest flavor is in [model_args].
+Without --config the settings are those of a short continuation with MXNorm, and training.dataset_path names a little
+Python source as an example: set it to your text.
 
   mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
@@ -80,10 +78,6 @@ def add(commands) -> None:
     command("--fold-gain", action="store_true", help="fold the gains of norms into the next linears")
     dtype = "of all tensors in high precision (default: float32; mxfp8, nvfp4: bfloat16)"
     command("--dtype", choices=("float32", "bfloat16"), help=dtype)
-    tokens = f"held-out tokens on which to compare the losses (default: {LOSS_TOKENS}; 0 computes none)"
-    command("--loss-tokens", metavar="N", type=int, default=LOSS_TOKENS, help=tokens)
-    where = "where to compute the losses (default: a GPU if any)"
-    command("--device", default="", choices=("cpu", "cuda"), help=where)
 
     command = _command(commands, "import", _import, "make a run's folder from a Hugging Face model", IMPORT)
     command("source", metavar="MODEL_DIR", type=Path, help="folder with config.json, safetensors, tokenizer")
@@ -119,13 +113,9 @@ def _command(commands, name: str, run, summary: str, description: str):
 
 
 def _export(options) -> int:
-    if options.loss_tokens < 0:
-        raise ConfigError(f"--loss-tokens = {options.loss_tokens} is negative; 0 computes no loss")
     quiet.hide_library_warnings()
     import torch
 
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device = 'cuda': PyTorch sees no GPU (see 'mxtrain doctor')")
     from mxtrain.titan.hugging_face.export import export
 
     _, lines = export(
@@ -135,8 +125,6 @@ def _export(options) -> int:
         format=options.format,
         fold_gain=options.fold_gain,
         dtype=None if options.dtype is None else getattr(torch, options.dtype),
-        loss_tokens=options.loss_tokens,
-        device=options.device,
     )
     print(lines)
     return 0

@@ -117,14 +117,6 @@ class Exporter:
         self._norms = {fqn: norm for fqn, norm in norms.items() if norm and self._folds(norm, fold_gain)}
         self._ignored: list[str] = []
 
-    def values(self, fqn: str) -> torch.Tensor:
-        """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
-        weight, recipe = self._weight(fqn), self._recipes.get(fqn)
-        if recipe is None:
-            return weight.to(self._dtype(fqn))
-        values = [Codes.cast(matrix, recipe).values(torch.float32) for matrix in _matrices(weight)]
-        return values[0] if weight.ndim == 2 else torch.stack(values)
-
     def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
 
@@ -148,8 +140,6 @@ class Exporter:
             generation = {name: value for name, value in ids.items() if value is not None} | generation
         else:
             notes.append(f"the export has no tokenizer: {tokenizer / TOKENIZER_FILES[0]} is missing")
-        if self._model.shape.model_type == "llama4_text":  # vLLM does not read this field of config.json
-            generation = {"attn_temperature_tuning": False} | generation
         dtype = str(self.dtype).removeprefix("torch.")
         config = config_json(self._model.shape, dtype, generation) | self.quantization()
         for name, content in {CONFIG_FILE: config, GENERATION_FILE: generation}.items():
@@ -160,12 +150,6 @@ class Exporter:
         """Yield all tensors by their names. Linears that vLLM joins come together, in the place of the last."""
         for fqn, parameter in self._model.parameters.items():
             if not parameter.names:
-                continue
-            if parameter.fused and self._layout is None:
-                fused = [name for name, other in self._model.parameters.items() if other.fused == parameter.fused]
-                if fqn == fused[-1]:
-                    whole = torch.cat([self._weight(name) for name in fused], 1)
-                    yield parameter.fused, whole.transpose(1, 2).to(self.dtype)
                 continue
             if fqn not in self._recipes:
                 yield from self._plain(fqn)
@@ -220,9 +204,7 @@ class Exporter:
             matrices = [*map(dict, zip(w1, w3, strict=True)), *(dict([own]) for own in w2)]
         else:
             matrices = [{linear: own for part in codes for linear, own in part.items()}]
-        # vLLM's Llama 4 puts rows of codes of queries and keys into another order, but not those of their scales.
-        is_permuted = self._model.shape.model_type == "llama4_text" and ".attention.wq." in fqns[0]
-        readable = is_whole and HEAD not in matrices[0] and not is_permuted
+        readable = is_whole and HEAD not in matrices[0]
         unified = [with_one_tensor_scale([*matrix.values()]) if readable else None for matrix in matrices]
         for matrix, own in zip(matrices, unified, strict=True):
             if None in unified:  # vLLM cannot read them in the block format

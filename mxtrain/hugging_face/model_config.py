@@ -49,14 +49,6 @@ ARCHITECTURES = {
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
         scaling="yarn",
     ),
-    "llama4_text": Architecture(
-        "Llama4ForCausalLM",
-        own=(
-            *("intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step"),
-            *("moe_layers", "no_rope_layers"),
-        ),
-        fixed={"use_qk_norm": False, "attn_temperature_tuning": False, "attention_chunk_size": None},
-    ),
 }
 """``model_type`` -> the model in transformers"""
 SUPPORTED = {
@@ -137,8 +129,6 @@ class Parameter:
     """One; one for each expert; or none for a parameter that Hugging Face does not have"""
     order: torch.Tensor | None = None
     """int64 [N], the rows in Hugging Face's order; None if they keep their order"""
-    fused: str = ""
-    """The tensor [E, D, N] of a high-precision file that has all experts, transposed, perhaps beside others"""
 
 
 def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:

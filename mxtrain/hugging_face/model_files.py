@@ -21,8 +21,8 @@ SHARD_BYTES = 5_000_000_000
 SMALLEST_SHARD_BYTES = 256_000_000
 UNREAD = ".rotary_emb.inv_freq"
 """Older files hold these tensors, which transformers does not read either"""
-FUSED = r"(.*\.(?:mlp|feed_forward)\.experts)\.(gate_up|down)_proj"
-"""All experts' matrices in one tensor [E, N, D], as transformers 5 may write them; in Llama 4 [E, D, N]"""
+FUSED = r"(.*\.mlp\.experts)\.(gate_up|down)_proj"
+"""All experts' matrices in one tensor [E, N, D], as transformers 5 may write them"""
 DTYPES = ("F32", "BF16", "F16")
 
 
@@ -143,11 +143,10 @@ class SavedTensors:
             for stored in file.keys():
                 shape = tuple(file.get_slice(stored).get_shape())
                 if (fused := re.fullmatch(FUSED, stored)) and len(shape) == 3:
-                    linears, is_turned = fused[2].split("_"), "feed_forward" in stored
-                    rows, columns = shape[1 + is_turned] // len(linears), shape[2 - is_turned]
+                    linears = fused[2].split("_")
+                    rows, columns = shape[1] // len(linears), shape[2]
                     for expert, (i, linear) in product(range(shape[0]), enumerate(linears)):
-                        part = slice(i * rows, (i + 1) * rows)
-                        part = (expert, slice(None), part) if is_turned else (expert, part)
+                        part = (expert, slice(i * rows, (i + 1) * rows))
                         tensor = f"{fused[1]}.{expert}.{linear}_proj.weight"
                         self._places[tensor], self.shapes[tensor] = (file, stored, part), (rows, columns)
                 elif not stored.endswith(UNREAD):
@@ -177,7 +176,7 @@ class SavedTensors:
         tensor = (file.get_slice(stored)[part] if part else file.get_tensor(stored)).float()
         if not tensor.isfinite().all():
             raise self._error(f"{name} has values that are not finite")
-        return tensor.t() if len(part) == 3 else tensor
+        return tensor
 
     def _names(self, folder: Path) -> list[str]:
         """Return the names of the files."""

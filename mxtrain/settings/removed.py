@@ -17,6 +17,8 @@ COMMANDS = {
     "compare --gpus": "--devices N gives every run N GPUs",
     "compare --side-by-side": "--devices N cuts the machine into shares of N GPUs, and each does one run at a time",
     "compare --resume": "the command that began the comparison goes on, with -o FOLDER",
+    "export --loss-tokens": "'mxtrain eval' computes the loss of an export on text files",
+    "export --device": "an export computes no loss; remove it",
     "completion": "'mxtrain train --help' lists all settings",
     "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",
 }

@@ -13,7 +13,7 @@ from mxtrain.data.run_data import RunData
 from mxtrain.files import hash_file
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.titan.data import prepare_from_job
-from mxtrain.titan.hugging_face.export import saved_state
+from mxtrain.titan.hugging_face.export import SavedRun, saved_state
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import RELEASE, engine
 
@@ -43,12 +43,6 @@ FLAVORS = {
         "small_plain": ("671B", {**_DEEPSEEK, "q_lora_rank": 0, "num_shared_experts": 2, "load_balance_coeff": 0}),
     },
 }
-if RELEASE == "v02":
-    _LLAMA4 = {
-        "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "num_experts": 4, "top_k": 2, "multiple_of": 32,
-        "ffn_dim_multiplier": 0.5, "load_balance_coeff": 0,
-    }  # fmt: skip
-    FLAVORS["llama4"] = {"small": ("debugmodel", _LLAMA4)}  # every second layer has experts
 """Model -> flavor -> the flavor that it follows, and what it has instead"""
 
 
@@ -114,6 +108,22 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
             if model == "deepseek_v3" and "expert_bias" in name:
                 buffer.normal_(std=0.1)
     return saved_state(module)
+
+
+def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
+    """The model of a run in fp32 on the CPU, with its converters or without, and with its weights."""
+    model = run.build(True) if has_converters else run.model.on_meta(experts_in_fp32=True)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))  # computes buffers, nothing for parameters without memory
+    model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
+    if run.model.sizes.get("enable_weight_tying"):
+        head_of(model).weight = model.tok_embeddings.weight
+    run.weights.load_into({fqn: weight for fqn, weight in saved_state(model).items() if fqn in run.weights})
+    return model.eval()
+
+
+def head_of(model: torch.nn.Module) -> torch.nn.Linear:
+    return model.output if RELEASE == "v02" else model.lm_head
 
 
 def save_weights(checkpoint: Path, weights: dict[str, torch.Tensor], processes: int = 1) -> None:

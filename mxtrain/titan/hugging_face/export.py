@@ -8,18 +8,15 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import utils
 
 from mxtrain.checkpoints.manifest import MANIFEST_FILE, package_versions
 from mxtrain.config import dump_config
-from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.conversion.schedule import set_step
 from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint
 from mxtrain.hugging_face.export import FORMATS, Exporter, Trained
-from mxtrain.hugging_face.held_out import HeldOutText, NoLoss, held_out_ids
 from mxtrain.hugging_face.model_config import REPORT_FILE
 from mxtrain.hugging_face.model_files import new_target
 from mxtrain.hugging_face.text import require_same_tokens
@@ -32,7 +29,7 @@ from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.resume import other_defaults
-from mxtrain.titan.converters import active_settings, convert_on_meta
+from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import engine
@@ -46,8 +43,6 @@ def export(
     format: str = "hf",
     fold_gain: bool = False,
     dtype: torch.dtype | None = None,
-    loss_tokens: int = 0,
-    device: str = "",
 ) -> tuple[int, str]:
     """Write a checkpoint of a run to a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads.
 
@@ -59,8 +54,6 @@ def export(
         target: a folder that does not exist, or is empty.
         step: the step of the checkpoint; None takes the newest complete one.
         format, fold_gain, dtype: as for ``Exporter``.
-        loss_tokens: number of held-out tokens on which to compute the loss as trained and as exported; 0 for none.
-        device: where to compute the loss; "" for an accelerator if there is one.
 
     Returns:
         The step of the checkpoint, and lines for the user.
@@ -73,14 +66,8 @@ def export(
     with new_target(target, "DIR") as folder:
         saved = open_run(run, step)
         exporter = Exporter(_trained(saved, where), format, fold_gain, dtype)
-        loss, notes = None, []
-        try:
-            if loss_tokens:
-                loss = held_out_losses(saved, loss_tokens, exporter, torch.device(device or utils.device_type))
-        except NoLoss as error:
-            notes.append(f"no loss is computed: {error}")
         size, missing = exporter.write(folder)
-        notes += missing or require_same_tokens(run / TOKENIZER_FOLDER, folder, where)
+        notes = missing or require_same_tokens(run / TOKENIZER_FOLDER, folder, where)
         report = {
             "run": str(run.absolute()),
             "step": saved.step,
@@ -88,7 +75,6 @@ def export(
             "format": format,
             "dtype": str(exporter.dtype).removeprefix("torch."),
             "fold_gain": fold_gain,
-            "loss": loss,
             "notes": notes,
             "settings": resolved_settings(saved.job_config),
             "versions": package_versions(),
@@ -96,23 +82,9 @@ def export(
         (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     lines = [
         f"exported    {run}, step {saved.step}, to {target} ({format}, {report['dtype']}, {size / 1e6:,.1f} MB)",
-        *(_loss_lines(loss, format, saved.job_config) if loss else ()),
         *(f"note        {note}" for note in report["notes"]),
     ]
     return saved.step, "\n".join(lines)
-
-
-def _loss_lines(loss: dict, format: str, job_config) -> tuple[str, str]:
-    facts, weights = active_settings(job_config), "" if format == "hf" else f", {format} weights"
-    converter = f"{facts['converter']} {facts['recipe']}"
-    if facts["recipe"] is None:
-        converter = ", ".join(job_config.model.converters) or "no converter"
-    trained, exported = loss["as_trained"], loss["as_exported"]
-    return (
-        f"loss        {trained:.4f} as trained ({converter}), {exported:.4f} as exported (RMSNorm{weights}): "
-        f"{exported - trained:+.4f}",
-        f"            on {loss['tokens']:,} held-out tokens of {loss['text']}",
-    )
 
 
 @dataclass(frozen=True)
@@ -136,18 +108,6 @@ class SavedRun:
             convert_on_meta(self.job_config, model)
             set_step(model, max(1, self.step))  # the recipes that a schedule has for this step
         return model
-
-    def load(self, device: torch.device, has_converters: bool) -> torch.nn.Module:
-        """Build the run's model in fp32, with its converters or without, and load its weights."""
-        model = self.build(has_converters)
-        engine().multiply_experts_in_fp32(model)
-        with torch.no_grad():
-            model.init_weights(buffer_device=device)  # computes the buffers, and nothing for parameters without memory
-        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
-        if self.model.sizes.get("enable_weight_tying"):
-            getattr(model, engine().HEAD).weight = model.tok_embeddings.weight
-        self.weights.load_into({fqn: weight for fqn, weight in saved_state(model).items() if fqn in self.weights})
-        return model.eval()
 
 
 def open_run(folder: Path, step: int | None = None) -> SavedRun:
@@ -207,29 +167,3 @@ def _trained(run: SavedRun, where: str) -> Trained:
         weight_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param if run.casts_weights else training.dtype],
         tokenizer=run.folder / TOKENIZER_FOLDER,
     )
-
-
-def held_out_losses(run: SavedRun, tokens: int, exporter: Exporter, device: torch.device) -> dict[str, object]:
-    """Compute the loss of the run's weights as trained and as exported, on the same held-out tokens.
-
-    Both compute in fp32, but for the operands that the converters round: the difference is that of the converters.
-    ``device`` holds one model at a time.
-
-    Returns:
-        "as_trained" and "as_exported", the mean cross entropies in nats per token; the number of "tokens"; the name
-        of the "text".
-
-    Raises:
-        NoLoss: as ``held_out_ids``, or the run had other converters than mxtrain's.
-    """
-    if others := [name for name in run.job_config.model.converters if name not in CONVERTERS]:
-        raise NoLoss(f"it would need the converter {others[0]!r}, which runs in training only")
-    name, ids = held_out_ids(run.folder)
-    text, head = HeldOutText(ids, tokens, run.job_config.training.seq_len), engine().HEAD
-    as_trained = text.loss(run.load(device, has_converters=True), device, head)
-    model = run.load(device, has_converters=False)
-    for fqn, weight in saved_state(model).items():
-        if fqn in run.weights:
-            weight.copy_(exporter.values(fqn))
-    as_exported = text.loss(model, device, head)
-    return {"as_trained": as_trained, "as_exported": as_exported, "tokens": text.tokens, "text": name}

@@ -1,7 +1,6 @@
 """TorchTitan's models under their Hugging Face names: which are supported, their shapes, names and order of rows."""
 
 import importlib.metadata
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,6 @@ MODELS = {
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3",
     "deepseek_v3": "deepseek_v3",
-    "llama4_text": "llama4",
 }
 """``model_type`` of transformers -> the model in TorchTitan"""
 SETTINGS = {
@@ -55,12 +53,6 @@ OWN_SETTINGS = {
         "routed_scaling_factor": "route_scale",
         **{n: n for n in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
     },
-    "llama4_text": {
-        "intermediate_size_mlp": "hidden_dim",
-        "num_local_experts": "num_experts",
-        "num_experts_per_tok": "top_k",
-        "interleave_moe_layer_step": "interleave_moe_layer_step",
-    },
 }
 """``model_type`` -> its own fields of config.json -> the size that has the value"""
 NOTHING = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
@@ -76,8 +68,8 @@ REQUIRED = {"deepseek_v3": {"score_func": ("sigmoid",), "norm_eps": (1e-6,), "nu
 """Model -> sizes -> the values that transformers compute: DeepSeek's norms of latents have an epsilon of their own"""
 LONG = 2**30
 """More positions than any model has: TorchTitan scales DeepSeek's rotation in long sequences only"""
-BALANCING = {"qwen3_moe": 0, "deepseek_v3": 1e-3, "llama4_text": 0}
-"""``model_type`` -> load_balance_coeff: routers of two models have no bias in transformers"""
+BALANCING = {"qwen3_moe": 0, "deepseek_v3": 1e-3}
+"""``model_type`` -> load_balance_coeff: routers of Qwen3 have no bias in transformers"""
 COMPARED_LAYERS = 2
 """How many of the first layers ``require_same_logits`` computes, or more up to the first mixture of experts"""
 POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2047]])
@@ -117,10 +109,6 @@ def shape_of(model, positions: int) -> ModelShape:
         "rope_theta": float(sizes["rope_theta"]),
     }
     own = {field: sizes[name] or NOTHING.get(field, sizes[name]) for field, name in OWN_SETTINGS.get(kind, {}).items()}
-    if kind == "llama4_text":
-        values["intermediate_size"] = sizes["moe_inter_dim"]
-        layers, step = sizes["n_layers"], sizes["interleave_moe_layer_step"]
-        own |= {"moe_layers": [*range(step - 1, layers, step)], "no_rope_layers": [1] * layers}
     if sizes.get("rope_factor", 1) == 1:
         pass
     elif kind == "deepseek_v3":
@@ -150,11 +138,8 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
         model = sized_model.of_flavor(name, flavor, settings, shape.vocab_size)
         model = model.shortened(model.sizes["n_layers"], LONG)
         closest = shape_of(model, shape.max_position_embeddings)
-        # Sizes that no layer has:
-        if shape.model_type == "qwen3_moe":
+        if shape.model_type == "qwen3_moe":  # a size that no layer has
             closest = replace(closest, intermediate_size=shape.intermediate_size)
-        elif (dense := "intermediate_size_mlp") in closest.own and closest.own["interleave_moe_layer_step"] == 1:
-            closest = replace(closest, own={**closest.own, dense: shape.own[dense]})
         return model, closest
 
     found, asked = [], {**vars(shape), **shape.own}
@@ -188,12 +173,6 @@ def _settings_of(shape: ModelShape) -> dict[str, object]:
     settings = {setting: getattr(shape, field) for field, setting in SETTINGS.items()}
     own = OWN_SETTINGS.get(shape.model_type, {})
     settings |= {setting: shape.own[field] or 0 for field, setting in own.items()}
-    if shape.model_type == "llama4_text":
-        # TorchTitan rounds 8/3 of dim, times a factor, up to a multiple; that of experts is shared by top_k + 1.
-        sizes = shape.intermediate_size * (shape.own["num_experts_per_tok"] + 1), shape.own["intermediate_size_mlp"]
-        has_dense = shape.own["interleave_moe_layer_step"] > 1
-        settings["ffn_dim_multiplier"] = (min(sizes) if has_dense else sizes[0]) / int(8 * shape.hidden_size / 3)
-        settings["multiple_of"] = math.gcd(shape.intermediate_size, sizes[1] if has_dense else 0)
     if shape.model_type in BALANCING:
         settings["load_balance_coeff"] = BALANCING[shape.model_type]
     if shape.rope_scaling is None:
@@ -214,27 +193,11 @@ def parameters(model) -> dict[str, Parameter]:
         if tied and fqn == "output.weight":
             found[fqn] = Parameter(tuple(weight.shape), ())
             continue
-        if model.name == "llama4":
-            found[fqn] = _llama4_place(adapter, fqn, weight)
-            continue
         kind = (re.sub(r"\d+", "{}", fqn), weight.shape)
         if kind not in orders:
             orders[kind] = _row_order(adapter, name, weight.shape)
         found[fqn] = Parameter(tuple(weight.shape), tuple(adapter.to_hf({name: weight})), orders[kind])
     return found
-
-
-def _llama4_place(adapter, fqn: str, weight: torch.Tensor) -> Parameter:
-    """TorchTitan's adapter names the parts of a model with images, leaves out dense layers, and wants w1 with w3."""
-    shape = tuple(weight.shape)
-    if (found := re.fullmatch(r"(layers\.\d+)\.(feed_forward|moe\.experts)\.(w[123])(\.weight)?", fqn)) is None:
-        (name,) = adapter.to_hf({fqn: weight})
-        return Parameter(shape, (name.removeprefix("language_model."),))
-    place, linear = f"model.{found[1]}.feed_forward.", {"w1": "gate", "w2": "down", "w3": "up"}[found[3]] + "_proj"
-    if found[2] == "feed_forward":
-        return Parameter(shape, (f"{place}{linear}.weight",))
-    names = tuple(f"{place}experts.{i}.{linear}.weight" for i in range(len(weight)))
-    return Parameter(shape, names, fused=f"{place}experts.{'down_proj' if found[3] == 'w2' else 'gate_up_proj'}")
 
 
 def _row_order(adapter, name: str, shape: torch.Size) -> torch.Tensor | None:
@@ -257,8 +220,7 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     """
     tokens = torch.linspace(0, model.sizes["vocab_size"] - 1, POSITIONS.numel()).long()[None]
     sizes = model.sizes
-    first_mixture = max(sizes.get("n_dense_layers", 0) + 1, sizes.get("interleave_moe_layer_step", 1))
-    layers = min(max(COMPARED_LAYERS, first_mixture), sizes["n_layers"])
+    layers = min(max(COMPARED_LAYERS, sizes.get("n_dense_layers", 0) + 1), sizes["n_layers"])
     positions = max(int(POSITIONS.max()), sizes.get("rope_original_seq_len", 0)) + 1
     config = from_pretrained("AutoConfig", source, where)
     config.num_hidden_layers = layers
@@ -267,8 +229,8 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     # With a mask, because jumps of the positions would begin new documents without one.
     with in_one_line(f"{where}: transformers cannot run it"):
         theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
-    module = model.shortened(layers, positions).on_meta()  # the other model's memory is free before this one gets any
-    engine().multiply_experts_in_fp32(module)
+    # The other model's memory is free before this one gets any.
+    module = model.shortened(layers, positions).on_meta(experts_in_fp32=True)
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
     module.load_state_dict({name: weights[engine().saved_name(name)] for name in module.state_dict()}, assign=True)
     ours = module(tokens, positions=POSITIONS)

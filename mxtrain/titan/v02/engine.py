@@ -14,8 +14,6 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import JobConfig as JobConfig
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.models.attention import VarlenMetadata
-from torchtitan.models.llama4.model.model import FeedForward, TransformerBlock
-from torchtitan.models.moe.moe import GroupedExperts
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
@@ -84,15 +82,6 @@ _IN_TRANSFORMERS = {
         "num_expert_groups": None,
     },
     "deepseek_v3": {"score_before_experts": False, "gate_bias": False},
-    "llama4": {
-        "num_shared_experts": 1,
-        "score_func": "sigmoid",
-        "route_norm": False,
-        "route_scale": 1.0,
-        "score_before_experts": True,
-        "gate_bias": False,
-        "num_expert_groups": None,
-    },
 }
 """Model -> TorchTitan's arguments of experts, with the values that give what transformers compute"""
 
@@ -138,18 +127,22 @@ class SizedModel:
     def sizes(self) -> dict[str, object]:
         """Sizes by their names in ``[model_args]``, "vocab_size" and "seq_len"; "num_experts" only if it has any."""
         own = {"vocab_size": self.args.vocab_size, "seq_len": self.args.max_seq_len}
-        if self.name == "llama4":
-            own |= llama4_hidden(self.args)
         return {**sizes_in(self.name, self.args), **own}
 
     def shortened(self, n_layers: int, seq_len: int) -> "SizedModel":
         """The same model with so many layers and positions."""
         return replace(self, args=replace(self.args, n_layers=n_layers, max_seq_len=seq_len))
 
-    def on_meta(self) -> nn.Module:
-        """The model without converters on the meta device, fp32."""
+    def on_meta(self, experts_in_fp32: bool = False) -> nn.Module:
+        """The model without converters on the meta device, fp32.
+
+        TorchTitan's grouped product of experts rounds to bf16. With ``experts_in_fp32`` they are multiplied one by one.
+        """
+        args = copy.deepcopy(self.args)
+        if experts_in_fp32 and hasattr(args, "moe_args"):
+            args.moe_args.use_grouped_mm = False
         with torch.device("meta"):
-            return get_train_spec(self.name).model_cls(self.args)
+            return get_train_spec(self.name).model_cls(args)
 
     def adapter(self):
         """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""
@@ -160,24 +153,7 @@ class SizedModel:
         """What transformers do not compute, as "name = value"."""
         if not getattr(self.args, "qk_norm", True):
             yield "qk_norm = False"
-        if nope := getattr(self.args, "every_n_layers_nope", None):  # 0.2.2 fails to mask these layers
-            yield f"every_n_layers_nope = {nope}"
         if getattr(self.args, "moe_enabled", hasattr(self.args, "moe_args")):
             found = vars(self.args.moe_args)
             expected = _IN_TRANSFORMERS[self.name]
             yield from (f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name])
-
-
-def llama4_hidden(args) -> dict[str, int]:
-    """The hidden features of Llama 4's dense layers and of its experts, which TorchTitan computes from other sizes."""
-    with torch.device("meta"):
-        dense = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier)
-        mixture = TransformerBlock(args.interleave_moe_layer_step - 1, args).moe
-    return {"hidden_dim": dense.w1.out_features, "moe_inter_dim": mixture.experts.w1.shape[1]}
-
-
-def multiply_experts_in_fp32(model: nn.Module) -> None:
-    """Multiply weights of experts one after another: TorchTitan's grouped product rounds to bf16."""
-    for module in model.modules():
-        if isinstance(module, GroupedExperts):
-            module.use_grouped_mm = False

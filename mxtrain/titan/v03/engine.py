@@ -138,6 +138,20 @@ def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], group=No
         output.copy_(part)
 
 
+class _ExpertsInFP32(GroupedExperts):
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        y_RD, start = torch.zeros_like(x_RD), 0
+        for count, w1, w2, w3 in zip(num_tokens_per_expert_E.tolist(), self.w1_EFD, self.w2_EDF, self.w3_EFD):
+            x, end = x_RD[start : start + int(count)], start + int(count)
+            y_RD[start:end] = F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+            start = end
+        return y_RD
+
+
 @dataclass(frozen=True)
 class SizedModel:
     """A model with causal attention and without data.
@@ -170,10 +184,16 @@ class SizedModel:
         """The same model with so many layers and positions."""
         return replace(self, sizes={**self.sizes, "n_layers": n_layers, "seq_len": seq_len})
 
-    def on_meta(self) -> nn.Module:
-        """The model without converters on the meta device, fp32."""
+    def on_meta(self, experts_in_fp32: bool = False) -> nn.Module:
+        """The model without converters on the meta device, fp32.
+
+        TorchTitan's grouped product of experts rounds to bf16. With ``experts_in_fp32`` they are multiplied one by one.
+        """
+        model = config_of(self.name, self.sizes)
+        for _, experts, parent, name in model.traverse(GroupedExperts.Config) if experts_in_fp32 else ():
+            setattr(parent, name, same(_ExpertsInFP32.Config, experts))
         with torch.device("meta"):
-            return config_of(self.name, self.sizes).build()
+            return model.build()
 
     def adapter(self):
         """TorchTitan's adapter, for one parameter at a time."""
@@ -182,20 +202,3 @@ class SizedModel:
     def unlike_transformers(self) -> Iterator[str]:
         """What transformers do not compute: nothing that sizes can set."""
         return iter(())
-
-
-class _ExpertsInFP32(GroupedExperts):
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        y_RD, start = torch.zeros_like(x_RD), 0
-        for count, w1, w2, w3 in zip(num_tokens_per_expert_E.tolist(), self.w1_EFD, self.w2_EDF, self.w3_EFD):
-            x, end = x_RD[start : start + int(count)], start + int(count)
-            y_RD[start:end] = F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
-            start = end
-        return y_RD
-
-
-def multiply_experts_in_fp32(model: nn.Module) -> None:
-    """Multiply weights of experts one after another: TorchTitan's grouped product rounds to bf16."""
-    for module in model.modules():
-        if type(module) is GroupedExperts:
-            module.__class__ = _ExpertsInFP32
