@@ -161,7 +161,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.model_layout import modules_of_stages
+    from mxtrain.titan.check_job import modules_of_stages
 
     ranks, modules = parallelism.pipeline_parallel_degree, modules_of(model)
     head, embedding = modules["output"], modules["tok_embeddings"]

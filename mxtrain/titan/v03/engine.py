@@ -20,8 +20,8 @@ from mxtrain.settings.fields import Settings, raise_first
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
 from mxtrain.settings.read import import_own
+from mxtrain.titan.check_job import ModelFacts, layout_problems
 from mxtrain.titan.data import check_datasets, validation_dataset
-from mxtrain.titan.model_layout import ModelFacts, layout_problems
 from mxtrain.titan.v03.config import JobConfig as JobConfig
 from mxtrain.titan.v03.config import refuse_gone, same, trainer_config
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, adapter_of, config_of, model_spec, sizes_of

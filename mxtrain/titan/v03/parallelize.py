@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
@@ -36,6 +36,7 @@ from mxtrain.reports.terminal import note_model
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.metrics import describe_model
+from mxtrain.titan.v03.config import same
 from mxtrain.titan.v03.names import name_in_022, names_of_022
 
 TP = MeshAxisName.TP
@@ -54,13 +55,16 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
 
     class Config(kind):
         def build(self, **kwargs) -> nn.Module:
+            for _, dispatcher, experts, name in self.traverse(AllToAllTokenDispatcher.Config):
+                if type(dispatcher) is AllToAllTokenDispatcher.Config:
+                    setattr(experts, name, same(CodesDispatcher.Config, dispatcher))
             model = kind.build(self, **kwargs)
             with convertible(model):
                 for name in job_config.model.converters:
                     titan_converter(name, job_config).convert(model)
             return model
 
-    spec.model = Config(**{f.name: getattr(spec.model, f.name) for f in fields(kind)})
+    spec.model = same(Config, spec.model)
     spec.parallelize_fn = _parallelized(spec.parallelize_fn, job_config)
     return spec
 
@@ -115,7 +119,6 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
         _redistribute_in_hooks(model, parallel_dims)
         if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
             choose_exchange(model, job_config.mxnorm.dispatch)
-            use_codes(model)
         if parallel_dims.tp_enabled:
             choose_gathers(model, job_config.mxnorm.gather)
         if job_config.activation_checkpoint.mode == "selective":
@@ -196,8 +199,12 @@ def _with_module(kind: type[nn.Module]) -> type[nn.Module]:
 class CodesDispatcher(AllToAllTokenDispatcher):
     """``AllToAllTokenDispatcher`` that also takes the result of an MXNorm. For tensors it does the same."""
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
     def dispatch(self, x_TD, *routing):
-        rows = x_TD[:] if isinstance(x_TD, NormedInput) else x_TD
+        rows = x_TD[:] if self.ep_mesh is not None and isinstance(x_TD, NormedInput) else x_TD
         if not isinstance(rows, RoutedRows):
             return super().dispatch(rows, *routing)
         packed, counts, sent = super().dispatch(rows.packed, *routing)
@@ -208,10 +215,3 @@ class CodesDispatcher(AllToAllTokenDispatcher):
 
     def _group(self) -> str:
         return self.ep_mesh.get_group().group_name
-
-
-def use_codes(model: nn.Module) -> None:
-    """Let dispatchers send what norms choose (``choose_exchange``)."""
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            module.token_dispatcher.__class__ = CodesDispatcher

@@ -12,7 +12,7 @@ from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
 from mxtrain.checkpoints.manifest import read_manifest
 from mxtrain.titan import pipeline_stage
-from mxtrain.titan.model_layout import modules_of_stages
+from mxtrain.titan.check_job import modules_of_stages
 from mxtrain.titan.v02.trainer import LossPerToken, SharedLoss
 from tests.support import oracle, training_runs
 from tests.support.recording import record_all

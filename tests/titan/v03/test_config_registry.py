@@ -12,7 +12,7 @@ from torchtitan.train import main
 
 from mxtrain.config import presets
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.v03 import preset
+from mxtrain.titan import config_registry
 
 
 def test_flags_are_those_of_mxtrain_train(monkeypatch):
@@ -22,7 +22,7 @@ def test_flags_are_those_of_mxtrain_train(monkeypatch):
     assert (config.dump_folder, config.training.steps, config.mxnorm.p) == ("here", 3, 1)
     trainer, found = config.build(), []
     assert not config.checkpoint.create_seed_checkpoint
-    monkeypatch.setattr(preset, "work", lambda arguments, verbose, read: found.append(read(arguments)))
+    monkeypatch.setattr(config_registry, "work", lambda arguments, verbose, read: found.append(read(arguments)))
     trainer.train()
     wanted = read_settings([f"--job.config_file={presets()['llama3_debug']}", *flags])
     assert {name: found[0][name] for name in wanted.known if name != "job.config_file"} == {
@@ -36,8 +36,8 @@ def test_every_preset_is_offered():
 
 
 def test_the_status_of_a_run_that_fails_is_its_processs(monkeypatch):
-    monkeypatch.setattr(preset, "work", lambda *_: 2)
-    trainer = preset.preset(presets()["qwen3_moe_debug"]).build()
+    monkeypatch.setattr(config_registry, "work", lambda *_: 2)
+    trainer = config_registry.qwen3_moe_debug().build()
     with pytest.raises(SystemExit) as exit:
         trainer.train()
     assert exit.value.code == 2
