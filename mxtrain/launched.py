@@ -12,8 +12,6 @@ from pathlib import Path
 
 from mxtrain.files import replace_file
 
-LAUNCHER_VARIABLE = "MXTRAIN_LAUNCHER_PID"
-"""Environment variable by which ``mxtrain train`` tells its workers its process id"""
 COMPARISON_VARIABLE = "MXTRAIN_COMPARISON_PID"
 """Environment variable by which ``mxtrain compare`` tells its runs its process id"""
 START_VARIABLE = "MXTRAIN_START"
@@ -58,31 +56,23 @@ def stop_signals() -> list[signal.Signals]:
 def report_stop(number: signal.Signals) -> None:
     """Write the name of the signal that stopped training, whose work is saved, into the file that a batch job names.
 
-    The exit status under ``torchrun`` is 0, so that it does not stop the other workers before they have saved.
+    The exit status is 0: a launcher takes another one for a failure, and kills workers that still save.
     """
     if STOP_FILE_VARIABLE in os.environ:
         with suppress(OSError):  # without the file, the job ends instead of going on later
             replace_file(Path(os.environ[STOP_FILE_VARIABLE]), number.name.encode())
 
 
-def is_launcher_alive() -> bool:
-    """Return whether ``mxtrain train`` is the parent of this process."""
-    return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
-
-
 def end_with_launcher() -> None:
     """Make the kernel kill this worker as soon as its launcher ends, even if the launcher is killed.
 
-    Without it, a worker whose launcher was killed trains on, unseen. Does nothing in a process that neither
-    ``mxtrain train`` nor ``torchrun`` started: such a process may outlive its shell.
+    Without it, a worker whose launcher was killed trains on, unseen. A launcher that ended before the call has closed
+    the store in which the workers meet, so they end, too. Does nothing in a process without launcher: it may outlive
+    its shell.
     """
-    if LAUNCHER_VARIABLE not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    # SIGKILL, because a worker that waits for the others in a collective may never handle another signal.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The launcher may have ended before the call. With torchrun, such a worker finds no rendezvous and ends anyway.
-    if LAUNCHER_VARIABLE in os.environ and not is_launcher_alive():
-        sys.exit(128 + signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # SIGKILL, because a worker that waits for the others in a collective may never handle another signal.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def end_with_comparison() -> None:

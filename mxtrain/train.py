@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 
-from mxtrain.cli.quiet import hide_library_warnings, open_closed_streams, take_verbose
-from mxtrain.cli.versions import warn_of_untested_packages
-from mxtrain.launched import end_with_launcher, is_launcher_alive, let_memory_segments_grow
+from mxtrain.cli.console import hide_library_warnings, open_closed_streams, take_verbose
+from mxtrain.cli.doctor import warn_of_untested_packages
+from mxtrain.launched import START_VARIABLE, end_with_launcher, let_memory_segments_grow
 
 if __name__ == "__main__":
     open_closed_streams()
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     verbose, arguments = take_verbose(sys.argv[1:])
     if not verbose:
         hide_library_warnings()
-    if not is_launcher_alive() and os.environ.get("RANK") == "0":
+    if START_VARIABLE not in os.environ and os.environ.get("RANK") == "0":
         warn_of_untested_packages()
     # Imported here because PyTorch, torchao and TorchTitan warn while they are imported.
     from mxtrain.titan.train import work

@@ -7,11 +7,33 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+
+def patch_the_language_once_per_launch() -> None:
+    """Have Triton's interpreter replace the functions of ``triton.language`` once per launch.
+
+    It does so for every call of a function within a kernel, although nothing is left to replace: a third of the time.
+    """
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched = set()
+
+    def patch_once(function):
+        # The functions of a module see the same language.
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            return patch(function)
+
+    def launch_anew(self, *args, **kwargs):
+        patched.clear()
+        return launch(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
+
+
 if not torch.cuda.is_available():
     # Before any kernel is imported: without a GPU Triton interprets them, so that emulation on the CPU runs on them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from tests.support.interpreter import patch_the_language_once_per_launch
-
     patch_the_language_once_per_launch()
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

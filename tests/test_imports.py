@@ -88,7 +88,7 @@ def test_no_files_import_each_other():
 
 def test_only_titan_imports_torchtitan():
     for module in FILES:
-        if part(module) != "titan" and module != "mxtrain.settings.help":  # which shows TorchTitan's texts
+        if part(module) != "titan":
             assert not any(name.split(".")[0] == "torchtitan" for name in imported(module)), module
         if part(module) in METHOD:
             assert "torchtitan." not in FILES[module].read_text(), f"{module} names a module of TorchTitan"

@@ -166,31 +166,7 @@ def test_links_of_a_package_lead_to_the_repository_that_it_was_built_from(source
     assert metadata(copy, tmp_path / "sdist") == text
 
 
-@pytest.mark.parametrize(
-    ("remote", "address"),
-    [
-        ("https://example.org/some/one.git", "https://example.org/some/one"),
-        ("https://name:secret@example.org/some/one", "https://example.org/some/one"),
-        ("ssh://git@example.org/group/some/one.git", "https://example.org/group/some/one"),
-        ("git@example.org:some/one", "https://example.org/some/one"),
-        ("ssh://git@example.org:2222/some/one.git", None),
-        ("/home/me/one", None),
-        ("../one.git", None),
-        ("", None),
-    ],
-)
-def test_the_address_of_a_repository(remote, address, source, tmp_path):
-    code = "import setuptools; setuptools.setup = lambda **_: None; import setup; print(setup.repository())"
-    shutil.copy(source / "setup.py", tmp_path)
-    shutil.copy(source / "README.md", tmp_path)
-    (tmp_path / "mxtrain").mkdir()
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    if remote:
-        subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
-    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(address)
-
-
+@pytest.mark.sweep
 def test_a_preset_trains_from_an_empty_folder_with_an_installed_wheel(installed, tmp_path):
     _, target = installed
     empty = tmp_path / "empty"

@@ -21,13 +21,7 @@ PYRIGHT_CONFIG = {
 }
 COMMANDS = {"pyright": ["pyright", "--pythonpath"], "mypy": ["mypy", "--strict", "--python-executable"]}
 # mypy reads PyTorch for ten seconds.
-CASES = [
-    ("editable", "pyright"),
-    *(
-        pytest.param(*case, marks=pytest.mark.sweep)
-        for case in (("editable", "mypy"), ("wheel", "mypy"), ("wheel", "pyright"))
-    ),
-]
+CASES = [("editable", "pyright"), pytest.param("wheel", "mypy", marks=pytest.mark.sweep)]
 
 
 @pytest.fixture(scope="module")

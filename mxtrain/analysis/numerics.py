@@ -11,6 +11,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from mxtrain.analysis.plots import in_own_style, literal, picture_path, save_pic
 from mxtrain.analysis.runs import Run
 from mxtrain.errors import ConfigError
 from mxtrain.run_folder.files import METRICS_FILE
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MODEL = "model"
 """Stands for a module in the keys of figures of the whole model"""
@@ -53,8 +57,11 @@ VARIES_FROM = 0.02
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 
-Values = dict[str, dict[str, dict[int, float]]]
-"""Figure -> module -> step -> value"""
+Values = dict[str, "pd.DataFrame"]
+"""
+Figure -> its table: a row per module, in the order of the model, and a column per step. NaN was not measured; what was
+measured as NaN is infinite
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Figure:
 
     Attributes:
         kind: figures of one kind have one color scale, see SCALES.
-        low, high: values below ``low`` or above ``high`` deserve a look; None for no limit.
+        low, high: values below ``low`` or above ``high`` deserve a look, as infinite ones do.
         only_above: a second figure and a value. Where the second figure of the same module and step is not above this
             value, the first one deserves no look; None for no such rule.
     """
@@ -71,45 +78,34 @@ class Figure:
     name: str
     title: str
     kind: str
-    low: float | None = None
-    high: float | None = None
+    low: float = -math.inf
+    high: float = math.inf
     only_above: tuple[str, float] | None = None
-
-    def distance(self, value: float) -> float:
-        """Return how far a value is beyond a limit; infinite for NaN."""
-        if math.isnan(value):
-            return math.inf
-        low = -math.inf if self.low is None else self.low - value
-        high = -math.inf if self.high is None else value - self.high
-        return max(low, high)
 
     @property
     def limit(self) -> str:
         """The limits in words; empty without any."""
         limits = (("below", self.low), ("above", self.high))
-        words = " or ".join(f"{word} {limit:.3g}" for word, limit in limits if limit is not None)
+        words = " or ".join(f"{word} {limit:.3g}" for word, limit in limits if math.isfinite(limit))
         return f"{words} where {self.only_above[0]} is above {self.only_above[1]:.3g}" if self.only_above else words
 
-    def noteworthy(self, values: Values) -> dict[str, dict[int, float]]:
-        """Return module -> step -> value of the values that deserve a look."""
-        seconds = values.get(self.only_above[0], {}) if self.only_above else {}
-        found: dict[str, dict[int, float]] = {}
-        for module, of_steps in values.get(self.name, {}).items():
-            for step, value in of_steps.items():
-                second = seconds.get(module, {}).get(step, math.nan)
-                if self.distance(value) > 0 and not (self.only_above and second <= self.only_above[1]):
-                    found.setdefault(module, {})[step] = value
+    def noteworthy(self, values: Values) -> "pd.DataFrame":
+        """Return a table of booleans: which values deserve a look."""
+        table = values[self.name]
+        found = np.isinf(table) | (table < self.low) | (table > self.high)
+        if self.only_above and self.only_above[0] in values:
+            found &= ~(values[self.only_above[0]].reindex_like(table) <= self.only_above[1])
         return found
 
 
 FIGURES = (
     Figure("rms_ratio_mean", "estimated / true RMS: mean", "ratio", 0.8, 1.25),
     Figure("rms_ratio_min", "estimated / true RMS: least", "ratio", 0.5),
-    Figure("rms_ratio_max", "estimated / true RMS: largest", "ratio", None, 2.0),
+    Figure("rms_ratio_max", "estimated / true RMS: largest", "ratio", high=2.0),
     Figure("rms_ratio_std", "estimated / true RMS: standard deviation", "spread"),
     # Rows of nearly equal RMS have a low r² with any estimate: only a noisy one deserves a look.
     Figure("rms_r2", "r² of estimated and true RMS", "share", 0.95, only_above=("rms_ratio_std", 0.1)),
-    Figure("output_max_over_bound", "largest |output| / its bound", "share", None, 0.9),
+    Figure("output_max_over_bound", "largest |output| / its bound", "share", high=0.9),
     *(Figure(f"{gemm}_error", f"{gemm}: relative error of the result", "error") for gemm in GEMMS),
     Figure("grad_norm_to_noise", "weight gradient: norm / quantization noise", "noise", math.sqrt(3)),
     Figure("output_max", "largest |output| of the norm", "output"),
@@ -139,14 +135,21 @@ CAST_FIGURES = tuple(
 
 
 def by_figure(rows: list[dict]) -> Values:
-    """Return the figures in rows of diagnostic steps. Modules are in the order of the model: layers by number."""
-    found: Values = {}
-    for row in rows:
-        for key, value in row.items():
-            if key.startswith(NUMERICS) and value is not None:
-                module, _, figure = key.removeprefix(NUMERICS).rpartition("/")
-                found.setdefault(figure, {}).setdefault(module, {})[row["step"]] = value
-    return {figure: {module: of[module] for module in sorted(of, key=_order)} for figure, of in found.items()}
+    """Return the figures in rows of diagnostic steps, as tables of all of these steps."""
+    import pandas as pd
+
+    names = ["module", "figure", "step", "value"]
+    cells = [
+        (*key.removeprefix(NUMERICS).rpartition("/")[::2], row["step"], math.inf if math.isnan(value) else value)
+        for row in rows
+        for key, value in row.items()
+        if key.startswith(NUMERICS) and value is not None
+    ]
+    found = pd.DataFrame(cells, columns=names).drop_duplicates(names[:3], keep="last")
+    steps = sorted({row["step"] for row in rows})
+    groups = found.groupby("figure")
+    tables = {figure: own.pivot(index="module", columns="step", values="value") for figure, own in groups}
+    return {figure: own.reindex(sorted(own.index, key=_order), columns=steps) for figure, own in tables.items()}
 
 
 def _order(module: str) -> list[tuple[bool, int, str]]:
@@ -182,103 +185,85 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
             f"{run.folder / METRICS_FILE} has no figures up to step {run.training[-1]['step']}: MXNorms and casts are "
             "measured every mxnorm.diagnostics.every steps, such as 50"
         )
-    values, steps = by_figure(run.numerics), sorted({row["step"] for row in run.numerics})
-    tables = {
-        one: np.array([[of_steps.get(step, np.nan) for step in steps] for of_steps in values[one.name].values()])
-        for one in (*FIGURES, *CAST_FIGURES)
-        if one.name in values
-    }
+    import seaborn as sns
+    from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
+
+    values = by_figure(run.numerics)
+    measured = [one for one in (*FIGURES, *CAST_FIGURES) if one.name in values]
+    ends = {one: _ends(values[one.name]) for one in measured}
     scales = {
-        kind: _ends(np.concatenate([ends, *(table.ravel() for one, table in tables.items() if one.kind == kind)]))
-        for kind, ends in SCALES.items()
+        kind: (np.nanmin([low, *(ends[one][0] for one in alike)]), np.nanmax([high, *(ends[one][1] for one in alike)]))
+        for kind, (low, high) in SCALES.items()
+        for alike in [[one for one in measured if one.kind == kind]]
     }
     constant = [
         one
-        for one, table in tables.items()
-        if np.ptp(_ends(table)) < VARIES_FROM * np.ptp(scales[one.kind]) and not np.isinf(table).any()
-        if not one.noteworthy(values)
+        for one in measured
+        if np.ptp(ends[one]) < VARIES_FROM * np.ptp(scales[one.kind]) and not one.noteworthy(values).any(axis=None)
     ]
     groups = [of[i : i + COLUMNS] for of in (FIGURES, CAST_FIGURES) for i in range(0, len(of), COLUMNS)]
-    lines = [[one for one in group if one in tables and one not in constant] for group in groups]
-    lines = [line for line in lines if line]
-    inches = [min(6.0, max(1.6, LABEL_HEIGHT * max(len(tables[one]) for one in line))) for line in lines]
-
-    from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
-
-    size = (PANEL_WIDTH * COLUMNS, 1.5 + sum(inches) + MARGIN * len(lines))
-    picture = Picture(figsize=size, dpi=100, layout="constrained")
+    lines = [[one for one in group if one in measured and one not in constant] for group in groups]
+    lines = [line for line in lines if line] or [[]]
+    inches = [min(6.0, max([1.6, *(LABEL_HEIGHT * len(values[one.name]) for one in line)])) for line in lines]
+    picture = Picture((PANEL_WIDTH * COLUMNS, 1.5 + sum(inches) + MARGIN * len(lines)), dpi=100, layout="constrained")
     texts = [
         f"{run.name}: numerics by module (down, in the order of the model) and step (right). Dark is low, light is "
         "high; white was not measured; a cross marks values that deserve a look."
     ]
     if constant:
-        named = ", ".join(f"{one.title} ({_range(tables[one])})" for one in constant)
+        named = ", ".join(f"{one.title} ({_range(values[one.name])})" for one in constant)
         texts.append(f"Not drawn, because they vary by less than {100 * VARIES_FROM:g} % of the color scale: {named}.")
     picture.suptitle("\n".join(textwrap.fill(literal(text), LINE_LETTERS) for text in texts), fontsize=FONT_SIZE + 2)
-    parts = picture.subfigures(
-        max(1, len(lines)), 1, squeeze=False, height_ratios=[own + MARGIN for own in inches] or None
-    )
-    for part, line, own in zip(parts[:, 0], lines, inches):
-        row = part.subplots(1, COLUMNS)
-        for index, (axes, figure) in enumerate(zip(row, line)):
-            image = _draw(axes, figure, tables[figure], scales[figure.kind], values, steps)
-            modules = list(values[figure.name])
-            # Neighbors of one kind share a color bar, and those of equal modules the modules' names.
-            _label(axes, modules if index == 0 or modules != list(values[line[index - 1].name]) else [], steps, own)
-            if figure.kind not in [one.kind for one in line[index + 1 :]]:
-                alike = [axes for axes, one in zip(row, line) if one.kind == figure.kind]
-                part.colorbar(image, ax=alike, aspect=30, pad=0.01).ax.tick_params(labelsize=FONT_SIZE - 1)
+    panels = picture.subplots(len(lines), COLUMNS, squeeze=False, height_ratios=[own + MARGIN for own in inches])
+    for row, line, own in zip(panels, lines, inches):
+        modules = None
+        for place, (axes, figure) in enumerate(zip(row, line)):
+            table = values[figure.name]
+            # Neighbors share the names of modules, as many as the panel's height has room for, and a color bar.
+            names = math.ceil(len(table) * LABEL_HEIGHT / own) if list(table.index) != modules else False
+            modules, (low, high) = list(table.index), scales[figure.kind]
+            sns.heatmap(
+                table.replace([np.inf, -np.inf], np.nan), ax=axes, vmin=low, vmax=high,
+                cmap="viridis",  # color-blind readers see it as others do
+                cbar=figure.kind not in [one.kind for one in line[place + 1 :]],
+                yticklabels=names, xticklabels=math.ceil(table.shape[1] / STEP_LABELS),
+            )  # fmt: skip
+            down, right = np.nonzero(figure.noteworthy(values).to_numpy())
+            axes.plot(
+                right + 0.5, down + 0.5, "X", color="white", markeredgecolor="black", markersize=7, markeredgewidth=0.7
+            )
+            title = [figure.title, _range(table)] + [f"look at: {figure.limit}"] * bool(figure.limit)
+            axes.set_title("\n".join(textwrap.fill(words, TITLE_LETTERS) for words in title), fontsize=FONT_SIZE)
+            axes.set(xlabel="step", ylabel="")
+            axes.tick_params(labelsize=FONT_SIZE - 1, rotation=0)
         for axes in row[len(line) :]:
             axes.set_visible(False)
     save_picture(picture, path)
-    return path, remarks(values, steps[-1])
+    return path, remarks(values)
 
 
-def remarks(values: Values, step: int) -> list[str]:
-    """Return a line per figure that has values that deserve a look in ``step``: how many, and the worst."""
+def remarks(values: Values) -> list[str]:
+    """Return a line per figure that has values that deserve a look in the last step: how many, and the worst."""
     lines = []
     for figure in FIGURES:
-        count = sum(step in of_steps for of_steps in values.get(figure.name, {}).values())
-        worthy = {module: at[step] for module, at in figure.noteworthy(values).items() if step in at}
-        if worthy:
-            worst = max(worthy, key=lambda module: figure.distance(worthy[module]))
+        if figure.name not in values:
+            continue
+        last = values[figure.name].iloc[:, -1]
+        worthy = last[figure.noteworthy(values).iloc[:, -1]]
+        if len(worthy):
+            worst = np.maximum(figure.low - worthy, worthy - figure.high).fillna(math.inf).idxmax()
             lines.append(
-                # Of a figure without limits, only NaN deserves a look.
-                f"step {step}: {figure.title} is {figure.limit or 'NaN'} in {len(worthy)} of {count} modules; "
-                f"{worst}: {worthy[worst]:.4g}"
+                f"step {last.name}: {figure.title} is {figure.limit or 'not finite'} in {len(worthy)} of "
+                f"{last.count()} modules; {worst}: {worthy[worst]:.4g}"
             )
     return lines
 
 
-def _draw(axes, figure: Figure, table: np.ndarray, scale: tuple[float, float], values: Values, steps: list[int]):
-    # Color-blind readers see this color map as others do.
-    style = {"aspect": "auto", "cmap": "viridis", "interpolation": "nearest"}
-    image = axes.imshow(np.where(np.isfinite(table), table, np.nan), vmin=scale[0], vmax=scale[1], **style)
-    lines = {module: line for line, module in enumerate(values[figure.name])}
-    marks = [(steps.index(step), lines[module]) for module, at in figure.noteworthy(values).items() for step in at]
-    if marks:
-        for color, width in (("black", 2.5), ("white", 1.2)):
-            style = {"linestyle": "none", "marker": "x", "markersize": 4, "markeredgewidth": width}
-            axes.plot(*zip(*marks), color=color, **style)
-    title = [figure.title, _range(table)] + [f"look at: {figure.limit}"] * bool(figure.limit)
-    axes.set_title("\n".join(textwrap.fill(line, TITLE_LETTERS) for line in title), fontsize=FONT_SIZE)
-    return image
-
-
-def _ends(values: np.ndarray) -> tuple[float, float]:
+def _ends(table: "pd.DataFrame") -> tuple[float, float]:
     """Return the least and the largest finite value; NaN if there is none."""
-    finite = values[np.isfinite(values)]
-    return (finite.min(), finite.max()) if finite.size else (np.nan, np.nan)
+    finite = table.to_numpy()[np.isfinite(table)]
+    return (finite.min(), finite.max()) if finite.size else (math.nan, math.nan)
 
 
-def _range(values: np.ndarray) -> str:
-    return " to ".join(dict.fromkeys(f"{value:.4g}" for value in _ends(values)))
-
-
-def _label(axes, modules: list[str], steps: list[int], inches: float) -> None:
-    """Name as many modules as the panel's height has room for, and some steps."""
-    shown = range(0, len(modules), math.ceil(len(modules) * LABEL_HEIGHT / inches) or 1)
-    axes.set_yticks(shown, [modules[index] for index in shown], fontsize=FONT_SIZE - 1)
-    shown = range(0, len(steps), math.ceil(len(steps) / STEP_LABELS))
-    axes.set_xticks(shown, [str(steps[index]) for index in shown], fontsize=FONT_SIZE - 1)
-    axes.set_xlabel("step", fontsize=FONT_SIZE - 1)
+def _range(table: "pd.DataFrame") -> str:
+    return " to ".join(dict.fromkeys(f"{value:.4g}" for value in _ends(table)))

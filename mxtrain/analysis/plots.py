@@ -4,9 +4,8 @@ import functools
 import io
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,115 +14,84 @@ from mxtrain.analysis.runs import Run, labels
 from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as, replace_file
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 XAxis = Literal["step", "tokens", "time"]
 
 SMOOTH_FROM = 50
 """Curves with at least this many points are smoothed unless a number of points is given"""
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""The palette of Okabe and Ito, which color-blind readers can tell apart, without its yellow, too faint on white"""
-
 LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
 """
-Solid, dashed, dotted, dash-dotted. A later curve leaves gaps, in which an equal one below it can be seen. Seven colors
-and four styles make 28 different lines
+Solid, dashed, dotted, dash-dotted. A later curve leaves gaps, in which an equal one below it can be seen
 """
-
 VALIDATION_MARKER = {"linestyle": "none", "marker": "D", "markersize": 5, "markeredgecolor": "black"}
 LEGEND_INSIDE = 4
 """Largest number of runs whose legend is inside the plot"""
+UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+"""Unit of time -> seconds"""
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Training and validation losses of a run. Losses (nats per token) may be ``nan`` or ``inf``."""
+def curves(run: Run, x: XAxis = "step") -> "tuple[pd.Series, pd.Series, pd.Series]":
+    """Return a run's losses, validation losses and events over steps, tokens, or seconds since the first logged step.
 
-    x: np.ndarray
-    """Steps, tokens, or seconds since the first logged step, pauses of a resumed run included; increasing"""
-    loss: np.ndarray
-    validation_x: np.ndarray
-    validation_loss: np.ndarray
-
-    def smoothed(self, points: int) -> "Curve":
-        """Return this curve with the mean of so many neighbouring points, an odd number."""
-        return replace(self, loss=moving_average(self.loss, points // 2))
-
-    def minus(self, other: "Curve") -> "Curve":
-        """Return the difference of the losses where both curves are, by linear interpolation of ``other``."""
-        validation = values_at(self.validation_x, other.validation_x, other.validation_loss)
-        return replace(
-            self,
-            loss=self.loss - values_at(self.x, other.x, other.loss),
-            validation_loss=self.validation_loss - validation,
-        )
-
-
-def curve(run: Run, x: XAxis = "step") -> Curve:
-    """Return a run's losses over ``x``.
+    Time includes the pauses of a resumed run. Validations and events, which have neither tokens nor a time of their
+    own step, are between the training rows, or behind the last one at the rate before it.
 
     Raises ConfigError if the run has not logged ``x``.
     """
-    along = _column(run.training, "step")
-    if x != "step":
-        key = "tokens_seen" if x == "tokens" else "time"
-        if any(row.get(key) is None for row in run.training):
-            raise ConfigError(f"{run.folder}: metrics.jsonl has no {key!r} in some rows, which --x {x} needs")
-        along = _column(run.training, key)
-        if x == "time":  # a clock that is set back adds nothing
-            along = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(along)))])
-    # A validation row has neither tokens nor a time of its own step.
-    validation_x = _places(run, run.validation, along)
-    return Curve(along, _column(run.training, "loss"), validation_x, _column(run.validation, "validation_loss"))
+    import pandas as pd
+
+    key = {"step": "step", "tokens": "tokens_seen", "time": "time"}[x]
+    if any(row.get(key) is None for row in run.training):
+        raise ConfigError(f"{run.folder}: metrics.jsonl has no {key!r} in some rows, which --x {x} needs")
+    steps, along = (np.array([row[name] for row in run.training], float) for name in ("step", key))
+    if x == "time":  # a clock that is set back adds nothing
+        along = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(along)))])
+
+    def series(rows: list[dict], name: str) -> "pd.Series":
+        wanted = np.array([row["step"] for row in rows], float)
+        places = np.interp(wanted, steps, along)
+        if len(steps) > 1:
+            rate = (along[-1] - along[-2]) / (steps[-1] - steps[-2])
+            places += rate * np.maximum(0.0, wanted - steps[-1])
+        return pd.Series([row[name] for row in rows], places, dtype=None if rows else float)
+
+    return series(run.training, "loss"), series(run.validation, "validation_loss"), series(run.events, EVENT)
 
 
-def _places(run: Run, rows: list[dict], along: np.ndarray) -> np.ndarray:
-    """Return where rows are on the x-axis: between the training rows, or behind the last one at the rate before it."""
-    steps, wanted = _column(run.training, "step"), _column(rows, "step")
-    places = np.interp(wanted, steps, along)
-    if len(steps) > 1:
-        rate = (along[-1] - along[-2]) / (steps[-1] - steps[-2])
-        places = np.where(wanted > steps[-1], along[-1] + rate * (wanted - steps[-1]), places)
-    return places
-
-
-def window(curve: Curve, points: int | None) -> int:
+def window(losses: "pd.Series", points: int | None) -> int:
     """Return over how many points the mean goes: an odd number; 1 is no smoothing.
 
     Args:
         points: the number, rounded up to an odd one. None: about 4 % of a long curve, 1 for a short one.
     """
     if points is None:
-        return 2 * (len(curve.x) // 50) + 1 if len(curve.x) >= SMOOTH_FROM else 1
+        return 2 * (len(losses) // 50) + 1 if len(losses) >= SMOOTH_FROM else 1
     return 2 * (points // 2) + 1
 
 
-def moving_average(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Return the centred mean of up to ``2 * half_width + 1`` neighbours. Skips non-finite values, which become NaN.
+def moving_average(losses: "pd.Series", points: int) -> "pd.Series":
+    """Return the centred mean of up to ``points`` neighbours, an odd number. Non-finite values are skipped, and NaN.
 
     At the start the window shrinks on both sides: the loss falls fast there, and a one-sided window would lie below
     the curve. At the end the loss is flat, and the window shrinks on one side only.
     """
-    finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    index = np.arange(len(values))
-    low = np.maximum(index - half_width, 0)
-    high = np.minimum(index + np.minimum(half_width, index), len(values) - 1) + 1
+    finite = losses.where(np.isfinite(losses))
+    mean = finite.rolling(points, center=True, min_periods=1).mean()
+    start = finite[:points].expanding().mean()[::2]  # of the first 1, 3, 5, ... points
+    mean.iloc[: len(start)] = start
+    return mean.where(np.isfinite(losses))
+
+
+def minus(losses: "pd.Series", others: "pd.Series") -> "pd.Series":
+    """Return the difference where both curves are, by linear interpolation of ``others``; NaN beside a NaN of them."""
+    if others.empty:
+        return losses * np.nan
+    values = others.where(np.isfinite(others))
     with np.errstate(invalid="ignore"):
-        mean = (sums[high] - sums[low]) / (counts[high] - counts[low])
-    return np.where(finite, mean, np.nan)
-
-
-def values_at(x: np.ndarray, other_x: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return ``values`` at ``x``; NaN where ``other_x`` ends, and beside a value that is not finite."""
-    if not len(other_x):
-        return np.full(len(x), np.nan)
-    with np.errstate(invalid="ignore"):
-        return np.interp(x, other_x, np.where(np.isfinite(values), values, np.nan), left=np.nan, right=np.nan)
-
-
-def _column(rows: list[dict], key: str) -> np.ndarray:
-    return np.array([row[key] for row in rows], dtype=float)
+        return losses - np.interp(losses.index, others.index, values, left=np.nan, right=np.nan)
 
 
 def in_own_style(draw: Callable) -> Callable:
@@ -183,78 +151,67 @@ def plot(
     ``path`` if needed. Returns ``path``.
 
     Args:
-        baseline: one of ``runs``; a second panel shows the other runs' losses minus its losses.
-        smooth: number of logged points in the mean of a smoothed curve; 1 for no smoothing, None for a number that
-            follows from the length of the curve. The plot states it.
+        baseline: one of ``runs``. A second panel shows the losses of the others minus its losses.
+        smooth: number of neighbouring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
+            of the curve. The plot states it.
         x: the x-axis.
 
     Raises ConfigError if ``path`` does not end in ".png" or cannot be written, or if a run has not logged ``x``.
     """
     path = picture_path(path)
-    curves = [curve(run, x) for run in runs]
-    scale, x_label = _x_label(x, max((c.x[-1] for c in curves), default=0.0))
-    marks = [_places(run, run.events, one.x) / scale for run, one in zip(runs, curves)]
-    curves = [replace(one, x=one.x / scale, validation_x=one.validation_x / scale) for one in curves]
-    windows = [window(one, smooth) for one in curves]
-    names = labels(runs)
+    found = [curves(run, x) for run in runs]
+    unit = next((u for u in ("h", "min") if found and max(one[0].index[-1] for one in found) >= 2 * UNITS[u]), "s")
+    if x == "time":
+        found = [tuple(series.set_axis(series.index / UNITS[unit]) for series in one) for one in found]
+    windows = [window(losses, smooth) for losses, *_ in found]
 
+    import seaborn as sns
     from matplotlib.figure import Figure  # without pyplot there is no display and no global state
 
     figure = Figure(figsize=(9, 5.5 if baseline is None else 8), dpi=120, layout="constrained")
     ratios = [1] if baseline is None else [3, 2]
     panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": ratios})[:, 0]
-    styles = [line_style(index, len(runs)) for index in range(len(runs))]
-    for run, name, one, points, own in zip(runs, names, curves, windows, styles):
-        if run.first_nonfinite_step is not None:
-            name += f" (not finite at step {run.first_nonfinite_step})"
-        _draw(panels[0], one, points, own, literal(name) if len(runs) > 1 else "training")
-    for run, places, own in zip(runs, marks, styles):
-        _mark(panels, places, [row[EVENT] for row in run.events], own["color"])
-    if any(run.validation for run in runs):
-        panels[0].plot([], [], label="validation", color="white", **VALIDATION_MARKER)  # one entry for all runs
-    panels[0].set_title(literal(names[0]) if len(runs) == 1 else "Training loss")
-    panels[0].set_ylabel("loss (nats per token)")
+    colors, place = sns.color_palette("colorblind", len(runs)), None
     if baseline is not None:
         place = next(index for index, run in enumerate(runs) if run is baseline)
-        panels[1].axhline(0, **{**styles[place], "linewidth": 1.2})
-        for index, (one, points, own) in enumerate(zip(curves, windows, styles)):
-            if index != place:
-                _draw(panels[1], one.minus(curves[place]), points, own)
+        panels[1].axhline(0, color=colors[place], linewidth=1.2)
         panels[1].set_ylabel(f"loss minus that of\n{literal(_short(baseline.name))}")
-    panels[-1].set_xlabel(x_label)
+    for index, (run, name, (losses, validation, events)) in enumerate(zip(runs, labels(runs), found)):
+        if run.first_nonfinite_step is not None:
+            name += f" (not finite at step {run.first_nonfinite_step})"
+        # Of equal curves the first is the widest, and shows beside the others.
+        own = {"color": colors[index], "linestyle": LINE_STYLES[index % 4]}
+        own["linewidth"] = 1.6 + 0.7 * max(0, min(len(runs), 4) - 1 - index)
+        _draw(panels[0], losses, validation, windows[index], own, literal(name) if len(runs) > 1 else "training")
+        if place is not None and index != place:
+            differences = minus(losses, found[place][0]), minus(validation, found[place][1])
+            _draw(panels[1], *differences, windows[index], own, None)
+        for at, texts in events.groupby(level=0):
+            for axes in panels:
+                axes.axvline(at, color=colors[index], linestyle=":", linewidth=1, alpha=0.8)
+            # Half-way up: a loss curve begins above, ends below, and the legend is above.
+            style = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 7, "color": colors[index]}
+            panels[0].text(at, 0.5, "\n".join(map(_short, texts)), transform=panels[0].get_xaxis_transform(), **style)
+    if any(run.validation for run in runs):
+        panels[0].plot([], [], label="validation", color="white", **VALIDATION_MARKER)  # one entry for all runs
+    panels[0].set_title(literal(labels(runs)[0]) if len(runs) == 1 else "Training loss")
+    panels[0].set_ylabel("loss (nats per token)")
+    names = {"step": "step", "tokens": "tokens seen", "time": f"time since the first logged step ({unit})"}
+    panels[-1].set_xlabel(names[x])
     _finish(figure, panels, x, windows)
     save_picture(figure, path)
     return path
 
 
-def line_style(index: int, count: int = 1) -> dict:
-    """Return the style of a curve. Of equal curves the first is the widest, and shows beside the others."""
-    width = 1.6 + 0.7 * max(0, min(count, 4) - 1 - index)
-    return {"color": COLORS[index % 7], "linestyle": LINE_STYLES[index % 4], "linewidth": width}
-
-
-def _draw(axes, one: Curve, points: int, own: dict, label: str | None = None) -> None:
+def _draw(axes, losses: "pd.Series", validation: "pd.Series", points: int, own: dict, label: str | None) -> None:
     """Draw all points, the mean over ``points`` of them if that is more than one, and the validation losses."""
     if points > 1:
-        axes.plot(one.x, one.loss, color=own["color"], alpha=0.25, linewidth=0.8)
-        axes.plot(one.x, one.smoothed(points).loss, **own, label=label)
+        axes.plot(losses, color=own["color"], alpha=0.25, linewidth=0.8)
+        axes.plot(moving_average(losses, points), **own, label=label)
     else:
-        axes.plot(one.x, one.loss, **own, marker=".", markersize=5, label=label)
-    if len(one.validation_x):
-        axes.plot(one.validation_x, one.validation_loss, color=own["color"], **VALIDATION_MARKER)
-
-
-def _mark(panels, places: np.ndarray, texts: list[str], color: str) -> None:
-    """Draw a vertical line where something changes in a run, with a label in the first panel."""
-    lines: dict[float, list[str]] = {}
-    for place, text in zip(places.tolist(), texts):
-        lines.setdefault(place, []).append(_short(text))
-    for place, words in lines.items():
-        for axes in panels:
-            axes.axvline(place, color=color, linestyle=":", linewidth=1, alpha=0.8)
-        # Half-way up: a loss curve begins above, ends below, and the legend is above.
-        style = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 7, "color": color}
-        panels[0].text(place, 0.5, "\n".join(words), transform=panels[0].get_xaxis_transform(), **style)
+        axes.plot(losses, **own, marker=".", markersize=5, label=label)
+    if len(validation):
+        axes.plot(validation, color=own["color"], **VALIDATION_MARKER)
 
 
 def _finish(figure, panels, x: XAxis, windows: list[int]) -> None:
@@ -268,23 +225,14 @@ def _finish(figure, panels, x: XAxis, windows: list[int]) -> None:
     if x == "tokens":
         panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
     if max(windows) > 1:
-        few, many = min(windows), max(windows)
-        number = str(many) if few == many else f"{few} to {many}"
+        number = " to ".join(dict.fromkeys(map(str, (min(windows), max(windows)))))
         figure.supxlabel(f"faint: every logged step; strong: mean of {number} logged steps", fontsize=8, color="0.4")
-    handles, names = panels[0].get_legend_handles_labels()
     options = {"frameon": False, "handlelength": 3.5}
     if len(windows) <= LEGEND_INSIDE:
-        panels[0].legend(handles, names, loc="upper right", fontsize=9, **options)
+        panels[0].legend(loc="upper right", fontsize=9, **options)
     else:
-        figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=8, **options)
-
-
-def _x_label(x: XAxis, last: float) -> tuple[float, str]:
-    """Return by what to divide the values on the x-axis, whose last one is ``last``, and the label of the axis."""
-    if x != "time":
-        return 1.0, {"step": "step", "tokens": "tokens seen"}[x]
-    unit, seconds = next(((u, s) for u, s in (("h", 3600.0), ("min", 60.0)) if last >= 2 * s), ("s", 1.0))
-    return seconds, f"time since the first logged step ({unit})"
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=8, **options)
 
 
 def _short(name: str) -> str:

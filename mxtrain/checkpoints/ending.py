@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mxtrain.checkpoints.start import latest_checkpoint
-from mxtrain.launched import LAUNCHER_VARIABLE, stop_signals
+from mxtrain.launched import START_VARIABLE, stop_signals
 
 STOP, CONTINUE = "stop", "continue"
 SETTING = "metrics.on_nonfinite_loss"
@@ -208,6 +208,6 @@ class Stop:
 def resume_command(folder: Path) -> str:
     """Return the command that resumes the run in ``folder``, for the shell, with the launcher of this process."""
     run = shlex.quote(str(folder))
-    if LAUNCHER_VARIABLE in os.environ:
+    if START_VARIABLE in os.environ:
         return f"mxtrain train --resume {run}"
     return f"torchrun ... -m mxtrain.train --resume {run}"

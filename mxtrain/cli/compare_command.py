@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mxtrain.cli.path_parser import PathParser, positive
+from mxtrain.cli.console import PathParser, positive
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.files import os_errors_as, reason, replace_file
 from mxtrain.json_toml import read_json, read_toml
@@ -249,7 +249,7 @@ def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True)
 def unpaired_settings(runs: Mapping[str, Run], settings: "Mapping[str, Settings]", processes: int = 1) -> list[str]:
     """Return a line for each setting in which variants differ and paired runs must not."""
     from mxtrain.analysis.comparison import PAIRING_SETTINGS, unpaired
-    from mxtrain.settings.layout import global_batch_size
+    from mxtrain.settings.machine import global_batch_size
     from mxtrain.settings.resume import BATCH
 
     found = {}

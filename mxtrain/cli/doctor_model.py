@@ -9,13 +9,13 @@ import torch
 import torch.nn as nn
 
 from mxtrain.analysis.tables import titled
-from mxtrain.cli import quiet
+from mxtrain.cli import console
 from mxtrain.conversion.weights import find_weights, weight_uses
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
-from mxtrain.settings.layout import layout_problems, pipeline_problems
+from mxtrain.settings.machine import layout_problems, pipeline_problems
 from mxtrain.settings.mxnorm_section import schedule_in
-from mxtrain.settings.read import places
+from mxtrain.settings.read import places, read_settings
 
 MOST_PROCESSES = 256
 OPTIMIZER_STATES = 2
@@ -33,7 +33,7 @@ def report(arguments: list[str]) -> str:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("--model: CONFIG is missing: give a TOML file, and any flags after it")
     config, *flags = arguments
-    quiet.hide_library_warnings()
+    console.hide_library_warnings()
     # This machine may lack the mode of the training, which changes nothing here.
     words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
     with places(words):
@@ -41,13 +41,13 @@ def report(arguments: list[str]) -> str:
 
 
 def _sections(words: list[str]) -> Iterator[str]:
-    from mxtrain.settings.known import settings_of
     from mxtrain.titan.converters import convert_on_meta
-    from mxtrain.titan.job_config import parse_job_config
+    from mxtrain.titan.job_config import check_model, job_config_of
     from mxtrain.titan.releases import engine
 
-    job_config = parse_job_config(words)
-    settings = settings_of(job_config)
+    settings = read_settings(words)
+    check_model(settings.values)
+    job_config = job_config_of(settings)
     raise_first(pipeline_problems(settings), settings)
     engine().check_model_layout(settings, has_gpus=True)
     raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes

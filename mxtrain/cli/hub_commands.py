@@ -2,24 +2,21 @@
 
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mxtrain.cli import quiet
-from mxtrain.cli.path_parser import positive
+from mxtrain.cli.console import hide_library_warnings, positive
 from mxtrain.errors import ConfigError
-from mxtrain.files import os_errors_as, reason
-from mxtrain.run_folder.files import CONFIG_FILE
-
-MODEL_FILE = "config.json"
+from mxtrain.files import os_errors_as
 
 EXPORT = """\
 Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
 generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
-weight after another. Models: llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model has
-RMSNorm and plain linears, whatever the run was trained with. 'mxtrain eval' computes its loss.
+weight after another. Models: llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model
+has RMSNorm and plain linears, whatever the run was trained with.
 
   mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
@@ -40,30 +37,26 @@ Python source as an example: set it to your text.
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
   mxtrain train outputs/qwen/config.toml
 """
-GENERATE = """\
-Print a text and its continuation, word by word, by transformers (pip install "mxtrain[hf]"). RUN is a run's folder, or
-a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary folder; export it yourself
-to use it often. The text begins as documents in training do, with the tokenizer's bos token.
+SOURCE = """\
+RUN is a run's folder, or a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary
+folder; export it yourself to use it often. Needs transformers: pip install "mxtrain[hf]"."""
+GENERATE = f"""\
+Print a text and its continuation, word by word. It begins with the tokenizer's bos token, as documents in training.
+{SOURCE}
 
   mxtrain generate outputs/llama3_debug-20261120-131838 "def main"
   mxtrain generate exported/ "import torch" --max-new-tokens 200 --temperature 0.5 --seed 1
   mxtrain generate outputs/a "def main" --step 1000 --greedy
 """
-EVAL = """\
-Print loss, perplexity and bits per byte of a model on text files (UTF-8), by transformers (pip install "mxtrain[hf]").
-RUN is a run's folder, or a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary
-folder; export it yourself to use it often.
+EVAL = f"""\
+Print loss, perplexity and bits per byte of a model on text files (UTF-8). Every file is a document: it begins with the
+tokenizer's bos token, and each of its tokens is predicted once, in windows of --seq-len tokens.
+{SOURCE}
 
   mxtrain eval outputs/llama3_debug-20261120-131838 my_code.py
-  mxtrain eval exported/ texts/*.txt --seq-len 1024 --stride 256
-  mxtrain eval outputs/a book.txt --max-tokens 100000
+  mxtrain eval exported/ texts/*.txt --seq-len 1024
 
-Every file is a document: it begins with the tokenizer's bos token, and each of its tokens is predicted once. Files
-that are longer than --seq-len are read in windows. The first window predicts --seq-len tokens, every later one the next
---stride tokens from as much context as fits. By default the stride is --seq-len, as in lm-evaluation-harness.
-
-  perplexity     e to the loss in nats per token; models with other tokenizers do not compare
-  bits per byte  loss in bits, summed over all tokens, by the bytes of the text; models with other tokenizers compare
+Models with other tokenizers compare in bits per byte, and not in perplexity per token.
 """
 
 
@@ -85,24 +78,23 @@ def add(commands) -> None:
     command("--config", dest="settings", metavar="FILE", type=Path, help="TOML file with the settings of the run")
 
     command = _command(commands, "generate", _generate, "continue a text with a run's weights", GENERATE)
-    command("source", metavar="RUN", type=Path, help="folder of a run, or of a Hugging Face model")
+    source, step = "folder of a run, or of a Hugging Face model", "step of the run's checkpoint (default: the newest)"
+    command("source", metavar="RUN", type=Path, help=source)
     command("prompt", metavar="TEXT", help="the text to continue")
-    command("--max-new-tokens", metavar="N", type=positive, help="tokens to add (default: 100, or as fit)")
-    command("--temperature", metavar="T", type=float, help="divides the logits (default: 0.8)")
+    command("--max-new-tokens", metavar="N", type=positive, default=100, help="tokens to add (default: 100)")
+    command("--temperature", metavar="T", type=float, default=0.8, help="divides the logits (default: 0.8)")
     likeliest = "draw from the likeliest tokens of this joint probability (default: 0.95)"
-    command("--top-p", metavar="P", type=float, help=likeliest)
+    command("--top-p", metavar="P", type=float, default=0.95, help=likeliest)
     command("--greedy", action="store_true", help="always take the likeliest token")
     command("--seed", metavar="N", type=int, help="the same seed gives the same text (default: a new one)")
-    command("--step", metavar="N", type=int, help="step of the run's checkpoint (default: the newest)")
+    command("--step", metavar="N", type=int, help=step)
 
     summary = "perplexity and bits per byte of a run's weights on text files"
     command = _command(commands, "eval", _eval, summary, EVAL)
-    command("source", metavar="RUN", type=Path, help="folder of a run, or of a Hugging Face model")
+    command("source", metavar="RUN", type=Path, help=source)
     command("files", metavar="FILE", type=Path, nargs="+", help="text file, UTF-8")
     command("--seq-len", metavar="N", type=positive, help="tokens in a window (default: the model's longest)")
-    command("--stride", metavar="N", type=positive, help="tokens that a window predicts (default: --seq-len)")
-    command("--max-tokens", metavar="N", type=positive, help="stop after so many tokens (default: read all)")
-    command("--step", metavar="N", type=int, help="step of the run's checkpoint (default: the newest)")
+    command("--step", metavar="N", type=int, help=step)
 
 
 def _command(commands, name: str, run, summary: str, description: str):
@@ -113,7 +105,7 @@ def _command(commands, name: str, run, summary: str, description: str):
 
 
 def _export(options) -> int:
-    quiet.hide_library_warnings()
+    hide_library_warnings()
     import torch
 
     from mxtrain.titan.hugging_face.export import export
@@ -131,7 +123,7 @@ def _export(options) -> int:
 
 
 def _import(options) -> int:
-    quiet.hide_library_warnings()
+    hide_library_warnings()
     import mxtrain.titan  # noqa: F401  registers the flavors
     from mxtrain.titan.hugging_face.import_model import import_model
 
@@ -140,39 +132,59 @@ def _import(options) -> int:
 
 
 def _generate(options) -> int:
-    drawing = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
-    given = {name: value for name, value in drawing.items() if value is not None}
-    if options.greedy and given:
-        raise ConfigError(f"--greedy draws nothing: it does not go with --{next(iter(given)).replace('_', '-')}")
-    temperature, top_p, seed = given.get("temperature", 0.8), given.get("top_p", 0.95), given.get("seed", 0)
-    for name, value, is_right, problem in (
-        ("temperature", temperature, 0 < temperature < math.inf, "a positive number; --greedy stands for 0"),
-        ("top-p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
-        ("seed", seed, 0 <= seed < 2**63, "an integer from 0 to 2^63 - 1"),
-    ):
-        if not is_right:
-            raise ConfigError(f"--{name} = {value} is not {problem}")
-    # Python keeps bytes of an argument that are not UTF-8 as lone surrogates.
-    if options.prompt != options.prompt.encode(errors="replace").decode():
-        raise ConfigError(f"TEXT = {options.prompt!r} is not UTF-8 text; give it in UTF-8")
-    # transformers' default top_k = 50 would be a second limit.
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    sampling = {"do_sample": False} if options.greedy else drawn
-    with _pretrained(options) as pretrained:
-        from mxtrain.hugging_face.text import generate
+    drawn = {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
+    with _pretrained(options) as (model, tokenizer, encode):
+        import torch
+        from transformers import TextStreamer
 
-        generate(pretrained, options.prompt, max_new_tokens=options.max_new_tokens, seed=options.seed, **sampling)
+        from mxtrain.hugging_face.text import in_one_line
+
+        with in_one_line("transformers cannot continue this text"):
+            torch.seed() if options.seed is None else torch.manual_seed(options.seed)
+            ids = torch.tensor([encode(options.prompt)], device=model.device)
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=options.max_new_tokens,
+                pad_token_id=tokenizer.eos_token_id,
+                streamer=TextStreamer(tokenizer, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+                **({"do_sample": False} if options.greedy else drawn),
+            )
     return 0
 
 
 def _eval(options) -> int:
-    numbers = {name: getattr(options, name) for name in ("seq_len", "stride", "max_tokens")}
     texts = [_read(file) for file in options.files]
-    with _pretrained(options) as pretrained:
-        from mxtrain.hugging_face.text import evaluate
-
-        print(evaluate(pretrained, texts, **numbers))
+    with _pretrained(options) as (model, _, encode):
+        longest = model.config.max_position_embeddings
+        if (seq_len := options.seq_len or longest) > longest:
+            raise ConfigError(f"--seq-len = {seq_len} is longer than the model's longest sequence, {longest}")
+        documents = [encode(text) for text in texts]
+        nats = sum(_nats(model, tokens, seq_len) for tokens in documents)
+    tokens, size = sum(map(len, documents)) - len(documents), sum(len(text.encode()) for text in texts)
+    loss = nats / tokens
+    print(f"loss        {loss:.4f} nats per token")
+    print(f"perplexity  {math.exp(loss) if loss < 709 else math.inf:,.4f} per token")
+    print(f"bits/byte   {nats / math.log(2) / size:.4f}")
+    print(f"tokens      {tokens:,}\nbytes       {size:,}")
     return 0
+
+
+def _nats(model, tokens: list[int], seq_len: int) -> float:
+    """Return the summed cross entropy of all tokens after the first, in fp32, in windows of ``seq_len`` tokens.
+
+    The last window reaches back to be as long, as ``get_rolling_token_windows`` of lm-evaluation-harness.
+    """
+    import torch
+
+    total = 0.0
+    for begin in range(0, len(tokens) - 1, seq_len):
+        end = min(begin + seq_len, len(tokens) - 1)
+        window = torch.tensor(tokens[max(0, end - seq_len) : end + 1], device=model.device)
+        with torch.inference_mode():
+            logits = model(window[None, :-1], use_cache=False).logits[0, begin - end :].float()
+        total += torch.nn.functional.cross_entropy(logits, window[begin - end :], reduction="sum").item()
+    return total
 
 
 def _read(file: Path) -> str:
@@ -188,34 +200,26 @@ def _read(file: Path) -> str:
 
 
 @contextmanager
-def _pretrained(options):
-    """Yield the model in the argument RUN, which is a model's folder or a run, exported to a temporary folder in fp32.
+def _pretrained(options) -> Iterator[tuple]:
+    """Yield the model in the argument RUN, its tokenizer, and a function from a text to its tokens after bos.
 
-    Raises:
-        ConfigError: RUN is neither of the two, cannot be exported or loaded, or a step of a model is asked for.
+    Raises ConfigError if RUN cannot be exported or loaded, or a step of a model is asked for.
     """
-    quiet.hide_library_warnings()
+    hide_library_warnings()
     from mxtrain.hugging_face.text import load, require_transformers
 
     require_transformers()
-    source, where = options.source, f"RUN = {str(options.source)!r}"
-    if (source / MODEL_FILE).is_file():
+    source = options.source
+    if (source / "config.json").is_file():
         if options.step is not None:
-            raise ConfigError(f"--step = {options.step}: {where} is a Hugging Face model, which has no steps")
+            raise ConfigError(f"--step = {options.step}: RUN = {str(source)!r} is a Hugging Face model, without steps")
         yield load(source)
         return
-    if not (source / CONFIG_FILE).is_file():
-        raise ConfigError(
-            f"{where} is neither a run ({CONFIG_FILE} is missing) nor a Hugging Face model ({MODEL_FILE} is missing)"
-        )
     from mxtrain.titan.hugging_face.export import export
 
-    try:
-        temporary_folder = TemporaryDirectory(prefix="mxtrain-")
-    except OSError as error:
-        raise ConfigError(f"{where} needs a temporary folder for its export: {reason(error)}; set TMPDIR") from error
-    with temporary_folder as temporary:
-        folder = Path(temporary, "exported")
-        step, _ = export(source, folder, step=options.step)
+    with os_errors_as("no temporary folder for an export; set TMPDIR"):
+        temporary = TemporaryDirectory(prefix="mxtrain-")
+    with temporary as folder:
+        step, _ = export(source, Path(folder, "exported"), step=options.step)
         print(f"mxtrain: exported step {step} to a temporary folder", file=sys.stderr)
-        yield load(folder)
+        yield load(Path(folder, "exported"))

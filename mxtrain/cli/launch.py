@@ -1,11 +1,16 @@
-"""``mxtrain train``: check the settings, make the run's folder, and start one worker per accelerator."""
+"""``mxtrain train``: check the settings, make the run's folder, and start one worker per accelerator.
+
+``torch.distributed.elastic`` starts the workers, as for ``torchrun``. Only the first one writes to the terminal.
+"""
 
 import json
+import logging
 import os
 import re
 import shutil
-import subprocess
+import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -13,16 +18,23 @@ from itertools import count
 from pathlib import Path
 
 from mxtrain.checkpoints.start import require_folder
-from mxtrain.cli.versions import warn_of_untested_packages
-from mxtrain.cli.workers import run_workers
+from mxtrain.cli.doctor import nvidia_gpus, warn_of_untested_packages
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import START_VARIABLE
-from mxtrain.run_folder.files import METRICS_FILE
+from mxtrain.launched import START_VARIABLE, import_flags, stop_signals
+from mxtrain.run_folder.files import METRICS_FILE, WORKER_LOGS
 from mxtrain.run_folder.lock import locked
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start
+
+WORKER = "mxtrain.train"
+"""Module that every worker runs with ``python -m``"""
+IMPATIENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals that a person sends again to end a run at once"""
+ECHO_SECONDS = 1.0
+"""A signal that arrives again within this time is the same: a terminal or Slurm may send one twice"""
+ELASTIC_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
@@ -62,10 +74,9 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             with places(arguments):
                 start = checked_start(folder, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
-            environment = worker_environment(os.environ, processes, devices)
-            environment[START_VARIABLE] = json.dumps(start.to_json())
+            own = {START_VARIABLE: json.dumps(start.to_json()), **worker_defaults(os.environ, processes, devices)}
             worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
-            status = run_workers(worker_arguments, processes, folder, environment)
+            status = run_workers(worker_arguments, processes, folder, own)
         except ConfigError:
             status = CONFIG_ERROR_STATUS
             raise
@@ -109,17 +120,6 @@ def accelerator_count() -> int:
     return devices
 
 
-def nvidia_gpus() -> list[str]:
-    """Return the names of the GPUs that ``nvidia-smi -L`` lists. Empty if CUDA_VISIBLE_DEVICES hides all GPUs."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-        return []
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listing.stdout, flags=re.MULTILINE)
-
-
 def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]:
     """Create the run's folder, and return the folder and what was made: nothing, or it and its missing parents.
 
@@ -153,15 +153,8 @@ def _missing(folder: Path) -> list[Path]:
     return [path for path in (folder, *folder.parents) if not path.is_dir()]
 
 
-def core_count() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def worker_environment(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:
-    """Return the workers' environment: this one, with defaults for what the user has not set.
-
-    Several workers share the cores equally.
+def worker_defaults(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:
+    """Return variables for the workers that the user has not set. Several workers share the cores equally.
 
     On a CPU, waiting threads sleep early. By default OpenMP spins for milliseconds, and training is several times
     slower when another process needs a core. Measured on two cores: 2,000 tokens/s alone and 150 beside another
@@ -169,7 +162,86 @@ def worker_environment(environment: Mapping[str, str], processes: int, devices: 
     """
     defaults = {}
     if processes > 1:
-        defaults["OMP_NUM_THREADS"] = str(max(1, core_count() // processes))
+        defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
     if devices == 0:
         defaults["GOMP_SPINCOUNT"] = "1000"
-    return {**defaults, **environment}
+    return {name: value for name, value in defaults.items() if name not in environment}
+
+
+def run_workers(arguments: list[str], processes: int, folder: Path, environment: dict[str, str]) -> int:
+    """Run the workers on this machine until they end, and return the exit status (see ``train``).
+
+    They inherit the variables of this process, to which ``environment`` is added.
+
+    A stop signal goes on to the workers, which save for as long as they need. The agent's own handlers would kill them
+    after 30 seconds.
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    name, here = f"{datetime.now():%Y%m%d-%H%M%S}", "127.0.0.1"
+    meeting = RendezvousParameters("c10d", f"{here}:0", name, min_nodes=1, max_nodes=1, local_addr=here)
+    command = (*import_flags(), "-u", "-m", WORKER, *arguments)
+    spec = WorkerSpec(
+        "worker", processes, get_rendezvous_handler(meeting), entrypoint=sys.executable, args=command, max_restarts=0
+    )
+    logs = str(folder / WORKER_LOGS) if processes > 1 else os.devnull
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(logs, {rank: Std.ALL for rank in range(1, processes)}))
+    times: dict[int, float] = {}
+
+    def handle(number: int, frame: object) -> None:
+        """Pass a stop signal on to the workers once, and kill them if a person sends it again."""
+        workers = [worker.id for worker in agent.get_worker_group().workers if worker.id is not None]
+        if not workers:
+            sys.exit(128 + number)
+        is_first, now = number not in times, time.monotonic()
+        if not is_first and (number not in IMPATIENT or now - times[number] < ECHO_SECONDS):
+            return
+        if not times:
+            name = signal.Signals(number).name
+            _say_from_handler(f"{name}: stopping" + f"; a second {name} kills the workers" * (number in IMPATIENT))
+        times.setdefault(number, now)
+        for worker in workers:
+            with suppress(ProcessLookupError):  # it has ended
+                os.kill(worker, number) if is_first else os.killpg(worker, signal.SIGKILL)
+
+    earlier = {number: signal.signal(number, handle) for number in stop_signals()}
+    os.environ |= {**environment, ELASTIC_SIGNALS: "SIGQUIT"}  # the signal that stays with the agent
+    logging.disable(logging.ERROR)  # the agent's lines about every worker
+    try:
+        failures = agent.run().failures
+    finally:
+        logging.disable(logging.NOTSET)
+        for number, before in earlier.items():
+            signal.signal(number, before)
+    rank, first = min(failures.items(), key=lambda item: item[1].timestamp, default=(0, None))
+    if times and (first is None or first.exitcode < 0):
+        return 128 + next(iter(times))
+    return 0 if first is None else _report(rank, first, processes)
+
+
+def _say_from_handler(text: str) -> None:
+    """Write a line to stderr, from a signal handler: the interpreter may be in the middle of a print."""
+    start = "\n" if os.isatty(2) else ""  # after a worker's status line and the terminal's ^C
+    with suppress(OSError):
+        os.write(2, f"{start}mxtrain: {text}\n".encode())
+
+
+def _report(rank: int, failure, processes: int) -> int:
+    """Print one line about the worker that failed first, unless it has done so itself. Return the exit status."""
+    error = failure.error_file_data["message"] if rank > 0 else ""
+    cause = error["message"] if isinstance(error, dict) else ""
+    if failure.exitcode == CONFIG_ERROR_STATUS:
+        if cause:
+            print(f"mxtrain: error: {cause.removeprefix('ConfigError: ')}", file=sys.stderr, flush=True)
+        return CONFIG_ERROR_STATUS
+    how = f"exit status {failure.exitcode}" if failure.exitcode > 0 else failure.signal_name()
+    if failure.exitcode == -signal.SIGKILL:
+        how += ", often for lack of memory"
+    who = "the worker" if processes == 1 else f"worker {rank} of {processes}"
+    where = f"{cause}; see {Path(failure.error_file).with_name('stderr.log')}" if cause else ""
+    print(f"mxtrain: training failed: {who} ended with {how}" + f": {where}" * bool(where), file=sys.stderr, flush=True)
+    return 1

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from mxtrain.cli.path_parser import positive
+from mxtrain.cli.console import positive
 from mxtrain.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ def _plot(options) -> int:
 
 def _plot_losses(options) -> int:
     """Draw the runs. One that cannot be drawn is a line on stderr, unless it is the only one or the baseline."""
-    from mxtrain.analysis.plots import curve, plot
+    from mxtrain.analysis.plots import curves, plot
     from mxtrain.analysis.runs import load_run
     from mxtrain.analysis.tables import notes, table
     from mxtrain.run_folder.files import PICTURE_FILE
@@ -71,7 +71,7 @@ def _plot_losses(options) -> int:
     for folder in [*of_baseline, *others]:
         try:
             run = load_run(folder)
-            curve(run, options.x)
+            curves(run, options.x)
             runs.append(run)
         except ConfigError as error:
             if folder in of_baseline or len(options.runs) == 1:

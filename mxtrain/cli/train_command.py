@@ -1,15 +1,22 @@
-"""``mxtrain train`` and ``mxtrain prepare``: a config, and any of TorchTitan's flags."""
+"""``mxtrain train`` and ``prepare``, a config and any of TorchTitan's flags; ``configs`` and ``init``, the presets."""
 
 import argparse
+import re
+from pathlib import Path
 
-from mxtrain.cli import quiet
+from mxtrain.cli.console import FLAG as VERBOSE
+from mxtrain.cli.console import hide_library_warnings, take_verbose
+from mxtrain.config import configs_folder, presets, summary
 from mxtrain.errors import ConfigError
+from mxtrain.files import os_errors_as
 from mxtrain.launched import end_with_comparison
 from mxtrain.settings.resume import FLAG
 
+SLURM = "train.sbatch"
+
 
 def add(commands) -> None:
-    """Add both commands to the command line's ``commands``."""
+    """Add the four commands to the command line's ``commands``."""
     parser = commands.add_parser(
         "train",
         help="train the model of a TOML file",
@@ -67,6 +74,39 @@ and tokens. The result is cached: training with the same [data] settings starts 
     parser.set_defaults(run=_prepare)
     _add_config_and_flags(parser)
 
+    parser = commands.add_parser(
+        "configs",
+        help="list the presets",
+        description="""\
+List the presets: the configs that come with mxtrain. A preset is named as a file is, in any folder.
+
+  mxtrain configs
+  mxtrain train llama3_debug          trains one
+  mxtrain init llama3_125m my.toml    copies one, to edit it
+
+A TOML file may also extend a preset: extends = "llama3_125m".
+""",
+    )
+    parser.set_defaults(run=_configs)
+    parser = commands.add_parser(
+        "init",
+        help="copy a preset",
+        description="""\
+Copy a preset with its comments, to edit it. A preset that extends another still does. The script for Slurm is copied,
+too.
+
+  mxtrain init llama3_125m my.toml
+  mxtrain train my.toml
+  mxtrain init train.sbatch
+  sbatch --nodes=2 train.sbatch my.toml
+""",
+    )
+    parser.set_defaults(run=_init)
+    parser.add_argument("name", metavar="NAME", help="a preset; 'mxtrain configs' lists them; or train.sbatch")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: its name)"
+    )
+
 
 class _Help(argparse.Action):
     """Prints the help of the command and of all settings, which take a second to collect."""
@@ -92,7 +132,7 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
         nargs=argparse.REMAINDER,
         help="any TorchTitan flag, --section.key value; overrides the TOML; 'CONFIG --help' lists all flags",
     )
-    parser.add_argument(quiet.FLAG, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
+    parser.add_argument(VERBOSE, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
 
 
 def _train(options) -> int:
@@ -105,7 +145,7 @@ def _train(options) -> int:
         return _print_settings("train", config, flags)
     from mxtrain.cli.launch import train
 
-    return train(config, flags, [quiet.FLAG] if verbose else [])
+    return train(config, flags, [VERBOSE] if verbose else [])
 
 
 def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
@@ -148,8 +188,31 @@ def _print_settings(command: str, config: str, flags: list[str]) -> int:
 
 def _take_verbose(options) -> tuple[bool, list[str]]:
     """Return whether the run is verbose, and TorchTitan's flags. Hide library warnings unless the run is verbose."""
-    verbose, flags = quiet.take_verbose([*(getattr(options, "resume", None) or []), *options.flags])
+    verbose, flags = take_verbose([*(getattr(options, "resume", None) or []), *options.flags])
     verbose = verbose or options.verbose
     if not verbose:
-        quiet.hide_library_warnings()
+        hide_library_warnings()
     return verbose, flags
+
+
+def _configs(options) -> int:
+    found = presets()
+    width = max(map(len, found))
+    for name, path in found.items():
+        print(f"{name:<{width}}  {summary(path)}")
+    return 0
+
+
+def _init(options) -> int:
+    found = presets() | {SLURM: configs_folder() / SLURM}
+    if options.name not in found:
+        raise ConfigError(f"NAME = {options.name!r} is not one of the presets: {', '.join(found)}")
+    file = options.file or Path(found[options.name].name)
+    # A copy extends others by the names of presets instead of files beside it.
+    extends = re.compile(r'^(extends = ")(\w+)\.toml"', flags=re.MULTILINE)
+    text = extends.sub(r'\1\2"', found[options.name].read_text(encoding="utf-8"))
+    with os_errors_as(f"FILE = {str(file)!r} cannot be written"), file.open("x", encoding="utf-8") as copy:
+        copy.write(text)
+    start = f"sbatch {file} CONFIG" if options.name == SLURM else f"mxtrain train {file}"
+    print(f"{file}: a copy of {options.name}; start it with '{start}'")
+    return 0

@@ -144,11 +144,11 @@ class SavedTensors:
                 shape = tuple(file.get_slice(stored).get_shape())
                 if (fused := re.fullmatch(FUSED, stored)) and len(shape) == 3:
                     linears = fused[2].split("_")
-                    rows, columns = shape[1] // len(linears), shape[2]
+                    rows = shape[1] // len(linears)
                     for expert, (i, linear) in product(range(shape[0]), enumerate(linears)):
                         part = (expert, slice(i * rows, (i + 1) * rows))
                         tensor = f"{fused[1]}.{expert}.{linear}_proj.weight"
-                        self._places[tensor], self.shapes[tensor] = (file, stored, part), (rows, columns)
+                        self._places[tensor], self.shapes[tensor] = (file, stored, part), (rows, shape[2])
                 elif not stored.endswith(UNREAD):
                     self._places[stored], self.shapes[stored] = (file, stored, ()), shape
         if "embed_tokens.weight" in self.shapes:  # of a model without a head

@@ -17,7 +17,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from mxtrain.analysis.metrics_file import NUMERICS, read_metrics
 from mxtrain.analysis.numerics import wandb_key
@@ -40,35 +39,27 @@ after the second, the upload at the end stops. wandb is silent because the summa
 """
 LONGEST_TAG = 64
 """Characters that wandb allows"""
-TOKENS = "n_tokens_seen"
-BY_TOKENS = ("loss_metrics/*", "validation_metrics/loss", "grad_norm", "lr")
-"""Metrics whose charts have the tokens seen as their x-axis"""
 USERS_CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 """Variables by which the user decides which wandb run continues"""
 
 
-class EarlierRun(NamedTuple):
-    """The wandb run of a run so far."""
+def earlier_run(folder: Path) -> tuple[str, int] | None:
+    """Return the id of the wandb run of the run in ``folder``, and the last logged step.
 
-    id: str
-    last_step: int
-    """The last logged step"""
-
-
-def earlier_run(folder: Path) -> EarlierRun | None:
-    """Return the wandb run of the run in ``folder``. None if it has none, or none whose files can be read."""
+    None if it has no wandb run, or none whose files can be read.
+    """
     try:
         run_id = read_json(folder / files.FACTS_FILE)["wandb"]["id"]
         last_step = max(row["step"] for row in read_metrics(folder / files.METRICS_FILE))
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return EarlierRun(run_id, last_step) if isinstance(run_id, str) and run_id else None
+    return (run_id, last_step) if isinstance(run_id, str) and run_id else None
 
 
 class WandbLogger:
     """Logs TorchTitan's metrics. A failure of wandb after the start is one warning."""
 
-    def __init__(self, start: Callable, job: dict, facts: dict, folder: Path, continued: EarlierRun | None = None):
+    def __init__(self, start: Callable, job: dict, facts: dict, folder: Path, earlier: tuple[str, int] | None = None):
         """Start wandb. Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
 
         Args:
@@ -76,33 +67,26 @@ class WandbLogger:
             job: the sections of the job config.
             facts: of the run, as in run.json.
             folder: of the run.
-            continued: the wandb run so far, which this one continues unless the user has chosen another one.
+            earlier: of ``earlier_run``, which this run continues unless the user has chosen another one.
         """
         import wandb
 
         if any(os.environ.get(name) for name in USERS_CHOICES):
-            continued = None
-        self.last_step, self.tokens_per_step, self.has_failed = 0, 0.0, False
-        stays_offline = continued is not None and sync_command(folder, continued.id) is not None
-        with _environment(variables(job["metrics"], facts, continued)):
+            earlier = None
+        run_id, self.last_step = earlier or (None, 0)
+        self.has_failed = False
+        stays_offline = run_id is not None and sync_command(folder, run_id) is not None
+        with _environment(variables(job["metrics"], facts, run_id)):
             self.logger = started(start, stays_offline)
         self.run = wandb.run
-        if continued is not None and not self.run.disabled:
-            # A server knows which steps have reached it.
-            self.last_step = self.run.starting_step - 1 if self.run.resumed else continued.last_step
+        if self.run.resumed:
+            self.last_step = self.run.starting_step - 1  # a server knows which steps have reached it
         # The sections of the job config keep their names.
         self.run.config.update({key: value for key, value in facts.items() if key not in job}, allow_val_change=True)
-        self.run.define_metric(TOKENS)
-        for name in BY_TOKENS:
-            self.run.define_metric(name, step_metric=TOKENS)
 
     def log(self, metrics: dict, step: int) -> None:
         if step <= self.last_step:
             return
-        if TOKENS in metrics:
-            self.tokens_per_step = metrics[TOKENS] / step
-        elif self.tokens_per_step:  # a validation
-            metrics = {**metrics, TOKENS: round(self.tokens_per_step * step)}
         row = {wandb_key(name) if name.startswith(NUMERICS) else name: value for name, value in metrics.items()}
         self._try(lambda: self.logger.log(row, step))
 
@@ -112,14 +96,7 @@ class WandbLogger:
             self._try(lambda: self.logger.log({"event": text}, step))
 
     def close(self) -> None:
-        self._try(self._finish)
-
-    def _finish(self) -> None:
-        try:
-            self.logger.close()
-        except TimeoutError:
-            rest = f"wandb sync {shlex.quote(str(Path(self.run.dir).resolve().parent))}"
-            logger.warning(f"wandb's server did not take everything in time; upload the rest with: {rest}")
+        self._try(self.logger.close)
 
     def _try(self, action) -> None:
         try:
@@ -165,7 +142,7 @@ def started(start: Callable, stays_offline: bool = False):
     return start()
 
 
-def variables(metrics: dict, facts: dict, continued: EarlierRun | None) -> dict[str, str]:
+def variables(metrics: dict, facts: dict, run_id: str | None) -> dict[str, str]:
     """Return the environment variables by which TorchTitan and wandb name the run.
 
     Each comes from the first of these that says something: the section [metrics], the environment, the run's own facts.
@@ -174,9 +151,9 @@ def variables(metrics: dict, facts: dict, continued: EarlierRun | None) -> dict[
     Args:
         metrics: the section of the job config. Without mxtrain's config module it has no settings of wandb.
         facts: of the run, as in run.json.
-        continued: see ``WandbLogger``.
+        run_id: of the wandb run that goes on, if any.
     """
-    own, env, tags = {} if continued else default_names(facts), os.environ.get, metrics.get("wandb_tags")
+    own, env, tags = {} if run_id else default_names(facts), os.environ.get, metrics.get("wandb_tags")
     found = {name: env(name, value) for name, value in DEFAULTS.items()}
     found["WANDB_PROJECT"] = metrics.get("wandb_project") or found["WANDB_PROJECT"]
     for key in ("name", "group"):
@@ -184,8 +161,8 @@ def variables(metrics: dict, facts: dict, continued: EarlierRun | None) -> dict[
         found[variable] = metrics.get(f"wandb_{key}") or env(variable) or own.get(key)
     words = env("WANDB_RUN_TAGS") or env("WANDB_TAGS") or ",".join(own.get("tags", []))
     found["WANDB_TAGS"] = (words if tags is None else ",".join(tags)) or None
-    if continued:
-        found |= {"WANDB_RUN_ID": continued.id, "WANDB_RESUME": "allow"}
+    if run_id:
+        found |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
     return {name: value for name, value in found.items() if value is not None}
 
 

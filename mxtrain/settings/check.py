@@ -4,10 +4,11 @@ import math
 import os
 from itertools import chain
 
-from mxtrain.settings.fields import Problems, Settings, raise_first, unknown
+from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.model_settings import model_problems
 from mxtrain.settings.mxnorm_section import check_recipes, quantizing_among
 from mxtrain.settings.removed import CONVERTERS
+from mxtrain.settings.titan import unknown
 
 DIAGNOSTICS = "mxnorm.diagnostics"
 IN_HF = "checkpoint.initial_load_in_hf"

@@ -1,17 +1,19 @@
 """One setting, with the check of its value, and the values of all settings of a job."""
 
+import ast
+import inspect
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.removed import SETTINGS
 from mxtrain.settings.types import Resume
 
 
@@ -24,12 +26,19 @@ class Field:
         type: its type, with the allowed values.
         default: its value where nothing is given.
         resume: what a resumed run may do with it; None for a setting of the user's own module.
+        declared: the dataclass with its declaration, and its name there.
     """
 
     name: str
     type: Any
     default: Any
-    resume: Resume | None = None
+    resume: Resume | None
+    declared: tuple[type, str]
+
+    @property
+    def doc(self) -> str:
+        """The string below its declaration, on one line; empty where the source has none."""
+        return _docs(self.declared[0]).get(self.declared[1], "")
 
     def checked(self, value):
         """Return a value from a TOML file: of the exact type, and in range.
@@ -139,7 +148,14 @@ class Settings:
     @cached_property
     def values(self) -> SimpleNamespace:
         """All values as attributes: ``values.training.steps``."""
-        return _namespace(_nested({name: self[name] for name in self.known}))
+        root = SimpleNamespace()
+        for name in self.known:
+            *sections, last = name.split(".")
+            place = root
+            for section in sections:
+                place = vars(place).setdefault(section, SimpleNamespace())
+            setattr(place, last, self[name])
+        return root
 
     def changed(self, name: str) -> bool:
         """Whether a value is another than the default."""
@@ -147,7 +163,30 @@ class Settings:
 
     def tables(self) -> dict:
         """The given values as nested tables, as in a TOML file."""
-        return _nested(self.given)
+        root: dict = {}
+        for name, value in self.given.items():
+            *sections, last = name.split(".")
+            table = root
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[last] = value
+        return root
+
+    def resolved(self) -> dict:
+        """Every setting that differs from its default as nested tables for a TOML file, which has no None.
+
+        Without the names of the config file and of the run's folder: a run of these settings must not write into it.
+        With ``mxnorm.diagnostics.every = 0`` beside other settings of diagnostics, which are refused without it.
+        """
+        left_out = ("job.config_file", "job.dump_folder")
+        values = {
+            name: to_jsonable_python(self[name])  # paths, tuples and sets of a user's own section
+            for name in self.known
+            if self.changed(name) and self[name] is not None and name not in left_out
+        }
+        if any(name.startswith("mxnorm.diagnostics.") for name in values):
+            values.setdefault("mxnorm.diagnostics.every", 0)
+        return Settings(self.known, values).tables()
 
 
 Problems = Iterator[tuple[str, str]]
@@ -160,21 +199,6 @@ def raise_first(problems: Problems, settings: Settings) -> None:
         raise ConfigError(f"{name} = {settings[name]!r} {problem}")
 
 
-class _Tables(dict):
-    """Nested tables; a plain dict in one is a value."""
-
-
-def _nested(values: Mapping[str, object]) -> dict:
-    root = _Tables()
-    for name, value in values.items():
-        *sections, last = name.split(".")
-        table = root
-        for section in sections:
-            table = table.setdefault(section, _Tables())
-        table[last] = value
-    return root
-
-
 def flat(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iterator[tuple[str, object]]:
     """Full name and value of everything in nested tables; of an unknown table, its name and the table."""
     for key, value in tables.items():
@@ -185,45 +209,40 @@ def flat(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iter
             yield name, value
 
 
-def _namespace(tables: dict) -> SimpleNamespace:
-    return SimpleNamespace(**{k: _namespace(v) if isinstance(v, _Tables) else v for k, v in tables.items()})
-
-
-def fields_of(job_config: type, section: str = "", own: bool = False) -> dict[str, Field]:
+def fields_of(job_config: type, section: str = "", resume: Resume | None = None) -> dict[str, Field]:
     """Every field of a job config and of its sections, by full name.
 
     Args:
-        own: the classes are mxtrain's: each says in ``resume`` what holds for its fields, and the type of a field may
-            say what holds for this one.
+        resume: what holds for fields; ``resume`` of a section's class, and the type of a field, may say something else.
     """
-    found = {}
+    found, types = {}, get_type_hints(job_config, include_extras=True)
     for f in fields(job_config):
-        name = f"{section}.{f.name}".removeprefix(".")
-        if is_dataclass(f.type):
-            found |= fields_of(f.type, name, own)
+        name, kind = f"{section}.{f.name}".removeprefix("."), types[f.name]
+        if is_dataclass(kind):
+            own = getattr(kind, "resume", None)
+            found |= fields_of(kind, name, own if isinstance(own, Resume) else resume)
         else:
             default = f.default_factory() if f.default is MISSING else f.default
-            found[name] = Field(name, f.type, default, rule_in(f.type, job_config.resume) if own else None)
+            metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
+            rule = next((part for part in metadata if isinstance(part, Resume)), resume)
+            found[name] = Field(name, kind, default, rule, f.metadata.get("declared", (job_config, f.name)))
     return found
 
 
-def rule_in(annotation, resume: Resume) -> Resume:
-    """What a type says about resumed runs; ``resume`` where it says nothing."""
-    metadata = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    return next((part for part in metadata if isinstance(part, Resume)), resume)
-
-
-def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
-    """The error for a setting that does not exist, with what to do instead, or the closest one that does."""
-    for removed, instead in SETTINGS.items():
-        if f"{name}.".startswith(f"{removed}."):
-            return ConfigError(f"{name} no longer exists: {instead}")
-    last = name.rpartition(".")[2]
-    by_last = {other.rpartition(".")[2]: other for other in known}
-    same_name_elsewhere = [other for other in known if other.rpartition(".")[2] == last]
-    close = same_name_elsewhere or get_close_matches(name, known, n=1)
-    close = close or [by_last[other] for other in get_close_matches(last, by_last, n=1)]
-    return ConfigError(f"{name} is not a setting{f'; the closest is {close[0]}' if close else ''}")
+@cache
+def _docs(kind: type) -> dict[str, str]:
+    """Return name -> the string under each field of a dataclass and of those that it extends, from their source."""
+    docs = {}
+    for part in filter(is_dataclass, reversed(kind.__mro__)):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
+        except (OSError, TypeError):  # a class that has no source
+            continue
+        for node, below in zip(tree.body, tree.body[1:]):
+            match node, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[name] = " ".join(doc.split())
+    return docs
 
 
 def _strictly(adapter: TypeAdapter, value):

@@ -1,11 +1,21 @@
-"""Checks that need the machine: its processes and devices."""
+"""Checks against the machine: its devices, and the layout of its processes, by degrees, sequences, batches and chunks.
 
+They need no model: ``mxtrain.titan.v02.check_job`` compares a layout with it. TorchTitan itself checks the number of
+chunks of a pipeline.
+"""
+
+import math
 from importlib.metadata import version
 from typing import NamedTuple
 
 from mxtrain.settings.fields import Problems, Settings, raise_first
-from mxtrain.settings.layout import layout_problems, pipeline_problems
 from mxtrain.settings.mxnorm_section import quantizing_among
+
+BLOCK = 32
+"""Largest number of elements along an axis that share a scale"""
+
+ONE_STAGE = ("1F1B", "GPipe")
+"""Schedules of a pipeline with one stage on each rank; the others have two, or more"""
 
 COMPILES_SPLIT_LAYERS = tuple(map(int, version("torch").split(".")[:2])) >= (2, 14)
 """Whether PyTorch compiles all layers and losses of tensor parallelism on a CPU"""
@@ -63,3 +73,131 @@ def _problems_of_a_cpu(settings: Settings) -> Problems:
             f"{degree}: PyTorch 2.13 compiles a wrong loss on a CPU; set compile.components = ['model'] or "
             "parallelism.disable_loss_parallel = true",
         )
+
+
+def degree(s: Settings, kind: str) -> int:
+    return s[f"parallelism.{kind}_parallel_degree"]
+
+
+def global_batch_size(s: Settings, processes: int) -> int:
+    """Return the sequences per step in effect, over all processes and microbatches."""
+    given = s["training.global_batch_size"]
+    return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
+
+
+def beside_batch(s: Settings, processes: int, sequences: int) -> str:
+    """Say what makes a step of so many sequences possible on these processes; empty if the settings already do."""
+    readers, local = _readers(s, processes), s["training.local_batch_size"]
+    if sequences % readers:
+        return f"take a number of data-parallel processes that divides {sequences}"
+    fitting = next(size for size in range(local, 0, -1) if sequences // readers % size == 0)
+    return "" if fitting == local else f"set training.local_batch_size to {fitting}"
+
+
+def _shards(s: Settings, processes: int) -> int:
+    """The number of shards that ``data_parallel_shard_degree`` stands for; 0 if the other degrees leave none."""
+    given = s["parallelism.data_parallel_shard_degree"]
+    others = s["parallelism.data_parallel_replicate_degree"] * _other_degrees(s)
+    return processes // others if given == -1 else given
+
+
+def _other_degrees(s: Settings) -> int:
+    return degree(s, "tensor") * degree(s, "pipeline") * degree(s, "context")
+
+
+def _readers(s: Settings, processes: int) -> int:
+    """The number of processes that read different text."""
+    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, processes)
+
+
+def layout_problems(s: Settings, processes: int) -> Problems:
+    """What is wrong with the degrees of parallelism, and with sequences that they cut."""
+    tensor, context, expert, expert_tensor = (degree(s, k) for k in ("tensor", "context", "expert", "expert_tensor"))
+    quantizing = quantizing_among(s["model.converters"])
+    replicas = s["parallelism.data_parallel_replicate_degree"]
+    # TorchTitan checks this, too; but the number of processes that read text follows from it.
+    if _readers(s, processes) * _other_degrees(s) != processes:
+        given = s["parallelism.data_parallel_shard_degree"]  # -1 takes what the others leave
+        kinds = ("tensor_parallel", "pipeline_parallel", "context_parallel", "data_parallel_replicate")
+        culprit = max(kinds, key=lambda kind: s[f"parallelism.{kind}_degree"]) if given == -1 else "data_parallel_shard"
+        yield (
+            f"parallelism.{culprit}_degree",
+            f"does not fit {processes} process(es): the product of all degrees must be {processes}, and they are shard "
+            f"{given}, replicate {replicas}, tensor {tensor}, pipeline {degree(s, 'pipeline')} and context {context}",
+        )
+    if s["parallelism.enable_async_tensor_parallel"] and quantizing:
+        finds = f"finds no products to overlap with converter {quantizing[0]!r}: allowed is false"
+        yield "parallelism.enable_async_tensor_parallel", finds
+    if tensor > 1 and quantizing and s["mxnorm.gather"] == "quantized":
+        yield from _gather_problems(s, tensor, context, quantizing[0])
+    ranks = _shards(s, processes) * context * tensor
+    if expert > 1 and s["mxnorm.dispatch"] == "quantized" and quantizing and quantizing[0] != "mxnorm":
+        needs = f"needs converter 'mxnorm', not {quantizing[0]!r}, whose norms send no codes; allowed is 'auto'"
+        yield "mxnorm.dispatch", needs
+    if expert > 1 and ranks % (expert * expert_tensor):
+        yield (
+            "parallelism.expert_parallel_degree",
+            f"times expert_tensor_parallel_degree = {expert_tensor} does not divide {ranks}, the product of the "
+            "degrees shard, context and tensor",
+        )
+    for name, is_read in (("training", True), ("validation", s["validation.enable"])):
+        # The operands of wgrad, which validation does not have, have one scale for a block of tokens.
+        blocks = bool(quantizing) and context > 1 and name == "training"
+        # Context parallelism gives every rank two chunks. Tensor parallelism gathers them before they are cast.
+        divisor = 2 * context * (math.lcm(tensor, BLOCK) if blocks else tensor) if context * tensor > 1 else 1
+        if is_read and s[f"{name}.seq_len"] % divisor:
+            yield (
+                f"{name}.seq_len",
+                f"is not a multiple of {divisor}, which parallelism.context_parallel_degree = {context} and "
+                f"tensor_parallel_degree = {tensor} need{f' with blocks of {BLOCK} tokens' if blocks else ''}",
+            )
+    if s["training.seq_len"] % 2:
+        yield "training.seq_len", "is odd, and TorchTitan's models take even numbers"
+    batch, local, readers = s["training.global_batch_size"], s["training.local_batch_size"], _readers(s, processes)
+    if batch != -1 and batch % (local * readers):
+        yield (
+            "training.global_batch_size",
+            f"is not a multiple of training.local_batch_size = {local} times {readers} data-parallel process(es); to "
+            f"keep it, {beside_batch(s, processes, batch)}",
+        )
+
+
+def _gather_problems(s: Settings, tensor: int, context: int, converter: str) -> Problems:
+    """What is wrong with sending codes between norms and linears that tensor parallelism splits."""
+    if converter != "mxnorm":
+        needs = f"needs converter 'mxnorm', not {converter!r}, whose norms send no codes; allowed is 'auto'"
+        yield "mxnorm.gather", needs
+    parts = context * tensor
+    for name in ("training", "validation") if s["validation.enable"] else ("training",):
+        if (length := s[f"{name}.seq_len"]) % (parts * BLOCK):
+            yield (
+                "mxnorm.gather",
+                f"needs whole blocks of {BLOCK} tokens on each of {parts} processes, tensor_parallel_degree times "
+                f"context_parallel_degree, and {name}.seq_len = {length} is not a multiple of {parts * BLOCK}; allowed "
+                "is 'auto'",
+            )
+
+
+def pipeline_problems(s: Settings) -> Problems:
+    """What is wrong with the batches of a pipeline that neither TorchTitan nor PyTorch sees before a validation."""
+    batch, chunk = s["training.local_batch_size"], s["parallelism.pipeline_parallel_microbatch_size"]
+    if degree(s, "pipeline") > 1 and s["validation.enable"] and chunk <= batch:
+        if s["validation.local_batch_size"] % (batch // chunk):
+            yield (
+                "validation.local_batch_size",
+                f"is not a multiple of the chunks of a batch in training: training.local_batch_size = {batch} over "
+                f"parallelism.pipeline_parallel_microbatch_size = {chunk} makes {batch // chunk}",
+            )
+
+
+def parts_problem(s: Settings, layers: int) -> str | None:
+    """What is wrong with the stages that the user names for a model of so many layers; TorchTitan drops layers."""
+    parts = s["parallelism.module_fqns_per_model_part"]
+    whole = ["tok_embeddings", *(f"layers.{number}" for number in range(layers)), "norm", "output"]
+    if parts is None:
+        return None
+    if [name for part in parts for name in part] != whole:
+        return f"needs tok_embeddings, layers.0 to layers.{layers - 1}, norm and output, once each and in this order"
+    if "norm" not in parts[-1] or not all(parts):
+        return "needs norm and output in the same stage, and a module in every stage"
+    return None

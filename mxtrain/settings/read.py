@@ -13,9 +13,9 @@ from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.run_folder.files import CONFIG_FILE, FACTS_FILE
 from mxtrain.settings.check import check_settings
-from mxtrain.settings.fields import Field, Settings, flat, unknown
-from mxtrain.settings.known import known_fields
+from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.removed import in_this_version
+from mxtrain.settings.titan import known_fields, unknown
 
 CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
 HELP_FLAGS = ("-h", "--help")
@@ -58,7 +58,10 @@ def settings_in(tables: Mapping, job_config: type | None = None) -> Settings:
 
 def _settings(known: Mapping[str, Field], tables: Mapping, flags: dict) -> Settings:
     values = {name: _checked(name, value, known) for name, value in flat(tables, known)}
-    settings = Settings(known, values | flags)
+    values |= flags
+    if older := values.get("model.tokenizer_path"):
+        values["model.hf_assets_path"] = older
+    settings = Settings(known, values)
     check_settings(settings)
     return settings
 

@@ -17,9 +17,11 @@ COMMANDS = {
     "compare --gpus": "--devices N gives every run N GPUs",
     "compare --side-by-side": "--devices N cuts the machine into shares of N GPUs, and each does one run at a time",
     "compare --resume": "the command that began the comparison goes on, with -o FOLDER",
-    "export --loss-tokens": "'mxtrain eval' computes the loss of an export on text files",
-    "export --device": "an export computes no loss; remove it",
     "completion": "'mxtrain train --help' lists all settings",
+    "eval --max-tokens": "every file is read whole: cut the text, by 'head -c' for example",
+    "eval --stride": "windows follow one another; --seq-len sets their length",
+    "export --loss-tokens": "'mxtrain eval RUN FILE' and 'mxtrain eval DIR FILE' give the loss of the export on a text",
+    "export --device": "an export computes nothing on a device",
     "doctor --nccl": "all_reduce_perf of NVIDIA's nccl-tests measures the network (train_configs/LAYOUTS.md)",
 }
 """The keys of these four tables -> what to do instead. A key of COMMANDS is a command, or a command and its option"""

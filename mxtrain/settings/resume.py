@@ -3,9 +3,10 @@
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from pydantic_core import to_jsonable_python
 
@@ -15,7 +16,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.recipes.schedule import ScheduleEntry
 from mxtrain.run_folder.files import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.settings.fields import Field, Settings, flat
-from mxtrain.settings.layout import beside_batch, global_batch_size
+from mxtrain.settings.machine import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
 from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
 from mxtrain.settings.removed import SCHEDULE_KEYS, in_this_version, removed_in_effect
@@ -34,8 +35,7 @@ _ONCE = (
 """How one start began, which config.toml keeps, too: the next start must not begin in the same way"""
 
 
-@dataclass(frozen=True)
-class SettingChange:
+class SettingChange(NamedTuple):
     """A setting that differs between a run so far and its continuation."""
 
     name: str
@@ -88,17 +88,12 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
         settings = read_settings([f"{CONFIG_FLAGS[0]}={config}", *all_flags])
         saved = folder / settings["checkpoint.folder"]
         if not any(saved.glob("step-*")) and interrupted_after(folder, saved) is None:
-            raise _no_checkpoint(folder, settings)
+            name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
+            raise ConfigError(
+                f"{name} = {settings[name]}{so} {saved} holds no checkpoint to resume from; start again, in a new "
+                f"folder, with 'mxtrain train {shlex.quote(str(config))} --checkpoint.enable'"
+            )
     return str(config), all_flags
-
-
-def _no_checkpoint(folder: Path, settings: Settings) -> ConfigError:
-    name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
-    return ConfigError(
-        f"{name} = {settings[name]}{so} {folder / settings['checkpoint.folder']} holds no checkpoint to resume from; "
-        f"start again, in a new folder, with 'mxtrain train {shlex.quote(str(folder / CONFIG_FILE))} "
-        "--checkpoint.enable'"
-    )
 
 
 def checked_start(

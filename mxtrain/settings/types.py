@@ -6,7 +6,7 @@
 import json
 from difflib import get_close_matches
 from enum import Enum
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Annotated, Literal, TypeVar
 
 import tomli
@@ -80,20 +80,6 @@ OpOrPositive = Annotated[str, AfterValidator(_op_or_positive)]
 LocalPath = Annotated[str, AfterValidator(local_path)]
 
 
-# tyro's part of the next three types is for plain -m torchtitan.train, which does not check types in TOML files.
-# A table with any keys. Its flag replaces the whole table of the TOML; tyro would make one flag per key of that table.
-Table = Annotated[
-    dict[str, str],
-    PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="NAME RECIPE ...",
-        instance_from_str=lambda words: dict(zip_longest(words[::2], words[1::2], fillvalue="")),
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda table: [str(word) for pair in table.items() for word in pair],
-    ),
-]
-
-
 class ScheduleEntry(TypedDict, total=False):
     """An entry of a schedule: where it begins and ends, which modules it selects, and what changes in them."""
 
@@ -124,27 +110,34 @@ def _entry(value):
     return value
 
 
-# Entries in the TOML as an array of tables. A flag has one word per entry.
-Schedule = Annotated[
-    list[Annotated[ScheduleEntry, BeforeValidator(_entry)]],
-    PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="{...} ...",
-        instance_from_str=lambda words: [_entry(word) for word in words],
-        is_instance=lambda value: isinstance(value, list),
-        str_from_instance=lambda entries: [json.dumps(entry) for entry in entries],
-    ),
-]
+def _of_words(kind, nargs: int | str, metavar: str, read, write):
+    """A type with the words of its flag for tyro, which reads them in plain -m torchtitan.train."""
+    spec = PrimitiveConstructorSpec(
+        nargs=nargs,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(word) for word in write(value)],
+    )
+    return Annotated[kind, spec]
 
-# A list of names; None stands for an unset field. TorchTitan's rule for flags with commas serves list[str] alone, and
-# reads an empty flag as one empty name.
-Names = Annotated[
-    list[str] | None,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="A,B,C,...",
-        instance_from_str=lambda words: None if words == ["None"] else [name for name in words[0].split(",") if name],
-        is_instance=lambda value: value is None or isinstance(value, list),
-        str_from_instance=lambda names: [",".join(names) if isinstance(names, list) else str(names)],
-    ),
-]
+
+# The flag replaces the whole table of the TOML; tyro would make one flag per key of that table.
+Table = _of_words(
+    *(dict[str, str], "*", "NAME RECIPE ..."),
+    read=lambda words: dict(zip_longest(words[::2], words[1::2], fillvalue="")),
+    write=lambda table: chain(*table.items()),
+)
+# Entries in the TOML as an array of tables. A flag has one word per entry.
+Schedule = _of_words(
+    *(list[Annotated[ScheduleEntry, BeforeValidator(_entry)]], "*", "{...} ..."),
+    read=lambda words: [_entry(word) for word in words],
+    write=lambda entries: map(json.dumps, entries),
+)
+# TorchTitan's rule for flags with commas serves list[str] alone, and reads an empty flag as one empty name.
+Names = _of_words(
+    *(list[str] | None, 1, "A,B,C,..."),
+    read=lambda words: None if words == ["None"] else [name for name in words[0].split(",") if name],
+    write=lambda names: [names if names is None else ",".join(names)],
+)
+"""A list of names; None where it is unset"""

@@ -8,8 +8,7 @@ import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Problems, Settings
-from mxtrain.settings.layout import ONE_STAGE, degree, parts_problem
-from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.settings.machine import ONE_STAGE, Machine, check_machine, degree, parts_problem
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import check_data
 from mxtrain.titan.job_config import check_model, job_config_of

@@ -10,8 +10,8 @@ from pathlib import Path
 from mxtrain.config import presets
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.read import read_settings, settings_in
+from mxtrain.settings.titan import settings_of
 from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import RELEASE
 from mxtrain.titan.train import work
@@ -62,7 +62,7 @@ class _Run:
     """A trainer whose ``train`` is the whole run, from the checks of settings to the summary."""
 
     def __init__(self, path: Path, config):
-        tables = resolved_settings(config)
+        tables = settings_of(config).resolved()
         tables.setdefault("job", {})["dump_folder"] = config.job.dump_folder
         self._arguments = [f"--job.config_file={path}", *sys.argv[1:]]
         self._tables, self._kind = tables, type(config)

@@ -42,10 +42,7 @@ def job_config_of(settings: Settings):
     kind = _merged(engine().JobConfig, JobConfig)
     if module := settings["job.custom_config_module"]:
         kind = _merged(kind, import_module(module).JobConfig)
-    job_config = _filled(kind, settings.tables())
-    if job_config.model.tokenizer_path:  # an older name
-        job_config.model.hf_assets_path = job_config.model.tokenizer_path
-    return job_config
+    return _filled(kind, settings.tables())
 
 
 def _merged(base: type, own: type) -> type:

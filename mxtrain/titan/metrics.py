@@ -86,7 +86,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
         if loggers.to_wandb is not None:
             _tell_about_wandb(facts["wandb"], loggers.to_wandb.last_step, steps_done)
         if earlier and facts["wandb"]["id"] is None:
-            facts["wandb"]["id"] = earlier.id  # a later start may have wandb again
+            facts["wandb"]["id"] = earlier[0]  # a later start may have wandb again
         with go_on_without(folder / FACTS_FILE):
             folder.mkdir(parents=True, exist_ok=True)
             replace_file(folder / FACTS_FILE, (json.dumps(facts, indent=2) + "\n").encode())

@@ -23,6 +23,8 @@ class Engine(Protocol):
 
     JobConfig: type
     """The dataclass of TorchTitan's own settings"""
+    GONE: dict[str, str]
+    """Settings of TorchTitan 0.2.2 that the release does not have -> what takes their place"""
     Trainer: type
     """``TrainingRun`` over TorchTitan's trainer"""
     SizedModel: type

@@ -18,8 +18,7 @@ from mxtrain.reports import terminal
 from mxtrain.run_folder.files import CONFIG_FILE
 from mxtrain.run_folder.lock import lock_owner
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.known import resolved_settings
-from mxtrain.settings.layout import global_batch_size
+from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
 from mxtrain.titan.hugging_face.models import MODELS, require_computed_alike
 from mxtrain.titan.releases import engine
@@ -27,8 +26,8 @@ from mxtrain.titan.releases import engine
 NOT_EXPORTED = "'mxtrain export', 'eval' and 'generate' will refuse this run"
 
 
-def require_same_settings(settings: Settings, resolved: dict) -> None:
-    """Compare the settings of all ranks. All must call it, in a process group. ``resolved``: as in ``config.toml``.
+def require_same_settings(settings: Settings) -> None:
+    """Compare the settings of all ranks. All must call it, in a process group.
 
     Every node of a run has its own launcher, and so its own command. With another learning rate or recipe on one node,
     the run would train on, and its folder would have the settings of rank 0 only. Except for the layout, settings that
@@ -37,10 +36,10 @@ def require_same_settings(settings: Settings, resolved: dict) -> None:
     Raises:
         ConfigError: another setting differs on two ranks. The same error on every rank.
     """
-    first = settings_before(from_first_rank(lambda: resolved), settings.known)
+    first = settings_before(from_first_rank(settings.resolved), settings.known)
 
     def compare() -> None:
-        own = settings_before(resolved, settings.known)
+        own = settings_before(settings.resolved(), settings.known)
         processes = torch.distributed.get_world_size()
         # Ranks with different layouts would wait for one another.
         layout = [name for name in own.known if name.startswith("parallelism.") and first[name] != own[name]]
@@ -164,18 +163,17 @@ def other_versions(start: Start) -> list[str]:
     return [f"since this checkpoint versions have changed: {', '.join(changed)}"] if changed else []
 
 
-def write_resolved_config(job_config) -> None:
+def write_resolved_config(folder: Path, settings: Settings) -> None:
     """Write the settings of a run to ``config.toml`` in its folder; a warning if the file cannot be written.
 
     With this file alone the same run can be started again. Where it named its own folder, it goes on to do so: the
     command that started with it resumes.
     """
-    path = Path(job_config.job.dump_folder) / CONFIG_FILE
-    settings = resolved_settings(job_config)
+    path, tables = folder / CONFIG_FILE, settings.resolved()
     if (name := _own_folder(path)) is not None:
-        settings.setdefault("job", {})["dump_folder"] = name
+        tables.setdefault("job", {})["dump_folder"] = name
     with terminal.go_on_without(path):
-        dump_config(settings, path)
+        dump_config(tables, path)
 
 
 def _own_folder(config: Path) -> str | None:

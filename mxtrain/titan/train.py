@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torchtitan.tools.logging import init_logger, logger
 
 from mxtrain import ranks
@@ -18,7 +19,7 @@ from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
-from mxtrain.launched import START_VARIABLE, is_launcher_alive, report_stop
+from mxtrain.launched import START_VARIABLE, report_stop
 from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
@@ -58,7 +59,7 @@ def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] 
     job_config.job.dump_folder = str(folder)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     find = partial(checked_start, folder, settings, processes)
-    found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if is_launcher_alive() else None
+    found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if START_VARIABLE in os.environ else None
     warning = None
     with ExitStack() as stack:
 
@@ -103,8 +104,8 @@ def _train(build) -> Stop | None:
     try:
         trainer = build()
         job_config = trainer.job_config
-        if is_first() and not (Path(job_config.job.dump_folder) / CONFIG_FILE).exists():
-            write_resolved_config(job_config)
+        if is_first() and not ((folder := Path(job_config.job.dump_folder)) / CONFIG_FILE).exists():
+            write_resolved_config(folder, trainer.settings)
         if job_config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(0, last_step=True, weights_only=True)  # there is nothing else to keep yet
             trainer.checkpointer.finish()
@@ -127,29 +128,29 @@ def _ways_out(job_config) -> str:
     )
 
 
+@record
 def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> int:
     """Run ``train`` and return the exit status. An error of the user's run is one line on stderr, no traceback.
 
-    The status is 0, 1 or 2, and 128 + n for ``mxtrain train`` alone after a stop by signal n: torchrun takes that for a
-    failure, and kills workers that still save.
+    The status is 0, also after a stop by a signal, 1 or 2. Other exceptions go into the worker's error file, in which
+    ``mxtrain train`` and torchrun look for the first cause.
     """
     status, all_know = 0, False
     try:
         args = resolved(args)
         with places(args):
             try:
-                stop = train(args, verbose, read)
+                train(args, verbose, read)
             except ranks.CommonError:
                 all_know = True
                 raise
-        if stop is not None and is_launcher_alive():
-            status = 128 + stop.signal
     except (ConfigError, NonFiniteError, SaveError) as error:
         status = CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
         if not ranks.is_first_of_node():
             # Most errors are found by all workers. The first one reports, and the launcher kills the others meanwhile.
             time.sleep(FIRST_WORD_SECONDS)
         if ranks.is_first_of_node() or not all_know:
+            get_error_handler().record_exception(error)
             print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
     # Not after another exception: this rank may be alone, and would wait for the others.
     if torch.distributed.is_initialized():

@@ -33,7 +33,6 @@ from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.known import resolved_settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults, moved_entries
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
@@ -59,7 +58,7 @@ class TrainingRun:
 
     def __init__(self, job_config, settings: Settings, find: Callable[[dict[str, str]], Start], found: Start | None):
         """``settings`` are those of ``job_config``; the other arguments are ``begin_run``'s."""
-        self.job_config, self._settings, self._find, self.start = job_config, settings, find, found
+        self.job_config, self.settings, self._find, self.start = job_config, settings, find, found
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
         # the speed at 125M.
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -92,7 +91,7 @@ class TrainingRun:
     def init_distributed(self):
         parallel_dims = super().init_distributed()
         # As soon as all ranks have met: what is built next looks into the run's folder, too.
-        require_same_settings(self._settings, resolved_settings(self.job_config))
+        require_same_settings(self.settings)
         self.start = begin_run(self.job_config, self._find, self.start)
         for line in without_effect(self.job_config):
             terminal.note(line)
@@ -168,7 +167,8 @@ class TrainingRun:
         self._switch.begin_step(self.step)
         super().train_step(data_iterator)
         if self._last_step == 0 and is_first():
-            write_resolved_config(self.job_config)  # only now: a start that fails leaves an earlier one's settings
+            # Only now: a start that fails leaves an earlier one's settings.
+            write_resolved_config(Path(self.job_config.job.dump_folder), self.settings)
         self._watch.record(self.step, self._losses, self._signals.received)
         self._last_step = self.step  # TorchTitan counts one more step where the text ends
         # A CPU has finished the step, and logging waited for the device.
@@ -219,8 +219,8 @@ class TrainingRun:
             step,
             holds_trainer,
             files={},
-            settings=resolved_settings(self.job_config),
-            defaults=kept_defaults(self._settings.known),
+            settings=self.settings.resolved(),
+            defaults=kept_defaults(self.settings.known),
             versions=package_versions(),
             # A model of the user's may have its own loader.
             tokenizer_sha256=getattr(self.dataloader, "tokenizer_sha256", None),

@@ -38,7 +38,7 @@ def draw_curves(figure, rows: pd.DataFrame, baseline: str, title: str) -> None:
     for name in rows.variant.unique():
         if name != baseline:
             curves[name] = (losses[name] - losses[baseline]).dropna(axis=1, how="all")
-    curves = {name: own.apply(lambda one: moving_average(one.to_numpy(), points // 2)) for name, own in curves.items()}
+    curves = {name: own.apply(lambda one: moving_average(one, 2 * (points // 2) + 1)) for name, own in curves.items()}
     ends = {name: np.nanquantile(own, (0.01, 0.99)) for name, own in curves.items() if name != baseline}
     reach = scale(np.abs(own).max() for own in ends.values())
     columns = math.isqrt(len(curves) - 1) + 1

@@ -1,14 +1,15 @@
 import math
 from pathlib import Path
 
-import matplotlib.colors
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
+import seaborn as sns
 from matplotlib.figure import Figure
 
 from mxtrain.analysis import Run, plot, plots
-from mxtrain.analysis.plots import COLORS, LINE_STYLES, SMOOTH_FROM, curve, moving_average, window
+from mxtrain.analysis.plots import LINE_STYLES, SMOOTH_FROM, curves, minus, moving_average, window
 from mxtrain.errors import ConfigError
 
 
@@ -31,10 +32,10 @@ def falling(n, end=3.0, seed=0):
 
 
 def runs_drawn(path):
-    """The indices of the runs whose colors occur in the picture, without black, which the text has, too."""
+    """The indices of the runs whose colors occur in the picture."""
     pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
     present = set(np.unique(pixels))
-    colors = [int(matplotlib.colors.to_hex(color)[1:], 16) for color in COLORS[:-1]]
+    colors = [int(color[1:], 16) for color in sns.color_palette("colorblind", 5).as_hex()]
     return {i for i, color in enumerate(colors) if color in present}
 
 
@@ -114,7 +115,7 @@ def test_a_long_run_gets_a_moving_average(axes_of):
     losses = falling(SMOOTH_FROM)
     points, average = axes_of([make_run("a", losses)]).get_lines()
     np.testing.assert_array_equal(points.get_ydata(), losses)
-    np.testing.assert_array_equal(average.get_ydata(), moving_average(np.array(losses), half_width=1))
+    np.testing.assert_array_equal(average.get_ydata(), moving_average(pd.Series(losses), 3))
     assert points.get_alpha() < 1 and average.get_label() == "training"
     assert note(points.axes) == "faint: every logged step; strong: mean of 3 logged steps"
 
@@ -123,7 +124,7 @@ def test_the_number_of_points_in_a_mean_is_the_users_and_is_stated(axes_of):
     losses = falling(SMOOTH_FROM)
     runs = [make_run("a", losses), make_run("b", falling(3 * SMOOTH_FROM))]
     axes = axes_of(runs, smooth=10)
-    np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), moving_average(np.array(losses), half_width=5))
+    np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), moving_average(pd.Series(losses), 11))
     assert note(axes) == "faint: every logged step; strong: mean of 11 logged steps"
     assert note(axes_of(runs)) == "faint: every logged step; strong: mean of 3 to 7 logged steps"
     axes = axes_of(runs, smooth=1)
@@ -135,12 +136,13 @@ def test_differences_to_a_baseline(axes_of):
     runs = [make_run("a", [9.5, 8.25, 7.0], [(20, 8.0)], p=1), base, make_run("b", [5.0, math.nan, 7.5, 6.5, 1.0])]
     _, panel = axes_of(runs, baseline=base)
     zero, a, a_validation, b = panel.get_lines()
-    assert list(zero.get_ydata()) == [0, 0] and zero.get_color() == COLORS[1]
+    colors = sns.color_palette("colorblind", 3)
+    assert list(zero.get_ydata()) == [0, 0] and zero.get_color() == colors[1]
     np.testing.assert_array_equal(a.get_ydata(), [0.5, 0.25, 0.0])
     np.testing.assert_array_equal(a_validation.get_xydata(), [(20, -0.5)])
     np.testing.assert_array_equal(b.get_ydata(), [-4.0, math.nan, 0.5, 0.5, math.nan])  # the baseline ends before it
     assert panel.get_ylabel() == "loss minus that of\nbase"
-    assert [line.get_color() for line in (a, b)] == [COLORS[0], COLORS[2]]
+    assert [line.get_color() for line in (a, b)] == [colors[0], colors[2]]
 
 
 def test_equal_curves_can_be_seen_below_one_another(axes_of):
@@ -148,8 +150,7 @@ def test_equal_curves_can_be_seen_below_one_another(axes_of):
     widths = [line.get_linewidth() for line in lines]
     assert widths == sorted(widths, reverse=True) and len(set(widths)) == 4
     assert lines[0].get_linestyle() == "-" and all(line.get_linestyle() != "-" for line in lines[1:])
-    pairs = {(color, str(style)) for color, style, _ in zip(COLORS * 4, LINE_STYLES * 7, range(28))}
-    assert len(pairs) == 28
+    assert [line.get_linestyle() for line in lines[1:]] == ["--"] * 3 and len(LINE_STYLES) == 4
 
 
 def test_a_legend_of_many_runs_is_beside_the_curves(axes_of):
@@ -181,31 +182,24 @@ def test_time_has_a_unit_that_fits(axes_of, count, label, last):
     assert axes.get_lines()[0].get_xdata()[-1] == pytest.approx(last)
 
 
-def curve_run(losses, first=1, **extra):
-    rows = [{"step": step, "loss": loss, **extra} for step, loss in enumerate(losses, start=first)]
-    return Run("a", Path("a"), {}, rows, [])
-
-
 def test_moving_average():
-    line = np.arange(20.0)
-    smooth = moving_average(line, half_width=3)
+    line = pd.Series(np.arange(20.0))
+    smooth = moving_average(line, 7)
     np.testing.assert_allclose(smooth[:17], line[:17])  # symmetric windows keep a straight line, from the first point
-    np.testing.assert_allclose(smooth[-1], np.mean(line[-4:]))
-    np.testing.assert_allclose(moving_average(line, half_width=0), line)
+    np.testing.assert_allclose(smooth[19], np.mean(line[-4:]))
+    np.testing.assert_allclose(moving_average(line, 1), line)
+    np.testing.assert_allclose(moving_average(line[:3], 7), [0, 1, 1])  # as does a line shorter than the window
 
 
 def test_moving_average_skips_values_that_are_not_finite():
-    values = np.array([1.0, 1.0, np.nan, 1.0, np.inf, 1.0, 1.0])
-    expected = np.where(np.isfinite(values), 1.0, np.nan)
-    np.testing.assert_array_equal(moving_average(values, half_width=1), expected)
+    values = pd.Series([1.0, 1.0, np.nan, 1.0, np.inf, 1.0, 1.0])
+    np.testing.assert_array_equal(moving_average(values, 3), values.where(np.isfinite(values)))
 
 
 def test_a_difference_of_curves_with_other_steps_is_interpolated():
-    rows = [{"step": step, "loss": float(step)} for step in (10, 20)]
-    base = curve(Run("b", Path("b"), {}, rows, [{"step": 10, "validation_loss": 1.0}]))
-    other = curve(Run("c", Path("c"), {}, [{"step": 15, "loss": 20.0}], [{"step": 20, "validation_loss": 1.0}]))
-    difference = other.minus(base)
-    assert list(difference.loss) == [5.0] and np.isnan(difference.validation_loss).all()
+    assert minus(pd.Series([20.0], [15]), pd.Series([10.0, 20.0], [10, 20])).tolist() == [5.0]
+    assert np.isnan(minus(pd.Series([1.0], [20]), pd.Series([1.0], [10]))).all()
+    assert np.isnan(minus(pd.Series([1.0], [20]), pd.Series([], dtype=float))).all()
 
 
 @pytest.mark.parametrize(
@@ -213,13 +207,13 @@ def test_a_difference_of_curves_with_other_steps_is_interpolated():
     [(49, None, 1), (49, 1, 1), (49, 2, 3), (49, 3, 3), (49, 10, 11), (1000, None, 41)],
 )
 def test_windows_are_odd_and_about_four_percent_of_a_long_curve(length, points, width):
-    assert window(curve(curve_run([9.0] * length)), points) == width
+    assert window(pd.Series([9.0] * length), points) == width
 
 
-@pytest.mark.parametrize(("x", "key"), [("tokens", "tokens_seen"), ("time", "time")])
-def test_an_x_axis_that_is_not_logged_is_an_error(x, key):
-    with pytest.raises(ConfigError, match=f"a: metrics.jsonl has no '{key}' in some rows, which --x {x} needs"):
-        curve(curve_run([9.0]), x)
+def test_an_x_axis_that_is_not_logged_is_an_error():
+    run = Run("a", Path("a"), {}, [{"step": 1, "loss": 9.0}], [])
+    with pytest.raises(ConfigError, match="a: metrics.jsonl has no 'tokens_seen' in some rows, which --x tokens needs"):
+        curves(run, "tokens")
 
 
 def test_what_comes_after_the_last_logged_step_has_a_place_of_its_own():
@@ -227,9 +221,9 @@ def test_what_comes_after_the_last_logged_step_has_a_place_of_its_own():
     validation = [{"step": step, "validation_loss": 1.0} for step in (8, 12, 16)]
     run = Run("a", Path("a"), {}, rows, validation)
     for x, places in (("step", [8, 12, 16]), ("tokens", [800, 1200, 1600]), ("time", [35, 55, 75])):
-        np.testing.assert_allclose(curve(run, x).validation_x, places)
+        np.testing.assert_allclose(curves(run, x)[1].index, places)
 
 
 def test_a_clock_that_is_set_back_takes_no_time():
     rows = [{"step": step, "loss": 1.0, "time": time} for step, time in enumerate((100.0, 200.0, 50.0, 150.0), start=1)]
-    assert list(curve(Run("a", Path("a"), {}, rows, []), "time").x) == [0.0, 100.0, 100.0, 200.0]
+    assert list(curves(Run("a", Path("a"), {}, rows, []), "time")[0].index) == [0.0, 100.0, 100.0, 200.0]

@@ -8,7 +8,7 @@ import tomli
 import torch
 
 from mxtrain import cli
-from mxtrain.cli import doctor, launch, versions
+from mxtrain.cli import doctor
 from mxtrain.ops.hardware import MODES
 
 
@@ -40,7 +40,7 @@ def test_on_a_gpu_its_capability_decides_the_mode(monkeypatch, capsys, capabilit
 
 def test_a_gpu_that_pytorch_cannot_use_is_listed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(launch, "nvidia_gpus", lambda: ["NVIDIA H200"])
+    monkeypatch.setattr(doctor, "nvidia_gpus", lambda: ["NVIDIA H200"])
     ((device, text),) = doctor.devices()[1:]
     assert device == "unused" and text.startswith("NVIDIA H200: PyTorch ") and "sees no GPU" in text
 
@@ -48,10 +48,10 @@ def test_a_gpu_that_pytorch_cannot_use_is_listed(monkeypatch):
 @pytest.mark.parametrize("name, found", [("torch", "2.11.0"), ("torch", "2.13.0+cpu"), ("wandb", "0.1"),
                                          ("torch", "2.16.0"), ("torch", "2.10.1+cu126")])  # fmt: skip
 def test_doctor_names_an_untested_version(name, found, monkeypatch):
-    monkeypatch.setattr(versions, "version", lambda package: "0.2.2" if package == "torchtitan" else found)
-    monkeypatch.setattr(versions, "requires", lambda package: ["torch<2.16,>=2.11", 'pytest>=8; extra == "dev"'])
+    monkeypatch.setattr(doctor, "version", lambda package: "0.2.2" if package == "torchtitan" else found)
+    monkeypatch.setattr(doctor, "requires", lambda package: ["torch<2.16,>=2.11", 'pytest>=8; extra == "dev"'])
     advice = "; not tested beside torchtitan 0.2.2: pip install 'torch<2.16,>=2.11'"
-    assert versions.package_version(name) == found + advice * found.startswith(("2.16", "2.10"))
+    assert doctor.package_version(name) == found + advice * found.startswith(("2.16", "2.10"))
 
 
 @pytest.mark.parametrize(
@@ -73,23 +73,23 @@ def test_doctor_and_a_run_name_versions_that_do_not_go_together(
     extras = project["optional-dependencies"]
     needed = [f'{text}; extra == "{extra}"' for extra in ("titan02", "titan03") for text in extras[extra]]
     found = {"torchtitan": titan, "torch": torch_release}
-    monkeypatch.setattr(versions, "requires", lambda package: [*project["dependencies"], *needed])
-    monkeypatch.setattr(versions, "version", lambda package: found.get(package) or version(package))
+    monkeypatch.setattr(doctor, "requires", lambda package: [*project["dependencies"], *needed])
+    monkeypatch.setattr(doctor, "version", lambda package: found.get(package) or version(package))
     warnings = ""
     for name, says in {"torch": torch_says, "torchtitan": titan_says}.items():
         if says.startswith("not tested"):
             says = f"{found[name]}; {says}"
             warnings += f"mxtrain: warning: {name} {says}\n"
-        assert versions.package_version(name) == says
-    versions.warn_of_untested_packages()
+        assert doctor.package_version(name) == says
+    doctor.warn_of_untested_packages()
     assert capsys.readouterr().err == warnings
 
 
 def test_a_missing_package_and_a_checkout_that_was_never_installed(monkeypatch):
-    assert versions.package_version("no-such-package-here") == "not installed"
+    assert doctor.package_version("no-such-package-here") == "not installed"
 
     def not_installed(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(versions, "requires", not_installed)
-    assert versions.package_version("torch") == version("torch")
+    monkeypatch.setattr(doctor, "requires", not_installed)
+    assert doctor.package_version("torch") == version("torch")

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from mxtrain.cli import launch, versions, workers
+from mxtrain.cli import doctor, launch
 from mxtrain.errors import ConfigError
-from mxtrain.launched import ALLOCATOR_VARIABLES, LAUNCHER_VARIABLE, START_VARIABLE
+from mxtrain.launched import ALLOCATOR_VARIABLES
+from tests.support.forked import Forked
 
 FAKE_WORKER = """
 import json, os, pathlib, signal, sys, time
@@ -24,7 +25,8 @@ rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 folder = pathlib.Path(arguments[arguments.index("--job.dump_folder") + 1])
 kind, _, culprit = arguments[arguments.index("--job.description") + 1].partition("@")
 mine = rank == int(culprit or 0)
-signal.signal(signal.SIGTERM, lambda *a: None)  # as in training, where a worker first ends its step
+if kind == "trains":  # and saves for long
+    signal.signal(signal.SIGTERM, lambda *a: None)
 print(f"worker {rank} speaks", flush=True)
 if kind == "late_mistake":
     (folder / "metrics.jsonl").write_text("{}")
@@ -37,14 +39,27 @@ elif kind == "work":
         rows = [{"step": s, "loss": 9.0 - s, "tokens_per_second": 10.0, "memory_gib": 1.0} for s in (1, 2, 3)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 elif kind == "mistake" and mine:
+    from mxtrain.errors import ConfigError
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(ConfigError("training.dataset = 'x' is wrong"))
     print("mxtrain: error: training.dataset = 'x' is wrong", file=sys.stderr)
     sys.exit(2)
 elif kind == "crash" and mine:
-    raise RuntimeError("the worker broke")
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def work():
+        raise RuntimeError("the worker broke")
+
+    work()
 elif kind == "kill" and mine:
     os.kill(os.getpid(), signal.SIGKILL)
 else:
-    time.sleep(60)
+    (folder / f"ready{rank}").touch()
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.1)
 """
 
 
@@ -55,12 +70,12 @@ def launched(tmp_path, monkeypatch, capfd):
     (tmp_path / "tiny.toml").write_text("[training]\nsteps = 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
-    monkeypatch.setattr(workers, "WORKER", "fake_worker")
+    monkeypatch.setattr(launch, "WORKER", "fake_worker")
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # which the launcher changes
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the launcher warns about GPUs that PyTorch does not see
-    for name in ("NGPU", "OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
-        monkeypatch.setenv(name, "")  # so that the launcher's settings are undone after the test
-        monkeypatch.delenv(name)
+    for name in ("NGPU", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
 
     def launched(*flags, processes=None):
         if processes:
@@ -78,7 +93,6 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, earlier)
-    assert LAUNCHER_VARIABLE not in os.environ and START_VARIABLE not in os.environ
     assert status == 0
     (folder,) = (tmp_path / "outputs").iterdir()
     assert re.fullmatch(r"tiny-\d{8}-\d{6}", folder.name)
@@ -92,19 +106,18 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_files_in_the_current_folder_do_not_stand_in_for_packages(processes, tmp_path, monkeypatch):
+def test_files_in_the_current_folder_do_not_stand_in_for_packages(tmp_path, monkeypatch):
     for folder, name, text in [("a", "fake_worker.py", "import wave; wave.Wave_read"), ("b", "wave.py", "")]:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text(text)
-    monkeypatch.setattr(workers, "WORKER", "fake_worker")
+    monkeypatch.setattr(launch, "WORKER", "fake_worker")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path / "a"), os.environ.get("PYTHONPATH")])))
     monkeypatch.chdir(tmp_path / "b")
-    assert workers.run_workers([], processes, tmp_path / "b", dict(os.environ)) == 0
+    assert launch.run_workers([], 1, tmp_path / "b", {}) == 0
 
 
 def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_terminal(launched, tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "package_version", lambda name: "9; not tested" if name == "torch" else "1")
+    monkeypatch.setattr(doctor, "package_version", lambda name: "9; not tested" if name == "torch" else "1")
     (tmp_path / "tiny.toml").write_text('[job]\ndump_folder = "mine"\n')
     status, out, err = launched("--job.description", "work", processes=2)
     assert err == "mxtrain: warning: torch 9; not tested\n"  # by the launcher, not by every worker
@@ -115,7 +128,8 @@ def test_ngpu_starts_that_many_processes_and_only_the_first_writes_to_the_termin
     assert facts[0]["arguments"] == ["--job.config_file=tiny.toml", *own]
     assert int(facts[0]["threads"]) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert "worker 0 speaks" in out and "worker 1 speaks" not in out
-    assert (tmp_path / "mine" / "worker_logs" / "rank1.out").read_text() == "worker 1 speaks\n"
+    (log,) = (tmp_path / "mine" / "worker_logs").glob("*/attempt_0/1/stdout.log")
+    assert log.read_text() == "worker 1 speaks\n"
 
 
 def test_after_a_mistake_in_the_settings_there_is_one_line_and_no_folder(launched, tmp_path):
@@ -135,34 +149,54 @@ def test_a_mistake_does_not_remove_a_folder_that_was_there_or_that_holds_results
 
 
 @pytest.mark.parametrize(
-    "kind, processes, words, end",
+    "kind, processes, end",
     [
-        ("crash@0", 1, "RuntimeError: the worker broke", "the worker ended with exit status 1"),
-        ("crash@1", 2, "RuntimeError: the worker broke", "worker 1 of 2 ended with exit status 1"),
-        ("kill@1", 2, "worker 1 speaks", "worker 1 of 2 ended with SIGKILL, often for lack of memory"),
+        ("crash@0", 1, "the worker ended with exit status 1"),
+        ("crash@1", 2, "worker 1 of 2 ended with exit status 1: RuntimeError: the worker broke; see (.*)"),
+        ("kill@1", 2, "worker 1 of 2 ended with SIGKILL, often for lack of memory"),
     ],
 )
-def test_a_crash_keeps_its_folder_and_its_last_words_and_adds_one_line(launched, kind, processes, words, end, tmp_path):
+def test_a_crash_keeps_its_folder_and_ends_with_one_line(launched, kind, processes, end, tmp_path):
     start = time.monotonic()
     status, _, err = launched("--job.description", kind, processes=processes)
     assert status == 1
-    assert time.monotonic() - start < 20  # the other worker would sleep for a minute
-    assert err.splitlines()[-2:] == [words, f"mxtrain: training failed: {end}"]
-    assert ("Traceback (most recent call last):" in err) == kind.startswith("crash")
+    assert time.monotonic() - start < 55  # the other worker would sleep for a minute
+    *others, last = err.splitlines()
+    line = re.fullmatch(f"mxtrain: training failed: {end}", last)
+    assert line
+    if kind == "crash@0":
+        assert others[-1] == "RuntimeError: the worker broke"  # the end of its traceback
+    else:
+        assert not others
+    if line.groups():
+        assert "in work\n    raise RuntimeError" in (tmp_path / line[1]).read_text()
     assert len(list((tmp_path / "outputs").iterdir())) == 1
 
 
-def test_a_mistake_that_the_first_worker_has_told_is_not_told_again(tmp_path, capsys):
-    assert workers.Workers([], tmp_path).report({0: 2, 1: 2}) == 2
-    assert capsys.readouterr() == ("", "")
+def launch_fake_worker() -> int:
+    launch.WORKER = "fake_worker"
+    return launch.train("tiny.toml", ["--job.dump_folder", "run", "--job.description", os.environ["KIND"]])
 
 
-def test_the_last_mistake_of_the_latest_start_is_told(launched, tmp_path):
-    log = tmp_path / "mine" / "worker_logs" / "rank1.out"
-    log.parent.mkdir(parents=True)
-    log.write_text("mxtrain: error: the mistake of an earlier start\n")
-    _, _, err = launched("--job.description", "mistake@1", "--job.dump_folder", "mine", processes=2)
-    assert err == "mxtrain: error: training.dataset = 'x' is wrong\n"
+@pytest.mark.parametrize("kind, processes", [("starts", 2), ("trains", 1)])
+def test_a_signal_goes_to_the_workers_and_a_persons_second_one_kills_them(kind, processes, tmp_path):
+    (tmp_path / "fake_worker.py").write_text(FAKE_WORKER)
+    (tmp_path / "tiny.toml").write_text("")
+    forked = Forked(launch_fake_worker, cwd=tmp_path, NGPU=str(processes), KIND=kind)
+    end = time.monotonic() + 120
+    while len(list(tmp_path.glob("run/ready*"))) < processes:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    if kind == "trains":
+        for _ in range(2):  # one signal, sent twice by a terminal or Slurm
+            os.kill(forked.process.pid, signal.SIGTERM)
+            time.sleep(0.3)
+        time.sleep(1)
+        assert forked.process.is_alive()
+    os.kill(forked.process.pid, signal.SIGTERM)
+    _, err = forked.communicate()
+    assert forked.process.exitcode == 128 + signal.SIGTERM
+    assert err == "mxtrain: SIGTERM: stopping; a second SIGTERM kills the workers\n"
 
 
 def test_one_process_per_accelerator_by_default_and_as_many_as_ngpu_says():
@@ -176,14 +210,13 @@ def test_one_process_per_accelerator_by_default_and_as_many_as_ngpu_says():
         launch.process_count({"NGPU": "9"}, 8)
 
 
-def test_worker_environment(monkeypatch):
+def test_defaults_of_workers(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     spins, users = {"GOMP_SPINCOUNT": "1000"}, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
-    assert launch.worker_environment({}, 1, 1) == {} and launch.worker_environment({}, 1, 0) == spins
-    assert launch.worker_environment({}, 4, 0) == spins | {"OMP_NUM_THREADS": "3"}
-    assert launch.worker_environment({"A": "b"}, 4, 4) == {"OMP_NUM_THREADS": "3", "A": "b"}
-    assert launch.worker_environment({}, 100, 0) == spins | {"OMP_NUM_THREADS": "1"}
-    assert launch.worker_environment(users, 2, 0) == users
+    assert launch.worker_defaults({}, 1, 1) == {} and launch.worker_defaults({}, 1, 0) == spins
+    assert launch.worker_defaults({}, 4, 0) == spins | {"OMP_NUM_THREADS": "3"}
+    assert launch.worker_defaults({}, 100, 1) == {"OMP_NUM_THREADS": "1"}
+    assert launch.worker_defaults(users, 2, 0) == {}
 
 
 @pytest.mark.parametrize("given", [None, *ALLOCATOR_VARIABLES])
@@ -194,9 +227,9 @@ def test_workers_let_memory_segments_grow_unless_the_user_has_set_the_allocator(
     found, environment = [], {"RANK": "0"} | ({given: "max_split_size_mb:512"} if given else {})
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr("mxtrain.titan.train.work", lambda *_: found.append(dict(environment)))
-    monkeypatch.setattr("mxtrain.cli.versions.warn_of_untested_packages", lambda: found.append("versions"))
+    monkeypatch.setattr("mxtrain.cli.doctor.warn_of_untested_packages", lambda: found.append("versions"))
     monkeypatch.setattr("mxtrain.launched.end_with_launcher", lambda: None)
-    monkeypatch.setattr("mxtrain.cli.quiet.hide_library_warnings", lambda: None)
+    monkeypatch.setattr("mxtrain.cli.console.hide_library_warnings", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit):
         runpy.run_module("mxtrain.train", run_name="__main__")
@@ -246,15 +279,15 @@ GPU 1: NVIDIA H200 (UUID: GPU-2)
 
 def test_gpus_are_read_from_nvidia_smi(nvidia_smi, monkeypatch, tmp_path):
     nvidia_smi(LISTING)
-    assert launch.nvidia_gpus() == ["NVIDIA H200", "NVIDIA H200"]
+    assert doctor.nvidia_gpus() == ["NVIDIA H200", "NVIDIA H200"]
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert launch.nvidia_gpus() == []
+        assert doctor.nvidia_gpus() == []
     nvidia_smi("No devices found.\n")
-    assert launch.nvidia_gpus() == []
+    assert doctor.nvidia_gpus() == []
     (tmp_path / "empty").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert launch.nvidia_gpus() == []
+    assert doctor.nvidia_gpus() == []
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_reported(nvidia_smi, monkeypatch, capsys):

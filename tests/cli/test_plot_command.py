@@ -6,7 +6,6 @@ import pytest
 
 from mxtrain import cli
 from mxtrain.analysis.plots import XAxis
-from mxtrain.cli import commands
 from tests.support.paired_runs import make_run
 
 
@@ -69,4 +68,4 @@ def test_numerics_draws_one_run_over_steps(runs, capsys):
 
 def test_every_x_axis_is_a_choice(runs):
     for x in get_args(XAxis):
-        assert commands._parser().parse_args(["plot", "p1", "--x", x]).x == x
+        assert cli._parser().parse_args(["plot", "p1", "--x", x]).x == x

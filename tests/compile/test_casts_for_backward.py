@@ -52,9 +52,8 @@ def test_the_forward_keeps_no_results_of_casts(recipe):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
-def test_outputs_and_gradients_stay_the_same(recipe):
-    module = FeedForward(recipe=recipe)
+def test_outputs_and_gradients_stay_the_same():
+    module = FeedForward(recipe="nvfp4")
     results = []
     for rewrite in (unchanged, compute_casts_in_backward):
         mxtrain.set_rounding_step(1)
@@ -102,12 +101,9 @@ def test_weights_of_a_group_are_cast_again():
         assert calls(backward)[ours.nvfp4_weight.default] == times
 
 
-@pytest.mark.parametrize(
-    "product", [lambda gate, up: F.relu(gate) + up, lambda gate, up: F.relu(gate) + up + up.roll(1, -1)]
-)
-def test_other_functions_than_swiglu_are_not_computed_again(product):
+def test_other_functions_than_swiglu_are_not_computed_again():
     """Their inputs need not be in memory in the backward."""
-    module = FeedForward(product, recipe="nvfp4")
+    module = FeedForward(lambda gate, up: F.relu(gate) + up + up.roll(1, -1), recipe="nvfp4")
     (before, _), _ = graphs_of(module, unchanged)
     (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
     assert kept_for_backward(forward) == kept_for_backward(before)

@@ -95,6 +95,7 @@ def test_ops_that_know_no_launch_for_symbolic_rows_stay(monkeypatch):
     assert_same(module, ops, x)
 
 
+@pytest.mark.sweep
 def test_inductor_compiles_the_kernels_for_a_gpu(device):
     if device == "cuda":
         pytest.skip("test_compiled_code_calls_no_op runs the code")

@@ -93,15 +93,11 @@ def test_every_mxfp8_setting_on_ugly_rows():
 # Every value of each setting, and every pair of values that share code.
 NVFP4_SETTINGS = [
     dict(dims=(1, 0), stochastic=False, transform=False, form="codes", which=[]),
-    dict(dims=(1, 0), stochastic=True, transform=True, form="codes", which=[]),
+    dict(dims=(1, 0), stochastic=True, transform=True, form="codes", which=FACTORS[1:]),
     dict(dims=(1, 0), stochastic=True, transform=True, form="image", which=FACTORS[:1]),
     dict(dims=(1, 0), stochastic=True, transform=False, form="blocked", which=FACTORS),
-    dict(dims=(1, 0), stochastic=False, transform=True, form="image", which=FACTORS[1:]),
-    dict(dims=(1, 0), stochastic=True, transform=False, form="image", which=[]),
     dict(dims=(0,), stochastic=False, transform=True, form="blocked", which=FACTORS[:1]),
-    dict(dims=(0,), stochastic=True, transform=False, form="codes", which=[]),
     dict(dims=(1,), stochastic=True, transform=False, form="image", which=[]),
-    dict(dims=(1,), stochastic=False, transform=True, form="blocked", which=FACTORS[1:]),
 ]
 
 
@@ -121,20 +117,20 @@ def test_every_nvfp4_setting_on_ugly_rows(setting, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_mxfp8_with_factors_of_ugly_rows(form):
-    for which, dtype in itertools.product(CHOICES[1:], DTYPES):
-        chosen = factors(which, 43, 160, dtype)
+    for which, dtype in zip(CHOICES[1:], itertools.cycle(DTYPES)):
+        chosen = factors(which, 43, 96, dtype)
         if "row_factor" in chosen:
             chosen["row_factor"][10:14] = torch.tensor([0.0, float("inf"), float("nan"), 2.0**-100])
-        check_cast(ugly(43, 160), form=form, dims=(1, 0), **chosen)
-    check_cast(ugly(43, 160), form=form, dims=(0,), **factors(FACTORS[:1], 43, 160))
+        check_cast(ugly(43, 96), form=form, dims=(1, 0), **chosen)
+    check_cast(ugly(43, 96), form=form, dims=(0,), **factors(FACTORS[:1], 43, 96))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["codes", "image"])
 def test_rows_in_another_order(form):
     """Rows that come twice, never, and rows of zeros between them, with what they would hold in memory not a number."""
     x, source = ugly(43, 160), torch.tensor([5, -1, 42, 5, 0, *[-1] * 31, *range(10, 17), -1])
     moved = torch.where((source < 0)[:, None], 0, x[source.clamp(min=0)])
-    for dims, column_factor in itertools.product(DIMS, [None, draw(160, seed=2)]):
+    for dims, column_factor in (((1,), None), ((0,), None), ((1, 0), draw(160, seed=2))):
         with poisoned_memory():
             found = cast(x, RECIPES["rceil"], dims, form, column_factor=column_factor, source=source)
         want = cast(moved, RECIPES["rceil"], dims, form, column_factor=column_factor)
@@ -150,15 +146,14 @@ def test_the_product_is_not_rounded_before_the_cast(fmt, which):
 
 
 def test_products_of_bf16_numbers_have_the_scales_of_fp32_numbers():
-    numbers = just_above_scales()
+    numbers = just_above_scales()[:, ::4].contiguous()
     ones = torch.ones_like(numbers, dtype=torch.bfloat16)
     check_cast(ones, dims=(1, 0), column_factor=numbers[0])
     check_cast(ones.t().contiguous(), dims=(1, 0), row_factor=numbers[0])
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_fp32_matrix_can_be_rounded_to_bf16_first(form):
-    for x, which in ((ugly(43, 160), []), (draw(96, 160), FACTORS)):
+def test_an_fp32_matrix_can_be_rounded_to_bf16_first():
+    for form, x, which in (("codes", ugly(43, 96), []), ("image", draw(33, 96), FACTORS)):
         of_factors = factors(which, *x.shape).values() or (None, None)
         others = (1, True, True, "rceil", form)
         run = lambda x, to_bf16: torch.ops.mxtrain.cast([x], 0, *of_factors, None, to_bf16, *others)  # noqa: B023, E731
@@ -237,27 +232,11 @@ def test_any_matrix_to_mxfp8(shape, seed, log2_scale, dtype, form, rounding, dim
     check_cast(x, rounding, form, dims, **factors(which, rows, columns))
 
 
-@settings(max_examples=3, deadline=None)
-@given(
-    shape=st.tuples(st.integers(1, 20), st.integers(1, 10)),
-    seed=st.integers(0, 2**31),
-    log2_scale=st.integers(-60, 60),
-    dtype=st.sampled_from(DTYPES),
-    form=st.sampled_from(FORMS),
-    dims=st.sampled_from(DIMS),
-    stochastic=st.booleans(),
-    transform=st.booleans(),
-)
-def test_any_matrix_to_nvfp4(shape, seed, log2_scale, dtype, form, dims, stochastic, transform):
-    x = draw(shape[0], 16 * shape[1], seed=seed, dtype=dtype) * 2.0**log2_scale
-    check_nvfp4_cast(x, dims, form, transform, stochastic)
-
-
 def test_random_bits_depend_on_key_step_microbatch_and_rank():
-    x, scales = draw(16, 64), torch.ones(1, 1)
+    x, scales = draw(16, 16), torch.ones(1, 1)
 
     def cast(key=5, step=1, microbatch=2, rank=3):
-        return nvfp4_cast([x], scales, draws=[torch.tensor([key, step, microbatch, rank])])[1][0]
+        return nvfp4_cast([x], scales, dims=(1,), draws=[torch.tensor([key, step, microbatch, rank])])[1][0]
 
     results = [cast(), cast(key=6), cast(key=5 + 2**40), cast(step=2), cast(microbatch=1), cast(rank=0)]
     assert all(not torch.equal(a, b) for i, a in enumerate(results) for b in results[:i])
@@ -283,8 +262,8 @@ def test_mxfp8_compiles_without_a_graph_break(compile_backend):
         return [t for results in casts for result in results.values() for t in result if t is not None]
 
     compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
-    for rows in (33, 64, 50):  # the row count is symbolic from the second call on
-        arguments = draw(rows, 96), *(factors(which, rows, 96) for _, _, which in calls)
+    for rows in (33, 50):  # the row count is symbolic from the second call on
+        arguments = draw(rows, 64), *(factors(which, rows, 64) for _, _, which in calls)
         assert_same_results(compiled(*arguments), run(*arguments))
 
 
@@ -304,11 +283,11 @@ def test_nvfp4_compiles_once_for_all_layers_and_steps(compile_backend):
             assert_same_results(compiled(x, sign, numbers), run(x, sign, numbers))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["codes", "blocked"])
 def test_ops_match_their_schemas_and_fakes(form):
     """No input is changed or returned; shapes, dtypes and strides are as the fakes say."""
-    x, one, plain, ours = draw(33, 96), torch.ones(1, 1), form == "codes", torch.ops.mxtrain
-    row_factor, column_factor = (draw(33), draw(96)) if plain else (None, None)
+    x, one, plain, ours = draw(17, 32), torch.ones(1, 1), form == "codes", torch.ops.mxtrain
+    row_factor, column_factor = (draw(17), draw(32)) if plain else (None, None)
     sign, scales = (None, (one, [0])) if plain else (signs(), (one, [1, 0]))
     for op, arguments in {
         ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, form != "blocked", True, "rceil", form),

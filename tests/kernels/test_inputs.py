@@ -80,12 +80,6 @@ def test_layouts(name, argument):
         FUNCTIONS[name].check(**{**arguments, argument: odd})
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_all_misaligned(name):
-    for dtype in DTYPES:
-        FUNCTIONS[name].check(**{key: misaligned(t) for key, t in arguments_of(name, 35, 96, dtype).items()})
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_no_rows(form, dtype):

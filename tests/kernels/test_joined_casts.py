@@ -36,17 +36,15 @@ def test_mxfp8_has_the_bits_of_the_joined_matrix(form):
     """Parts of 32 and of 96 rows or columns: a tile of 128 in the blocked layout of scales holds several parts."""
     side_by_side = [ugly(43, columns, seed=columns, dtype=torch.bfloat16) for columns in (96, 32)]
     check_mxfp8(side_by_side, 1, (1, 0), form, "floor")
-    stacked = [ugly(rows, 64, seed=rows) for rows in (96, 32, 64)]
-    for dims in ((1,), (0,)):
-        check_mxfp8(stacked, 0, dims, form, column_factor=draw(64))
+    check_mxfp8([ugly(rows, 64, seed=rows) for rows in (96, 32, 64)], 0, (1, 0), form, column_factor=draw(64))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["codes", "blocked"])
 def test_stacked_experts_are_joined_one_by_one(form):
     """Three experts of 64 and of 32 rows: a tile of 128 in the blocked layout of scales holds parts of two experts."""
     parts = [ugly(3 * rows, 96, seed=rows) for rows in (64, 32)]
     assert torch.equal(joined(parts, 0, 3)[96:160], parts[0][64:128])
-    for dims in ((1,), (0,), (1, 0)):
+    for dims in ((1,), (1, 0)):
         check_mxfp8(parts, 0, dims, form, experts=3, column_factor=draw(96))
 
 

@@ -85,7 +85,7 @@ def test_every_setting_on_ugly_rows(fmt, p, estimator):
 
 # One block (for NVFP4 half of MXFP8's), rows of three and five parts, several programs, the longest row in registers,
 # and rows read twice.
-MXFP8_SHAPES = [(1, 32), (67, 96), (130, 32), (5, 768), (3, 3104), (1, 10240), (1, 16384), (1, 65536)]
+MXFP8_SHAPES = [(1, 32), (67, 96), (130, 32), (5, 768), (3, 3104), (1, 10240), (1, 16384), (1, 20480)]
 NVFP4_SHAPES = [(1, 16), (3, 48), (130, 16), (19, 176), (5, 624), (3, 3088), (1, 16384)]
 
 
@@ -95,15 +95,6 @@ def test_every_shape(fmt):
         MXFP8_SHAPES if fmt is MXFP8 else NVFP4_SHAPES, itertools.cycle(reversed(FORMS)), itertools.cycle(DTYPES)
     ):
         fmt.check(draw(*shape, dtype=dtype), form=form)
-
-
-@formats
-def test_images_of_long_rows_with_the_exact_rms(fmt):
-    """Two parts, of which the second is not full."""
-    columns = 7168 + fmt.block
-    x, residual = ugly(11, columns), (ugly if fmt is MXFP8 else draw)(11, columns, seed=1)
-    fmt.check(x, form="image", estimator="exact")
-    fmt.check(draw(11, columns), form="image", estimator="exact", residual=residual)
 
 
 @pytest.mark.parametrize(
@@ -117,16 +108,7 @@ def test_images_of_long_rows_with_the_exact_rms(fmt):
     ids=str,
 )
 def test_ugly_rows_that_are_read_twice(fmt, p, estimator, form):
-    fmt.check(ugly(11, 16384 + fmt.block)[[2, 3, 4, 5, 7, 10]], form=form, p=p, estimator=estimator)
-
-
-@pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
-def test_eps_is_added_to_the_squared_estimate(p, estimator):
-    x = draw(7, 96)
-    x[1:] *= 10.0 ** torch.arange(-3, 3)[:, None]
-    x[0] = 0
-    for eps in (0.0, 1e-12, 1e6):
-        check_mxnorm_cast(x, eps=eps, p=p, estimator=estimator)
+    fmt.check(ugly(8, 16384 + fmt.block)[[2, 5, 7]], form=form, p=p, estimator=estimator)
 
 
 def check_rho(x, *estimate):
@@ -137,14 +119,13 @@ def check_rho(x, *estimate):
 @pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
 def test_rho_of_many_rows(p, estimator):
     for columns in (96,) if INTERPRETED else (32, 96, 768, 4096):
-        check_rho(draw(*((16384 if INTERPRETED else 2**22) // columns, columns)), p, estimator)
+        check_rho(draw(*((8192 if INTERPRETED else 2**22) // columns, columns)), p, estimator)
 
 
 @pytest.mark.parametrize(("p", "estimator"), MXFP8.estimates)
 def test_rho_of_rows_of_equal_numbers(p, estimator):
     """Every term is rounded in the same direction, so errors that cancel elsewhere add up."""
-    for columns, rows in ((160, 64), (4128, 4), (65536, 2)):
-        rows = rows if INTERPRETED else 1024
+    for columns, rows in ((160, 16), (4128, 2)) if INTERPRETED else ((160, 1024), (4128, 1024), (65536, 1024)):
         check_rho(torch.linspace(1, 4, rows + 1)[1:, None].expand(rows, columns).contiguous(), p, estimator)
 
 
@@ -160,21 +141,15 @@ def test_rho_of_rows_of_every_size(p, estimator):
 @formats
 def test_settings_make_a_difference(fmt):
     """Otherwise a kernel that ignores a setting would pass wherever the reference happens to agree."""
-    x = draw(3, 768)
+    x = draw(3, 96)
     rhos = [fmt.call(x, "codes", None, RMSEstimate(*setting, 1e-5, fmt.block)).rho for setting in fmt.estimates]
     assert all(not torch.equal(a, b) for i, a in enumerate(rhos) for b in rhos[:i])
-
-
-def test_any_tensor_scale():
-    """Too small a scale saturates elements. Too large a scale leaves block scales at their minimum."""
-    for form, tensor_scale in itertools.product(("blocked", "image"), (2.0**-121, 2.0**-12, 2.0**60)):
-        check_norm(draw(7, 96), tensor_scale, form)
 
 
 @formats
 def test_residual(fmt):
     """The kernel normalizes the sum as stored, rounded to the dtype of x."""
-    cases = zip(itertools.product(DTYPES, DTYPES), [96, LOOPED, 96, LOOPED], ["codes", "blocked", "image", "image"])
+    cases = zip(itertools.product(DTYPES, DTYPES), [96, LOOPED, 96, 64], ["codes", "blocked", "image", "image"])
     for (dtype, residual_dtype), columns, form in cases:
         x, residual = draw(3, columns, dtype=dtype), draw(3, columns, seed=1, dtype=residual_dtype) * 2.0**5
         fmt.check(x, form=form, residual=residual)
@@ -213,26 +188,25 @@ def test_the_same_bits_every_time(fmt, shape):
 
 @formats
 def test_compiles_without_a_graph_break(fmt, compile_backend):
-    """One graph with every form, with and without a residual."""
+    """One graph, with and without a residual."""
 
     def run(x, residual):
         x = x + x
-        casts = [fmt.call(x, form, other) for form, other in zip(FORMS, (None, residual, None))]
+        casts = [fmt.call(x, form, other) for form, other in (("codes", residual), ("image", None))]
         return [casts[0].rho * 2, *(t for result in casts for t in result if t is not None)]
 
     compiled = torch.compile(run, backend=compile_backend, fullgraph=True)
-    for rows in (5, 9, 17):  # the row count is symbolic from the second call on
-        x, residual = draw(rows, 96, seed=rows), draw(rows, 96, seed=1)
+    for rows in (5, 9):  # the row count is symbolic from the second call on
+        x, residual = draw(rows, 32, seed=rows), draw(rows, 32, seed=1)
         assert_same_results(compiled(x, residual), run(x, residual))
 
 
 @formats
-@pytest.mark.parametrize("form", FORMS)
-def test_op_matches_its_schema_and_fake(fmt, form):
+def test_op_matches_its_schema_and_fake(fmt):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
     constant = RMSEstimate(2, "pre_round", 1e-5, fmt.block).constant
-    for residual in (None, draw(5, 96, seed=1)):
-        arguments = (draw(5, 96), residual, 2, "pre_round", 1e-5, constant, form, *fmt.settings)
+    for form, residual in (("codes", None), ("image", draw(5, 32, seed=1))):
+        arguments = (draw(5, 32), residual, 2, "pre_round", 1e-5, constant, form, *fmt.settings)
         op = torch.ops.mxtrain.mxnorm_cast.default
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -265,22 +239,6 @@ def test_rows_fit_in_registers(form, estimator):
         filled = -columns // 32 * -32
         assert columns <= parts * part <= filled * 4 // 3, columns
         assert rows * parts * part <= 112 * 32 * warps, columns
-
-
-@pytest.mark.parametrize("form", ["codes", "blocked"])
-def test_every_thread_has_a_block_of_codes(form):
-    """A thread has whole blocks of NVFP4, of which it stores the scale."""
-    for columns in range(256, MAX_PERSISTENT_COLUMNS + 1, 16):
-        tile = row_tile(columns, form, "pre_round")
-        assert tile.rows * tile.columns // 16 >= 32 * tile.warps, columns
-
-
-def test_rows_that_fill_five_or_six_eighths_are_parts():
-    assert row_tile(5120, "image", "pre_round") == RowTile(True, 1, 5, 1024, 2)
-    assert row_tile(5120, "image", "exact") == RowTile(True, 1, 5, 1024, 4)
-    assert row_tile(768, "codes", "pre_round") == RowTile(True, 2, 3, 256, 1)
-    assert row_tile(7168, "image", "pre_round") == RowTile(True, 1, 1, 8192, 4)
-    assert not row_tile(MAX_PERSISTENT_COLUMNS + 32, "image", "exact").persistent
 
 
 def test_the_exact_rms_has_smaller_tiles_of_images():

@@ -40,9 +40,8 @@ class Block(nn.Module):
     [
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
-        pytest.param("nvfp4", "reference", False, marks=pytest.mark.sweep),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
-        ("unquantized", "emulated", True),
+        ("unquantized", "emulated", False),
     ],
 )
 def test_blocks_compile_once_without_a_graph_break(recipe, mode, autocast, compile_backend):
@@ -63,25 +62,15 @@ def test_blocks_compile_once_without_a_graph_break(recipe, mode, autocast, compi
         assert_near(results, results_of(block, x, dy), tolerance)
 
 
-def test_blocks_compile_with_dynamic_shapes():
-    """Numbers of rows that differ; 5 rows are no whole block. Not with Inductor."""
-    torch._dynamo.reset()
-    block = Block("mxfp8", "emulated")
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
-    for step, rows in enumerate((32, 64, 5)):
-        x, dy = draw(rows, D, seed=rows), draw(rows, D, seed=1)
-        set_rounding_step(step)
-        assert_near(results_of(compiled, x, dy), results_of(block, x, dy), 1e-6)
-
-
-@pytest.mark.parametrize("mode", ["reference", "emulated"])
-@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.sweep)])
-def test_another_number_of_rows_needs_no_new_graph(recipe, mode):
+def test_another_number_of_rows_needs_no_new_graph():
+    """Also one that is no whole number of blocks. Not with Inductor."""
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(mx_linear(D, N, recipe, mode), backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (96, 160, 320):  # PyTorch makes another graph for a single block, and for as many rows as features
-        compiled(draw(rows, D, seed=0).requires_grad_()).sum().backward()
+    block = Block("mxfp8", "emulated")
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (96, 165):  # PyTorch makes another graph for a single block, and for as many rows as features
+        x, dy = draw(rows, D, seed=rows), draw(rows, D, seed=1)
+        assert_near(results_of(compiled, x, dy), results_of(block, x, dy), 1e-6)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -146,9 +135,9 @@ def test_compiled_layers_take_settings_that_differ_in_numbers():
     """Two norms and linears of one code, made by hand: numbers that differ stay constants."""
     x, dys = draw(T, D, seed=0), [draw(T, N, seed=1)]
     torch._dynamo.reset()
-    for recipe, eps in (("mxfp8", 1e-5), ("mxfp8", 0.5), ("nvfp4", 0.5), ("unquantized", 1e-5)):
-        recipe = get_recipe(recipe, stochastic_rounding=False if recipe == "nvfp4" else None)
-        block = NormBlock(D, N, recipe, mode="reference")
+    for recipe, eps in (("mxfp8", 1e-5), ("mxfp8", 0.5), ("unquantized", 1e-5)):
+        recipe = get_recipe(recipe)
+        block = NormBlock(D, N, recipe, mode="emulated")
         block.norm.estimate = RMSEstimate.for_recipe(recipe, eps=eps)
         compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
         assert_near(results_of(compiled, x, *dys), results_of(block, x, *dys), 1e-6)

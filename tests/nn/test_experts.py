@@ -99,19 +99,16 @@ COUNTS = {
     "all on one": (0, 0, 150, 0, 0),
     "none": (0,) * 5,
     "few": (20, 0, 33),
-    "64 experts": tuple(e * e % 23 for e in range(64)),
+    "64 experts": tuple(e * e % 5 for e in range(64)),
 }
 CASES = [
     ("mxfp8", "reference", torch.float32, "uneven"),
     ("mxfp8", "reference", torch.bfloat16, "all on one"),
-    ("mxfp8", "reference", torch.bfloat16, "none"),
-    ("mxfp8", "reference", torch.bfloat16, "64 experts"),
-    ("mxfp8", "emulated", torch.bfloat16, "uneven"),
-    *((recipe, "reference", torch.bfloat16, "uneven") for recipe in MIXED),
+    ("mxfp8", "emulated", torch.bfloat16, "few"),
+    *((recipe, "reference", torch.bfloat16, "few") for recipe in MIXED),
     ("bf16", "emulated", torch.bfloat16, "uneven"),
-    ("bf16", "reference", torch.float32, "all on one"),
-    ("nvfp4", "reference", torch.float32, "uneven"),
-    *(("nvfp4", "reference", torch.bfloat16, counts) for counts in COUNTS),
+    ("nvfp4", "reference", torch.float32, "few"),
+    *(("nvfp4", "reference", torch.bfloat16, counts) for counts in ("uneven", "none", "64 experts")),
     *((recipe, "reference", torch.bfloat16, "uneven") for recipe in WITH_NVFP4),
     # The interpreter takes half a minute; tests/ops/test_nvfp4_op.py casts groups with it.
     *([("nvfp4", "emulated", torch.bfloat16, "few")] if torch.cuda.is_available() else []),
@@ -137,9 +134,9 @@ def test_every_expert_has_the_bits_of_its_own_linears(recipe, mode, dtype, count
 
 def test_the_bits_are_those_of_torchao():
     """Of its emulation, on groups of whole blocks of heavy-tailed rows."""
-    counts = (64, 32, 0, 96, 32)
+    counts = (32, 0, 64)
     x, dy = (heavy_tailed(sum(counts), D, seed=s, dtype=torch.bfloat16) for s in (0, 1))
-    experts = quantized_experts(D, H, E, mode="emulated", dtype=torch.bfloat16)
+    experts = quantized_experts(D, H, len(counts), mode="emulated", dtype=torch.bfloat16)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
 
     def torchaos(x, _):
@@ -178,25 +175,6 @@ def test_what_is_not_finite_in_one_expert_stays_there(recipe):
     tokens, others = torch.arange(len(x)) != 40, torch.arange(E) != 1
     for a, b, own in zip(got, want, (tokens, tokens, others, others, others), strict=True):
         assert torch.equal(a[own], b[own]) and a[~own].isnan().any()
-
-
-def test_small_experts_survive_beside_large_ones():
-    """In NVFP4, also for small tokens and gradients: a tensor scale that experts shared would make zeros of them."""
-    experts, exact = (quantized_experts(D, H, E, recipe) for recipe in ("nvfp4", "unquantized"))
-    factors = torch.logspace(-6, 0, E)
-    with torch.no_grad():
-        for w in (*experts.parameters(), *exact.parameters()):
-            w.mul_(factors[:, None, None])
-    x, dy = (draw(sum(UNEVEN), D, seed=s) * factors.repeat_interleave(torch.tensor(UNEVEN))[:, None] for s in (0, 1))
-    of_experts = [
-        [*y.split(UNEVEN), *dx.split(UNEVEN), *(part for dw in dws for part in dw)]
-        for y, dx, *dws in (results_of(experts, x, UNEVEN, dy), results_of(exact, x, UNEVEN, dy))
-    ]
-    for got, want in zip(*of_experts, strict=True):
-        assert_near([got], [want], 0.5)
-    before = results_of(experts, x, UNEVEN, dy)
-    experts.ready = experts.quantize_ahead(experts.gemms(x.device))
-    assert all(torch.equal(a, b) for a, b in zip(results_of(experts, x, UNEVEN, dy), before, strict=True))
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
@@ -310,7 +288,7 @@ def test_experts_compile_once_for_all_counts(compile_backend):
     compiled = torch.compile(experts, backend=compile_backend, fullgraph=True, dynamic=True)
     compiled.parameters = experts.parameters
     counters.clear()
-    for counts in ((40, 0, 3), (1, 30, 30), (0, 50, 50)):
+    for counts in ((40, 0, 3), (0, 50, 50)):
         x, dy = (heavy_tailed(max(70, sum(counts)), 32, seed=s, dtype=torch.bfloat16) for s in (0, 1))
         # SwiGLU and its cast are one kernel in the graph, and a code next to a rounding boundary may flip.
         assert_near(results_of(compiled, x, counts, dy), results_of(experts, x, counts, dy), 2e-2)

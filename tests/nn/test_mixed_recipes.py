@@ -9,7 +9,7 @@ import torch
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
 from mxtrain.ops import mxfp8, nvfp4
 from mxtrain.recipes.parse import get_recipe
-from mxtrain.recipes.recipe import GEMMS, RECIPES
+from mxtrain.recipes.recipe import GEMMS
 from tests.support.layer_checks import SEED, NormBlock, draw, mx_linear, results_of
 
 D, N, T = 64, 96, 37
@@ -30,7 +30,7 @@ ROTATIONS = [FORMATS, FORMATS[1:] + FORMATS[:1], FORMATS[2:] + FORMATS[:2]]
 
 @pytest.mark.parametrize(
     ("mode", "dtype", "mixed", "tokens"),
-    [("reference", torch.float32, MIXED, T), ("emulated", torch.bfloat16, ROTATIONS, 5)],
+    [("reference", torch.float32, MIXED, T), ("emulated", torch.bfloat16, ROTATIONS[:1], 5)],
 )
 def test_every_gemm_of_a_linear_is_that_of_its_recipe(mode, dtype, mixed, tokens):
     x, dy = draw(tokens, D, seed=0, dtype=dtype), draw(tokens, N, seed=1, dtype=dtype)
@@ -161,10 +161,3 @@ def test_linears_refuse_a_norm_with_another_recipe_of_fprop():
     MXNormLinear(D, N, recipe=spec("mxfp8", "nvfp4", "bf16"), mode="reference")(normed)
     with pytest.raises(ConfigError, match="has recipe nvfp4/static.* but its input was normalized with recipe mxfp8/"):
         MXNormLinear(D, N, recipe=spec("nvfp4", "mxfp8", "mxfp8"), mode="reference")(normed)
-
-
-def test_bf16_multiplies_as_unquantized_does():
-    x, dy = draw(T, D, seed=0), draw(T, N, seed=1)
-    assert {RECIPES[name].format for name in ("bf16", "unquantized")} == {None}
-    for got, want in zip(results_of(layer("bf16"), x, dy), results_of(layer("unquantized"), x, dy), strict=True):
-        assert torch.equal(got, want)

@@ -29,44 +29,15 @@ def test_unquantized_is_nn_linear():
     ("mode", "dtype", "tolerance"), [("reference", torch.float32, 1e-6), ("emulated", torch.bfloat16, 4e-3)]
 )
 def test_three_gemms_of_casts_along_their_own_reduction_axis(mode, dtype, tolerance, rounding):
+    """Blocks have very different scales, so that a cast along a wrong dimension would show."""
     recipe = get_recipe("mxfp8", scale_rounding=rounding)
-    linear, x, dy = (
-        layer(recipe, mode=mode, dtype=dtype),
-        draw(T, D, seed=0, dtype=dtype),
-        draw(T, N, seed=1, dtype=dtype),
-    )
+    linear = layer(recipe, mode=mode, dtype=dtype)
+    linear.weight.data.pow_(9)
+    x, dy = (draw(T, n, seed=seed, dtype=dtype) ** 9 for seed, n in enumerate((D, N)))
     cast = lambda t, dim: image(t.detach(), recipe.format, rounding, dim, torch.float32)  # noqa: E731
     w = linear.weight
     expected = [cast(x, 1) @ cast(w, 1).t(), cast(dy, 1) @ cast(w, 0), cast(dy, 0).t() @ cast(x, 0)]
     assert_near(results_of(linear, x, dy), expected, tolerance)
-
-
-def alternating(count: int) -> torch.Tensor:
-    """1, 2^-24, 1, 2^-24, ...: more than E4M3 spans. A block across these loses every second element to zero."""
-    return torch.where(torch.arange(count) % 2 == 0, 1.0, 2.0**-24)
-
-
-def test_each_gemm_has_blocks_along_its_own_reduction_axis():
-    """Rows and columns that are not reduced differ in scale by 2^24, and no result is lost to that.
-
-    A power-of-two scale moves E4M3 values without changing their rounding, so wrong axes hardly show on data of even
-    magnitude.
-    """
-    tokens, inputs, outputs = alternating(T)[:, None], alternating(D)[None], alternating(N)[:, None]
-    x, w, dy = draw(T, D, seed=0), draw(N, D, seed=1), draw(T, N, seed=2)
-
-    def check(gemm, got, exact, scale):
-        assert ((got - exact) / scale).norm() < 0.1 * (exact / scale).norm(), gemm
-
-    linear = layer()
-    linear.weight.data.copy_(w * outputs)
-    y, *_ = results_of(linear, x * tokens, dy)
-    check("fprop", y, (x * tokens) @ (w * outputs).t(), tokens * outputs.t())
-    linear.weight.data.copy_(w * inputs)
-    _, dx, _ = results_of(linear, x, dy * tokens)
-    check("dgrad", dx, (dy * tokens) @ (w * inputs), tokens * inputs)
-    _, _, dw = results_of(linear, x * inputs, dy * outputs.t())
-    check("wgrad", dw, (dy * outputs.t()).t() @ (x * inputs), outputs * inputs)
 
 
 def test_leading_dimensions_and_bf16_autocast():

@@ -77,7 +77,9 @@ def test_with_the_exact_estimator_this_is_rmsnorm_then_linear():
 def test_forward_and_gradients_match_an_explicit_composition_of_casts(mode, dtype, rounding):
     recipe = get_recipe("mxfp8", scale_rounding=rounding)
     block = block_of(recipe, mode, dtype=dtype)
+    # Casts along a wrong dimension would show: blocks have very different scales.
     x, dys = inputs(dtype)
+    x, dys = x**9, [dy**9 for dy in dys]
     codes, scales, rho = mxnorm_cast(x.flatten(0, -2), recipe=recipe, eps=1e-5)
     xhat = x.flatten(0, -2).float() * rho[:, None]
     gain = block.norm.weight.detach().float()
@@ -109,25 +111,6 @@ def test_the_norms_operand_is_mxnorm_cast_to_the_bit(mode, dtype):
     assert torch.equal(normed.rho, rho.flatten())
 
 
-def test_low_precision_error_is_that_of_the_casts():
-    """Outputs and gradients of MXFP8 stay within a few percent of the unquantized block's, and are not equal."""
-    x, dys = inputs()
-    exact, cast = (results_of(block_of(recipe), x, *dys) for recipe in ("unquantized", "mxfp8"))
-    for got, want in zip(cast, exact, strict=True):
-        assert 0.005 < (got - want).norm() / want.norm() < 0.08
-
-
-def test_gain_gradient_sums_over_three_consumers():
-    block, (x, dys) = block_of(), inputs()
-    *_, together, _, _, _ = results_of(block, x, *dys)
-    alone = []
-    for i in range(3):
-        *_, dgain, _, _, _ = results_of(block, x, *(dy if i == j else torch.zeros_like(dy) for j, dy in enumerate(dys)))
-        alone.append(dgain)
-    assert all(part.norm() > 0 for part in alone)
-    torch.testing.assert_close(together, sum(alone), rtol=1e-5, atol=1e-5)
-
-
 def test_frozen_weights_and_inputs_leave_the_other_gradients_unchanged():
     block, (x, dys) = block_of(), inputs()
     *_, dx, dgain, _, _, _ = results_of(block, x, *dys)
@@ -138,38 +121,6 @@ def test_frozen_weights_and_inputs_leave_the_other_gradients_unchanged():
     x = x.requires_grad_()
     torch.autograd.backward(block(x), dys)
     assert torch.equal(x.grad, dx)
-
-
-def test_each_gemm_has_blocks_along_its_own_reduction_axis():
-    """As for MXLinear: neighbours that are not reduced differ in scale by 2^24, and no result is lost."""
-    small = lambda n: torch.where(torch.arange(n) % 2 == 0, 1.0, 2.0**-24)  # noqa: E731
-    tokens = 40
-    x, w, dy = draw(tokens, D, seed=0), draw(N, D, seed=1), draw(tokens, N, seed=2)
-
-    def run(x, weight, dy, gain):
-        norm, linear = MXNorm(D, eps=0.0, mode="reference"), MXNormLinear(D, N, bias=False, mode="reference")
-        norm.weight.data.copy_(gain)
-        linear.weight.data.copy_(weight)
-        normed = norm(x)
-        xhat = x * normed.rho[:, None]
-        y = linear(normed)
-        h_grad, weight_grad = torch.autograd.grad(y, [normed.h, linear.weight], dy)
-        return y.detach(), h_grad, weight_grad, xhat
-
-    def check(gemm, got, exact, scale):
-        assert ((got - exact) / scale).norm() < 0.1 * (exact / scale).norm(), gemm
-
-    ones = torch.ones(D)
-    outputs = small(N)[:, None]
-    x = x.requires_grad_()
-    y, _, _, xhat = run(x, w * outputs, dy, ones)
-    check("fprop", y, xhat.detach() @ (w * outputs).t(), outputs.t())
-    # The folded gain scales input features, which dgrad does not reduce over.
-    _, dxhat, _, _ = run(x, w, dy * small(tokens)[:, None], small(D))
-    check("dgrad", dxhat, (dy * small(tokens)[:, None]) @ (w * small(D)), small(tokens)[:, None] * small(D))
-    small_x = (x.detach() * small(D)).requires_grad_()
-    _, _, dw, xhat = run(small_x, w, dy * small(N), ones)
-    check("wgrad", dw, (dy * small(N)).t() @ xhat.detach(), outputs * small(D))
 
 
 def test_one_norm_backward_for_all_consumers(monkeypatch):
@@ -206,12 +157,6 @@ def test_ugly_rows():
         finite = y.isfinite()
         assert not finite[1, 3].any() and not finite[1, 5].any()
         assert finite.sum() == finite.numel() - 2 * N
-
-
-def test_p1_and_p2_differ_and_post_round_differs():
-    x, _ = inputs()
-    outputs = [block_of(**k)(x)[0] for k in ({"p": 1}, {"p": 2}, {"estimator": "post_round"}, {"estimator": "exact"})]
-    assert all(not torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
 
 
 def test_bias():

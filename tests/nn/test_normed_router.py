@@ -60,10 +60,10 @@ def test_a_tensor_is_taken_as_by_a_decompose_k_router():
 def test_compiles_without_a_graph_break(compile_backend):
     norm, gate = norm_and_gate(mode="emulated")
     compiled = torch.compile(lambda x: gate(norm(x)), backend=compile_backend, fullgraph=True)
-    x = draw(T, D, seed=0, dtype=torch.bfloat16)
+    x = draw(8, D, seed=0, dtype=torch.bfloat16)
     results = []
     for run in (compiled, lambda x: gate(norm(x))):
         leaf = x.detach().requires_grad_()
         y = run(leaf)
-        results.append([y, *torch.autograd.grad(y, [leaf, norm.weight, gate.weight], draw(T, E, seed=1))])
+        results.append([y, *torch.autograd.grad(y, [leaf, norm.weight, gate.weight], draw(8, E, seed=1))])
     assert_near(*results, 1e-2)  # compiled, the norm's backward rounds to bf16 at other places

@@ -134,21 +134,14 @@ def sums_in_one_order():
 @pytest.mark.parametrize(
     ("recipe", "mode", "way", "settings", "steps", "microbatches"),
     [
-        ("mxfp8", "reference", "eager", {}, 3, 4),
-        ("mxfp8", "reference", "eager", SINGLE, 3, 4),
-        ("mxfp8", "reference", "checkpointed", {}, 3, 4),
-        ("mxfp8", "reference", "checkpointed", ONE_BY_ONE, 3, 4),
-        ("nvfp4", "reference", "eager", {}, 3, 4),
+        ("mxfp8", "reference", "eager", SINGLE, 2, 2),
+        ("mxfp8", "reference", "checkpointed", {}, 2, 3),
+        ("mxfp8", "reference", "checkpointed", ONE_BY_ONE, 2, 2),
+        ("nvfp4", "reference", "eager", {}, 2, 2),
         # The casts of the kernels are single operations in a graph, those of plain PyTorch take long to trace.
-        pytest.param("mxfp8", "emulated", "compiled", {}, 2, 2, marks=pytest.mark.sweep),
-        pytest.param("mxfp8", "emulated", "compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),
-        pytest.param("mxfp8", "emulated", "checkpointed and compiled", {}, 2, 2, marks=pytest.mark.sweep),
         ("mxfp8", "emulated", "checkpointed inside what is compiled", {}, 1, 2),
-        pytest.param(
-            "mxfp8", "emulated", "checkpointed inside what is compiled", SINGLE, 2, 2, marks=pytest.mark.sweep
-        ),
-        # Interpreted kernels of NVFP4 are slow.
-        pytest.param("nvfp4", "emulated", "eager", {}, 2, 2, marks=pytest.mark.sweep),
+        pytest.param("mxfp8", "emulated", "checkpointed and compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),
+        pytest.param("mxfp8", "emulated", "compiled", SINGLE, 2, 2, marks=pytest.mark.sweep),
     ],
 )
 def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
@@ -361,25 +354,6 @@ def test_writes_through_data_are_seen_after_drop():
     assert torch.equal(block(x), uncached) and not torch.equal(uncached, before)
 
 
-def test_a_new_weight_in_the_memory_of_an_old_one_is_seen():
-    block, x = Block("mxfp8"), draw(T, D, seed=0)
-    memory = draw(D, N, seed=1)
-
-    def use_memory():
-        block.out.weight = nn.Parameter(torch.empty(0).set_(memory.untyped_storage(), 0, (D, N), (N, 1)))
-
-    use_memory()
-    ready = ReadyWeights([block])
-    ready.refresh()
-    before = block(x)
-    memory.mul_(2)
-    use_memory()
-    ready.refresh()
-    cached = block(x)
-    ready.drop()
-    assert torch.equal(cached, block(x)) and not torch.equal(cached, before)
-
-
 @pytest.mark.parametrize("copy", [deepcopy, lambda block: pickle.loads(pickle.dumps(block))], ids=["copy", "pickle"])
 def test_copies_have_no_operands(copy):
     """Nothing would renew them when the weights of the copy change."""
@@ -435,14 +409,6 @@ def test_linears_with_signs_of_their_own_are_cast_one_by_one():
     assert block.norm.group.ready is None and all(linear.ready is not None for linear in block.linears)
 
 
-def test_operands_have_no_graph():
-    """Not even of the product of weight and gain."""
-    block = Block("unquantized")
-    ReadyWeights([block]).refresh()
-    ready = block.normed.linears[0].ready
-    assert not ready.fprop[0].data.requires_grad and not ready.dgrad.data.requires_grad
-
-
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_weights_that_are_sharded_or_split_are_not_cast_ahead(device):
     """By FSDP2, and by tensor parallelism, where linears are one GEMM."""
@@ -464,25 +430,12 @@ def test_weights_that_are_sharded_or_split_are_not_cast_ahead(device):
     assert experts.ready is None
 
 
-def test_a_dropped_group_holds_no_operands():
-    block = Block("mxfp8")
-    ready = ReadyWeights([block])
-    ready.refresh()
-    shapes = [operand.data.shape for operand in (*block.group.ready.fprop, block.group.ready.dgrad)]
-    assert shapes == [(2 * N, D), (D, 2 * N)]
-    ready.drop()
-    assert block.group.ready is None
-    ready.refresh()
-    assert block.group.ready is not None and block.out.ready is not None
-
-
 @pytest.mark.parametrize(
     ("recipe", "mode"),
     [
         *(("mxfp8", mode) for mode in ("native", "emulated", "reference")),
-        *(pytest.param("nvfp4", mode, marks=pytest.mark.sweep) for mode in ("native", "emulated")),
-        ("nvfp4", "reference"),
-        pytest.param("nvfp4 without tiles", "emulated", marks=pytest.mark.sweep),
+        *(("nvfp4", mode) for mode in ("native", "reference")),
+        ("nvfp4 without tiles", "reference"),
         (MIXED, "reference"),
         ("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "reference"),
         ("unquantized", "emulated"),

@@ -89,13 +89,6 @@ def test_reentrant_checkpointing_draws_other_bits_for_every_call():
     assert all(torch.equal(*pair) for pair in zip(reversed(got), plain))
 
 
-def test_reentrant_checkpointing_knows_of_the_calls_outside_of_it():
-    linear = mx_linear(D, D, "nvfp4")
-    plain = gradients_of_two_calls(repeated(linear))
-    got = gradients_of_two_calls(lambda x, y: (linear(x), checkpoint(linear, y, use_reentrant=True)))
-    assert all(torch.equal(*pair) for pair in zip(got, plain))
-
-
 class _ShowDraws(torch.autograd.Function):
     """x -> x. The gradient of x is the lower half of the key, and the step and microbatch that were drawn for it."""
 
@@ -166,12 +159,6 @@ def test_a_layer_and_its_copy_draw_the_bits_of_two_calls(compile_backend):
     assert got[0] == want[0] and got[1] not in want
 
 
-def test_compiled_calls_with_one_input_are_not_merged(compile_backend):
-    layer = Show()
-    together, _ = drawn_by_two_calls(compiled(lambda x, _: (layer(x), layer(x)), compile_backend))
-    assert together == [sum(pair) for pair in zip(*drawn_by_two_calls(repeated(layer)))]
-
-
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 def test_compiled_checkpointing_repeats_the_bits_of_every_microbatch(kind, compile_backend):
     """In a pipeline: all forwards before all backwards."""
@@ -205,15 +192,3 @@ def test_graphs_that_would_repeat_bits_are_refused(compile_backend):
             drawn_by_two_calls(repeated(call))
         once = [drawn_by_two_calls(lambda x, y: (call(x), y), 3, microbatch)[0] for microbatch in (0, 1)]  # noqa: B023
         assert [draws[1:] for draws in once] == [[3, 0], [3, 1]]
-
-
-def test_microbatches_of_a_graph_inside_of_a_checkpoint_are_refused_in_a_pipeline(compile_backend):
-    """The second forward of the graph reads the position, which is the next microbatch's by then."""
-    graph, outputs = compiled(Show(), compile_backend), []
-    for microbatch in range(2):
-        set_rounding_step(5, microbatch)
-        x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-        outputs.append(checkpoint(graph, x, use_reentrant=False))
-    outputs[0].sum().backward()
-    with pytest.raises(RuntimeError, match="ran twice at one position"):
-        outputs[1].sum().backward()

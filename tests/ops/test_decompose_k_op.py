@@ -73,16 +73,6 @@ def test_every_route_matches_fp64(route, dtype, monkeypatch):
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("route", ROUTES)
-def test_short_reductions(route, monkeypatch):
-    """K is shorter than the number of parts, and as long."""
-    take(route, monkeypatch)
-    for k in (1, 3, 4):
-        a, b = operands(5, k, 3)
-        torch.testing.assert_close(decompose_k_mm(a, b, None, None, torch.float32), a @ b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("route", ROUTES)
 def test_strides(route, monkeypatch):
     """Those of a weight's gradient: transposed views, expanded operands, and no stride of 1."""
     take(route, monkeypatch)

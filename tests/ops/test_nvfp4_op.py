@@ -11,7 +11,7 @@ from tests.support.expert_checks import heavy_tailed
 
 pytestmark = pytest.mark.usefixtures("device")
 
-ENDS, ROWS, COLUMNS = (32, 48, 96), 112, 32
+ENDS, ROWS, COLUMNS = (16, 32, 64), 80, 16
 RECIPE = get_recipe("nvfp4")
 GRADIENT = dict(dims=(1, 0), signs=0b1010011, keys=(7, 2**62, -3))
 CASTS = {
@@ -36,7 +36,7 @@ def cast(x, recipe, mode, dims, keys=(), signs=None, ends=None, **settings):
 def test_every_group_has_the_bits_that_it_has_alone(recipe, settings, mode, monkeypatch):
     """The emulated casts are by kernels, those of single groups in PyTorch. The last rows belong to no group."""
     x = heavy_tailed(ROWS, COLUMNS, seed=0) * torch.arange(ROWS)[:, None].div(16, rounding_mode="floor").exp()
-    x[40, 3], x[ENDS[-1] :] = float("nan"), float("nan")
+    x[20, 3], x[ENDS[-1] :] = float("nan"), float("nan")
     got = cast(x, recipe, mode, ends=torch.tensor(ENDS, dtype=torch.int32), **settings)
     monkeypatch.setattr(nvfp4, "runs_kernels", lambda *_: False)
     for group, (start, end) in enumerate(pairwise((0, *ENDS))):
@@ -48,10 +48,10 @@ def test_every_group_has_the_bits_that_it_has_alone(recipe, settings, mode, monk
             assert want.isnan().all() if group == 1 else want.any() and not want.isnan().any()
 
 
-@pytest.mark.parametrize(("recipe", "settings"), CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize(("recipe", "settings"), [CASTS["gradient"], CASTS["weight"]], ids=["gradient", "weight"])
 def test_larger_parts_on_other_processes_raise_the_scale(recipe, settings, monkeypatch):
     monkeypatch.setattr(nvfp4, "largest", lambda found, group: found * 2**30 if group else found)
-    x, settings = heavy_tailed(ROWS, COLUMNS, seed=0), {**settings, "keys": settings.get("keys", ())[:1]}
+    x, settings = heavy_tailed(32, COLUMNS, seed=0), {**settings, "keys": settings.get("keys", ())[:1]}
     own, got = (cast(x, recipe, "emulated", group=group, **settings) for group in (None, "all"))
     monkeypatch.setattr(nvfp4, "runs_kernels", lambda *_: False)
     for dim, want in cast(x, recipe, "emulated", group="all", **settings).items():

@@ -162,16 +162,6 @@ def test_other_random_numbers_are_the_same_whatever_was_drawn_before():
     assert not torch.equal(buffer, like) and normal.std() > 0
 
 
-def test_a_generator_of_the_models_own_does_not_make_ranks_differ():
-    results = []
-    for seed in (1, 2):
-        parameter = nn.Parameter(torch.empty(9))
-        with drawing(parameter):
-            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
-        results.append(parameter)
-    assert torch.equal(*results)
-
-
 def test_a_weight_is_drawn_in_its_own_dtype():
     parameter = nn.Parameter(torch.empty(9, dtype=torch.float64))
     with drawing(parameter):

@@ -15,7 +15,6 @@ from tests.support import oracle, sharded_runs
 NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
     **oracle.RECIPES,
-    "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "both converters": ["--model.converters=mxnorm,fused_norm"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
@@ -31,22 +30,18 @@ TWO = {
 }
 QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_norm,decompose_k_router"]
 TWO_SWEEP = {
-    "unquantized, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "unquantized, selective": [*oracle.layout(tensor=2), f"{AC}selective"],
     "mxfp8, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL, HIGH_PRECISION],
     "mxfp8, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
     "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
     "mx_linear": oracle.layout(tensor=2),
-    "nvfp4": oracle.layout(tensor=2),
     "quantized head": oracle.layout(tensor=2),
     "both converters": oracle.layout(tensor=2),
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
 }
 FOUR_SWEEP = {
     "unquantized, tp 4": oracle.layout(tensor=4),
-    "unquantized, tp 2 x fsdp 2, accumulated": oracle.layout(tensor=2, shard=2, accumulate=2),
     "mxfp8, tp 2 x fsdp 2, selective": [*oracle.layout(tensor=2, shard=2), f"{AC}selective"],
-    "mxfp8, tp 2 x ddp 2": oracle.layout(tensor=2, replicate=2),
     "mxfp8, cp 2 x tp 2": oracle.layout(context=2, tensor=2),
 }
 

@@ -74,13 +74,6 @@ def test_codes_are_the_nearest_representable_values():
         assert got == expected, probe
 
 
-def test_floor_saturates_where_rceil_moves_up_a_binade():
-    codes, scales = cast(block(500.0, 1.0), MXFP8, "floor")
-    assert dequantize(codes, scales, MXFP8)[0, :2].tolist() == [448.0, 1.0]
-    codes, scales = cast(block(500.0, 1.0), MXFP8, "rceil")
-    assert dequantize(codes, scales, MXFP8)[0, :2].tolist() == [512.0, 1.0]
-
-
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_non_finite_blocks_never_decode_to_a_number(bad, rounding):
@@ -144,12 +137,6 @@ def test_image_along_dim_0_is_the_transposed_cast(rows):
     padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % 32))
     expected = image(padded.t().contiguous(), MXFP8, "rceil", 1, torch.float32).t()[:rows]
     assert torch.equal(image(x, MXFP8, "rceil", 0, torch.float32), expected)
-
-
-def test_image_is_idempotent():
-    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(3))
-    once = image(x, MXFP8, "rceil", 1, torch.float32)
-    assert torch.equal(image(once, MXFP8, "rceil", 1, torch.float32), once)
 
 
 def test_rounded_amax():

@@ -78,18 +78,6 @@ def test_the_transform_leaves_products_unchanged(blocks, sign_bits, seed):
     assert torch.equal(hadamard(dy, signs, 0).t() @ hadamard(x, signs, 0), dy.t() @ x)
 
 
-def test_other_signs_on_one_operand_change_the_product():
-    dy, x = draw(16, 4), draw(16, 4, seed=1)
-    assert not torch.allclose(hadamard(dy, SIGNS, 0).t() @ hadamard(x, ONES, 0), dy.t() @ x, atol=0.1)
-
-
-def test_an_outlier_is_spread_over_its_block_and_no_further():
-    x = torch.zeros(48, 1)
-    x[20] = 96.0
-    y = hadamard(x, SIGNS, 0)
-    assert (y[16:32].abs() == 24).all() and not y[:16].any() and not y[32:].any()
-
-
 def test_the_largest_and_the_smallest_numbers():
     largest = torch.finfo(torch.float32).max
     y = hadamard(torch.full((1, 16), largest), ONES, 1)
@@ -99,14 +87,6 @@ def test_the_largest_and_the_smallest_numbers():
     for smallest in (torch.tensor(1, dtype=torch.int16).view(torch.bfloat16), torch.tensor(2.0**-133)):
         y = hadamard(torch.nn.functional.pad(smallest[None], (0, 15))[None], SIGNS, 1)
         assert (y.abs() == 2.0**-135).all(), "the smallest bf16 number loses nothing"
-
-
-@pytest.mark.parametrize("special", [INF, -INF, NAN])
-def test_one_bad_element_makes_its_whole_block_non_finite(special):
-    x = draw(32, 2)
-    x[5, 1] = special
-    finite = hadamard(x, SIGNS, 0).isfinite()
-    assert not finite[:16, 1].any() and finite[:, 0].all() and finite[16:].all()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17])

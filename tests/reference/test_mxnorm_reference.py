@@ -50,25 +50,6 @@ def test_gaussian_rows_are_estimated_within_the_known_spread(p, width, spread):
 
 
 @pytest.mark.parametrize("p", [1, 2])
-def test_other_shapes_are_estimated_up_to_a_constant(p):
-    """Theorem 1: the ratio converges to a constant that depends on the distribution's shape, not on its scale."""
-    laplace = rows("laplace", 500, 4096)
-    ratio = inverse_rms(laplace, estimate(p), MXFP8) * laplace.square().mean(-1).sqrt()
-    assert ratio.std().item() < 0.05 * ratio.mean().item()
-    assert 0.7 < ratio.mean().item() < 0.85, "maxima of heavy tails are larger, so the RMS is overestimated"
-    scaled = inverse_rms(laplace * 1024, estimate(p), MXFP8) * 1024
-    assert torch.equal(scaled, inverse_rms(laplace, estimate(p), MXFP8))
-
-
-def test_outlier_features_move_p1_and_p2_differently():
-    x = rows("outliers", 500, 4096)
-    rms = x.square().mean(-1).sqrt()
-    by_p = {p: (inverse_rms(x, estimate(p), MXFP8) * rms).mean().item() for p in (1, 2)}
-    # Two blocks of 128 hold an outlier. p = 1 hardly sees them and lets them pass enlarged; p = 2 damps them.
-    assert by_p[1] > 1.2 and by_p[2] < 0.8
-
-
-@pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("kind", ["gaussian", "laplace", "outliers"])
 def test_output_bound(p, kind):
     """|x rho| <= c K^(1/p): sqrt(K) for p = 2, K for p = 1."""
@@ -118,12 +99,6 @@ def test_ugly_rows():
     assert xhat[4].isfinite().all()
 
 
-def test_bf16_input_is_read_exactly():
-    x = rows("gaussian", 8, 128).bfloat16()
-    assert torch.equal(inverse_rms(x, estimate(), MXFP8), inverse_rms(x.float(), estimate(), MXFP8))
-    assert inverse_rms(x, estimate(), MXFP8).dtype == torch.float32
-
-
 def test_backward_is_rmsnorms_gradient_for_the_true_inverse_rms():
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(7, 96, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -131,15 +106,3 @@ def test_backward_is_rmsnorms_gradient_for_the_true_inverse_rms():
     (expected,) = torch.autograd.grad(torch.nn.functional.rms_norm(x, (96,), eps=0.0), x, g)
     rho = x.detach().square().mean(-1).rsqrt()
     torch.testing.assert_close(norm_backward(g, x.detach(), rho), expected, rtol=1e-12, atol=1e-14)
-
-
-def test_backward_of_a_zero_row_is_finite():
-    g, x = torch.randn(2, 64, generator=torch.Generator().manual_seed(6)), torch.zeros(2, 64)
-    rho = inverse_rms(x, estimate(eps=1e-5), MXFP8)
-    torch.testing.assert_close(norm_backward(g, x, rho), g * rho[:, None], rtol=1e-6, atol=0)
-
-
-def test_backward_keeps_the_dtype_of_x():
-    x, g = rows("gaussian", 4, 64).bfloat16(), rows("laplace", 4, 64)
-    dx = norm_backward(g, x, inverse_rms(x, estimate(), MXFP8))
-    assert dx.dtype == torch.bfloat16

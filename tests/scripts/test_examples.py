@@ -1,15 +1,12 @@
 """The examples do what they say: they train, stop, go on as if they had not stopped, and leave a model that loads."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import mxtrain
-
-EXAMPLES = Path(__file__).parents[2] / "scripts" / "examples"
 
 
 @pytest.fixture
@@ -39,19 +36,14 @@ def test_plain_loop(example, tmp_path, capsys):
     assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
-def test_hugging_face_trainer(example, tmp_path):
+def test_hugging_face_trainer(example, tmp_path, monkeypatch):
+    seen, set_step = [], mxtrain.set_rounding_step
+    monkeypatch.setattr(mxtrain, "set_rounding_step", lambda *position: seen.append(position) or set_step(*position))
     main = example("hugging_face_trainer").main
     whole = [row["loss"] for row in main([str(tmp_path / "whole"), "--steps", "12"]) if "loss" in row]
+    assert seen[:4] == [(1,), (1, 1), (2,), (2, 1)], "every microbatch has random bits of its own"
     main([str(tmp_path / "parts"), "--steps", "10"])
     parts = [row["loss"] for row in main([str(tmp_path / "parts"), "--steps", "12"]) if "loss" in row]
     assert whole == parts and len(whole) == 12
     assert whole[-1] < whole[0] - 0.5
     assert_equal(weights(tmp_path / "whole" / "model"), weights(tmp_path / "parts" / "model"))
-
-
-def test_every_microbatch_of_the_trainer_has_random_bits_of_its_own(example, tmp_path, monkeypatch):
-    seen = []
-    set_step = mxtrain.set_rounding_step
-    monkeypatch.setattr(mxtrain, "set_rounding_step", lambda *position: seen.append(position) or set_step(*position))
-    example("hugging_face_trainer").main([str(tmp_path), "--steps", "2"])
-    assert seen == [(1,), (1, 1), (2,), (2, 1)]

@@ -9,68 +9,62 @@ import tomli_w
 from mxtrain.errors import ConfigError
 from mxtrain.norms.row_norm import WHEN_COMPILED
 from mxtrain.ops.hardware import MODES
-from mxtrain.settings.known import known_fields
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.titan import NARROWER, RULES, known_fields, titan_fields
+from mxtrain.titan.releases import engine
 
 
 def test_every_default_is_allowed():
     known = known_fields()
     for field in known.values():
-        if field.name != "checkpoint.exclude_from_loading" or field.default:
-            assert field.checked(field.default) == field.default
-
-
-def test_choices_are_those_of_the_code():
-    known = known_fields()
+        assert field.checked(field.default) == field.default
     assert known["mxnorm.mode"].choices == ("auto", *MODES)
     assert known["fused_norm.when_compiled"].choices == WHEN_COMPILED
 
 
+def test_what_is_said_about_torchtitans_settings_is_about_settings_that_exist():
+    names = {f"{name}." for name in (*titan_fields(), *engine().GONE)}
+    for said in " ".join([*RULES.values(), *NARROWER.values()]).split():
+        assert any(name.startswith(f"{said}.") or f"{said}.".startswith(name) for name in names), said
+
+
 PARTS = "parallelism.module_fqns_per_model_part"
+FLAGS = [
+    ("--training.steps 7 --training.steps=8", "training.steps", 8),
+    ("--training.local-batch-size=7", "training.local_batch_size", 7),
+    ("--optimizer.lr 1", "optimizer.lr", 1.0),
+    ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
+    ("--checkpoint.enable", "checkpoint.enable", True),
+    ("--checkpoint.enable=false", "checkpoint.enable", False),
+    ("--metrics.no-enable_wandb", "metrics.enable_wandb", False),
+    ("--model.converters mxnorm,fused_norm,", "model.converters", ["mxnorm", "fused_norm"]),
+    ("--model.converters=", "model.converters", []),
+    ("--debug.seed None", "debug.seed", None),
+    ("--job.description a=b", "job.description", "a=b"),
+    ("--mxnorm.p 1", "mxnorm.p", 1),
+    ("--mxnorm.recipes layers.0 bf16 wo nvfp4", "mxnorm.recipes", {"layers.0": "bf16", "wo": "nvfp4"}),
+    ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
+    (f"--{PARTS} a,b c", PARTS, [["a", "b"], ["c"]]),
+    (f"--{PARTS} None", PARTS, None),
+]
 
 
-@pytest.mark.parametrize(
-    "flags, name, value",
-    [
-        ("--training.steps 7", "training.steps", 7),
-        ("--training.steps=7", "training.steps", 7),
-        ("--training.local-batch-size=7", "training.local_batch_size", 7),
-        ("--training.steps 7 --training.steps 8", "training.steps", 8),
-        ("--optimizer.lr 1e-3", "optimizer.lr", 1e-3),
-        ("--optimizer.lr 1", "optimizer.lr", 1.0),
-        ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
-        ("--checkpoint.enable", "checkpoint.enable", True),
-        ("--checkpoint.enable=false", "checkpoint.enable", False),
-        ("--checkpoint.no-enable", "checkpoint.enable", False),
-        ("--metrics.no-enable_wandb", "metrics.enable_wandb", False),
-        ("--model.converters=mxnorm,fused_norm", "model.converters", ["mxnorm", "fused_norm"]),
-        ("--model.converters=", "model.converters", []),
-        ("--debug.seed None", "debug.seed", None),
-        ("--training.dataset_path None", "training.dataset_path", None),
-        ("--job.description a=b", "job.description", "a=b"),
-        ("--mxnorm.p 1", "mxnorm.p", 1),
-        ("--mxnorm.recipes layers.0 bf16 wo nvfp4", "mxnorm.recipes", {"layers.0": "bf16", "wo": "nvfp4"}),
-        ("--training.dataloader.num_workers 2", "training.dataloader.num_workers", 2),
-        ("--quantize.grouped_mm.mx.fqns=a,b", "quantize.grouped_mm.mx.fqns", ["a", "b"]),
-        (f"--{PARTS} a,b c", PARTS, [["a", "b"], ["c"]]),
-        (f"--{PARTS} None", PARTS, None),
-    ],
-)
-def test_flags(flags, name, value):
-    settings = read_settings(flags.split())
-    assert settings[name] == value and type(settings[name]) is type(value)
-    assert list(settings.given) == [name]
-
-
-def test_names_may_have_spaces_around_them():
-    settings = read_settings(["--model.converters", " mxnorm, fused_norm, "])
-    assert settings["model.converters"] == ["mxnorm", "fused_norm"]
+def test_flags():
+    for flags, name, value in FLAGS:
+        settings = read_settings(flags.split())
+        assert settings[name] == value and type(settings[name]) is type(value), flags
+        assert list(settings.given) == [name]
+    assert read_settings(["--model.converters", " mxnorm, fused_norm, "])["model.converters"] == [
+        "mxnorm",
+        "fused_norm",
+    ]
+    older = read_settings(["--model.tokenizer_path=a"])
+    assert older["model.hf_assets_path"] == "a"
 
 
 def test_flags_override_the_file_and_the_rest_are_defaults(tmp_path):
     (tmp_path / "a.toml").write_text(tomli_w.dumps({"training": {"steps": 5, "dataloader": {"num_workers": 3}}}))
     settings = read_settings(["--job.config_file", str(tmp_path / "a.toml"), "--training.steps=6"])
-    assert [settings[f"training.{name}"] for name in ("steps", "dataloader.num_workers", "seq_len")] == [6, 3, 2048]
     values = settings.values
     assert (values.training.steps, values.training.dataloader.num_workers, values.mxnorm.p) == (6, 3, 2)
     path = {"config_file": str(tmp_path / "a.toml")}
@@ -84,7 +78,6 @@ from pathlib import Path
 @dataclass
 class Mine:
     depth: int = 3
-    numbers: list[int] = field(default_factory=list)
     pair: tuple[int, float] = (1, 2.0)
     words: set[str] = field(default_factory=set)
     path: Path = Path(".")
@@ -96,25 +89,21 @@ class JobConfig:
 """
 
 
-@pytest.mark.parametrize(
-    "name, in_toml, flag, value",
-    [
+def test_sections_of_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "my_sections.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_sections", raising=False)
+    own = "--job.custom_config_module=my_sections"
+    for name, in_toml, flag, value in (
         ("depth", 4, "4", 4),
-        ("numbers", [1, 2], "1 2", [1, 2]),
         ("pair", [1, 2.5], "1 2.5", (1, 2.5)),
         ("words", ["a", "b"], "a b", {"a", "b"}),
         ("path", "a/b", "a/b", Path("a/b")),
         ("table", {"a": 1}, "a 1", {"a": 1}),
-    ],
-)
-def test_sections_of_the_users_own(tmp_path, monkeypatch, name, in_toml, flag, value):
-    (tmp_path / "my_sections.py").write_text(OWN)
-    (tmp_path / "a.toml").write_text(tomli_w.dumps({"mine": {name: in_toml}}))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_sections", raising=False)
-    own = "--job.custom_config_module=my_sections"
-    assert read_settings([own, f"--mine.{name}", *flag.split()])[f"mine.{name}"] == value
-    assert read_settings([own, f"--job.config_file={tmp_path / 'a.toml'}"])[f"mine.{name}"] == value
+    ):
+        (tmp_path / "a.toml").write_text(tomli_w.dumps({"mine": {name: in_toml}}))
+        assert read_settings([own, f"--mine.{name}", *flag.split()])[f"mine.{name}"] == value
+        assert read_settings([own, f"--job.config_file={tmp_path / 'a.toml'}"])[f"mine.{name}"] == value
 
 
 @pytest.mark.parametrize(

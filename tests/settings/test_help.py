@@ -8,37 +8,23 @@ import tomli_w
 
 from mxtrain import cli
 from mxtrain.settings.help import settings_help
-from mxtrain.settings.known import known_fields, own_fields
+from mxtrain.settings.titan import known_fields, own_fields
 from mxtrain.titan.releases import RELEASE
-
-OWN = '''
-from dataclasses import dataclass, field
-
-@dataclass
-class Mine:
-    depth: int = 3
-    """How deep it is"""
-
-@dataclass
-class JobConfig:
-    mine: Mine = field(default_factory=Mine)
-'''
+from tests.settings.test_fields import OWN
 
 
 def named(text: str) -> list[str]:
     return re.findall(r"^  --(\w+(?:\.\w+)+)[ ,]?", text, flags=re.MULTILINE)
 
 
-def test_every_setting_stands_once_and_mxtrains_first():
-    found = named(settings_help([]))
-    own = list(own_fields())
-    assert found[: len(own)] == own and len(own) > 30
-    assert sorted(found) == sorted(known_fields())
-
-
-def test_each_of_mxtrains_settings_is_described():
-    text = settings_help([])
-    for name in own_fields():
+def test_every_setting_stands_once_with_its_text(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.startswith("usage: mxtrain train [--verbose] CONFIG [FLAGS]\n")
+    found, own = named(text), list(own_fields())
+    assert found[: len(own)] == own and len(own) > 30 and sorted(found) == sorted(known_fields())
+    for name in own:
         (entry,) = re.findall(rf"^  --{re.escape(name)}[ ,\n].*\n((?: {{8}}.*\n)+)", text, flags=re.MULTILINE)
         assert len(entry.partition("(default:")[0].split()) >= 4, name
     # TorchTitan's own text, also of classes inside classes
@@ -47,26 +33,16 @@ def test_each_of_mxtrains_settings_is_described():
         assert re.search(r"--quantize.linear.float8.enable_fsdp_float8_all_gather.*\n +\w+", text)
 
 
-def test_values_of_a_config_and_of_flags(tmp_path):
+def test_values_of_a_config_of_flags_and_of_the_users_own_section(tmp_path, monkeypatch):
+    (tmp_path / "my_help.py").write_text(OWN.replace("depth: int = 3", 'depth: int = 3\n    """How deep it is"""'))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_help", raising=False)
     (tmp_path / "a.toml").write_text(tomli_w.dumps({"extends": "llama3_debug", "training": {"steps": 7}}))
-    text = " ".join(settings_help([f"--job.config_file={tmp_path / 'a.toml'}", "--mxnorm.p=1", "--help"]).split())
+    flags = ["--mxnorm.p=1", "--job.custom_config_module=my_help", "--help"]
+    text = settings_help([f"--job.config_file={tmp_path / 'a.toml'}", *flags])
+    assert re.search(r"\[mine\]\n  --mine.depth INTEGER\n +How deep it is \(default: 3\)", text)
+    assert text.index("--mine.depth") < text.index("Settings of TorchTitan")
+    text = " ".join(text.split())
     assert "1 or 2 (set to 1; default: 2) --mxnorm.recipe" in text
     assert re.search(r"--training.steps INTEGER [^()-]* \(set to 7; default: 10000\)", text)
     assert "--checkpoint.enable, --checkpoint.no_enable Whether" in text
-
-
-def test_sections_of_the_users_own_come_with_mxtrains(tmp_path, monkeypatch):
-    (tmp_path / "my_help.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_help", raising=False)
-    text = settings_help(["--job.custom_config_module=my_help"])
-    assert re.search(r"\[mine\]\n  --mine.depth INTEGER\n +How deep it is \(default: 3\)", text)
-    assert text.index("--mine.depth") < text.index("Settings of TorchTitan")
-
-
-def test_the_help_of_train_is_complete(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0 and text.startswith("usage: mxtrain train [--verbose] CONFIG [FLAGS]\n")
-    assert named(text)[0] == "mxnorm.p" and len(named(text)) == len(known_fields())

@@ -9,11 +9,13 @@ import torch.distributed.checkpoint as dcp
 import mxtrain.titan  # noqa: F401  registers models and converters
 from mxtrain.checkpoints.manifest import MANIFEST_FILE, Manifest, write_manifest
 from mxtrain.config import dump_config, load_config
+from mxtrain.conversion.schedule import set_step
 from mxtrain.data.run_data import RunData
 from mxtrain.files import hash_file
 from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import prepare_from_job
-from mxtrain.titan.hugging_face.export import SavedRun, saved_state
+from mxtrain.titan.hugging_face.export import SavedRun
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import RELEASE, engine
 
@@ -111,10 +113,13 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
 
 
 def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
-    """The model of a run in fp32 on the CPU, with its converters or without, and with its weights."""
-    model = run.build(True) if has_converters else run.model.on_meta(experts_in_fp32=True)
+    """Build a run's model in fp32, with its converters or without, and load its weights."""
+    model = run.model.on_meta(experts_in_fp32=not has_converters)
+    if has_converters:
+        convert_on_meta(run.job_config, model)
+        set_step(model, max(1, run.step))
     with torch.no_grad():
-        model.init_weights(buffer_device=torch.device("cpu"))  # computes buffers, nothing for parameters without memory
+        model.init_weights(buffer_device=torch.device("cpu"))  # computes buffers; parameters have no memory yet
     model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
     if run.model.sizes.get("enable_weight_tying"):
         head_of(model).weight = model.tok_embeddings.weight
@@ -124,6 +129,11 @@ def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
 
 def head_of(model: torch.nn.Module) -> torch.nn.Linear:
     return model.output if RELEASE == "v02" else model.lm_head
+
+
+def saved_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a model by their names in checkpoints."""
+    return {engine().saved_name(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def save_weights(checkpoint: Path, weights: dict[str, torch.Tensor], processes: int = 1) -> None:

@@ -114,7 +114,7 @@ def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Ca
 
     import mxtrain.titan.train
     from mxtrain.analysis import tables
-    from mxtrain.cli.quiet import hide_library_warnings, take_verbose
+    from mxtrain.cli.console import hide_library_warnings, take_verbose
 
     hide_library_warnings()
     tables.plot = lambda runs, path: path  # a picture takes longer than a step

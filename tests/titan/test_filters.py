@@ -9,7 +9,7 @@ from mxtrain import (
     MXNorm,
     MXNormLinear,
 )
-from mxtrain.settings.known import resolved_settings
+from mxtrain.settings.titan import settings_of
 from mxtrain.titan.converters import convert_on_meta, titan_converter
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import engine
@@ -60,7 +60,7 @@ def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, ex
     (tmp_path / "job.toml").write_text("".join(lines))
     flags = [] if flag is None else [f"--{table}.filter_fqns={flag}" for table in tables]
     job_config = parse([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
-    saved = resolved_settings(job_config)
+    saved = settings_of(job_config).resolved()
     for table in tables:
         default = None if table == "mxnorm" else []
         wanted = default if (flag, in_file) == (None, None) else expected

@@ -15,7 +15,7 @@ from mxtrain.checkpoints.start import Start, find_start
 from mxtrain.errors import ConfigError
 from mxtrain.ranks import CommonError
 from mxtrain.run_folder.lock import locked
-from mxtrain.settings.known import resolved_settings, settings_of
+from mxtrain.settings.read import read_settings
 from mxtrain.titan import run_start
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.run_start import begin_run, other_versions, require_same_settings, write_resolved_config
@@ -85,7 +85,7 @@ def test_a_config_that_names_its_own_folder_goes_on_to_do_so(tmp_path, monkeypat
     named = named and named.format(tmp=tmp_path)
     job = {} if named is None else {"dump_folder": named}
     Path("run/config.toml").write_text(tomli_w.dumps({"job": job, "debug": {"seed": 3}}))
-    write_resolved_config(parse_job_config(["--job.config_file=run/config.toml", "--job.dump_folder=run"]))
+    write_resolved_config(Path("run"), read_settings(["--job.config_file=run/config.toml", "--job.dump_folder=run"]))
     kept = job if named in ("run", f"{tmp_path}/run", "link") else {}
     expected = {"debug": {"seed": 3}} | ({"job": kept} if kept else {})
     assert tomli.loads(Path("run/config.toml").read_text()) == expected
@@ -96,8 +96,7 @@ COMMON = ["--model.converters=mxnorm", "--training.local_batch_size=2", "--optim
 
 def compare(*flags: str) -> None:
     """Compare the settings of this rank with rank 0's, which has other flags."""
-    own = parse_job_config([*COMMON, *flags])
-    require_same_settings(settings_of(own), resolved_settings(own))
+    require_same_settings(read_settings([*COMMON, *flags]))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def compare(*flags: str) -> None:
 )
 def test_settings_that_must_be_the_same_and_others(monkeypatch, flags, message):
     texts = ["--training.dataset=files", "--training.dataset_path=/local/0.txt"] if "dataset" in flags[0] else []
-    first = resolved_settings(parse_job_config([*COMMON, *texts]))
+    first = read_settings([*COMMON, *texts]).resolved()
     monkeypatch.setattr(run_start, "from_first_rank", lambda work: first)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(CommonError, match=message) if message else nullcontext():

@@ -14,7 +14,7 @@ from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.folder import Checkpoints
-from mxtrain.settings.known import resolved_settings
+from mxtrain.settings.read import read_settings
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import RELEASE
 from mxtrain.titan.train import train
@@ -157,12 +157,12 @@ def test_values_that_toml_lacks_are_written_as_lists_and_strings(tmp_path, monke
     )
     monkeypatch.syspath_prepend(tmp_path)
     own = ["--job.custom_config_module=my_own", "--own.path=a/b", "--own.pair", "3", "4"]
-    assert resolved_settings(parse_job_config(own))["own"] == {"path": "a/b", "pair": [3, 4]}
+    assert read_settings(own).resolved()["own"] == {"path": "a/b", "pair": [3, 4]}
 
 
 def test_only_settings_that_differ_from_the_defaults_are_written():
     flags = ["--training.dataloader.num_workers=2", "--mxnorm.filter_fqns=output,wo", "--model.converters="]
-    assert resolved_settings(parse_job_config(flags)) == {
+    assert read_settings(flags).resolved() == {
         "training": {"dataloader": {"num_workers": 2}},
         "mxnorm": {"filter_fqns": ["output", "wo"]},
     }
@@ -172,7 +172,7 @@ def test_diagnostics_that_are_switched_off_keep_their_settings(tmp_path):
     config, off = tmp_path / "config.toml", {"every": 0, "tokens": 64}
     config.write_text("[mxnorm.diagnostics]\nevery = 50\ntokens = 64\n")
     for flags in (["--mxnorm.diagnostics.every=0"], []):  # the run, and the one that resumes it
-        settings = resolved_settings(parse_job_config([f"--job.config_file={config}", *flags]))
+        settings = read_settings([f"--job.config_file={config}", *flags]).resolved()
         assert settings["mxnorm"] == {"diagnostics": off}
         config.write_text(tomli_w.dumps(settings))
 

@@ -12,8 +12,8 @@ import torch
 from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSignals
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
-from mxtrain.settings.known import settings_of
-from mxtrain.titan.job_config import parse_job_config
+from mxtrain.settings.read import read_settings
+from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.train import _train
 
@@ -74,8 +74,8 @@ def trainer(monkeypatch, tmp_path):
     made = []
 
     def make(*flags):
-        job_config = parse_job_config(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])
-        made.append(Trainer(job_config, settings_of(job_config), None, Start(0)))
+        settings = read_settings(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])
+        made.append(Trainer(job_config_of(settings), settings, None, Start(0)))
         return made[-1]
 
     yield make

@@ -24,14 +24,14 @@ from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.settings.known import resolved_settings
+from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
-from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.job_config import check_model, job_config_of
 from mxtrain.titan.releases import engine
 
 
@@ -76,7 +76,7 @@ def export(
             "dtype": str(exporter.dtype).removeprefix("torch."),
             "fold_gain": fold_gain,
             "notes": notes,
-            "settings": resolved_settings(saved.job_config),
+            "settings": saved.settings.resolved(),
             "versions": package_versions(),
         }
         (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -96,18 +96,11 @@ class SavedRun:
     step: int
     casts_weights: bool
     """Whether FSDP cast weights to ``training.mixed_precision_param`` for every product"""
+    settings: Settings
     job_config: object
     model: object
     """The engine's ``SizedModel``, with the settings of the run"""
     weights: SavedWeights
-
-    def build(self, has_converters: bool) -> torch.nn.Module:
-        """Return the run's model on the meta device, fp32, with mxtrain's converters or without any."""
-        model = self.model.on_meta()
-        if has_converters:
-            convert_on_meta(self.job_config, model)
-            set_step(model, max(1, self.step))  # the recipes that a schedule has for this step
-        return model
 
 
 def open_run(folder: Path, step: int | None = None) -> SavedRun:
@@ -131,16 +124,13 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         # All modes round to the same operands, and this machine may lack the mode of the training.
         arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
         with places(arguments):
-            job_config = parse_job_config(arguments)
+            settings = read_settings(arguments)
+            check_model(settings.values)
+    job_config = job_config_of(settings)
     model, weights = engine().SizedModel.of_job(job_config), SavedWeights(checkpoint)
     # In TorchTitan 0.2.2 one process has no FSDP.
     casts = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")
-    return SavedRun(folder, checkpoint, manifest.step, casts, job_config, model, weights)
-
-
-def saved_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights and buffers of a model by their names in checkpoints."""
-    return {engine().saved_name(name): tensor for name, tensor in model.state_dict().items()}
+    return SavedRun(folder, checkpoint, manifest.step, casts, settings, job_config, model, weights)
 
 
 def _trained(run: SavedRun, where: str) -> Trained:
@@ -151,7 +141,9 @@ def _trained(run: SavedRun, where: str) -> Trained:
     found = parameters(model)
     tied = ("output.weight",) if shape.tie_word_embeddings else ()
     run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
-    built = run.build(has_converters=True)
+    built = model.on_meta()
+    convert_on_meta(run.job_config, built)
+    set_step(built, max(1, run.step))  # the recipes that a schedule has for this step
     modules = {engine().saved_name(name): module for name, module in built.named_modules()}
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}
     experts = {fqn: module for fqn, module in modules.items() if isinstance(module, QuantizedExperts)}

@@ -11,8 +11,7 @@ import torch
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling, YarnScaling
 from mxtrain.hugging_face.text import from_pretrained, in_one_line
-from mxtrain.settings.model_settings import PLACES
-from mxtrain.settings.model_sizes import wrong_sizes
+from mxtrain.settings.model_settings import PLACES, wrong_sizes
 from mxtrain.titan.releases import engine
 
 MODELS = {
@@ -138,7 +137,7 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
         model = sized_model.of_flavor(name, flavor, settings, shape.vocab_size)
         model = model.shortened(model.sizes["n_layers"], LONG)
         closest = shape_of(model, shape.max_position_embeddings)
-        if shape.model_type == "qwen3_moe":  # a size that no layer has
+        if shape.model_type == "qwen3_moe":  # no layer has this size
             closest = replace(closest, intermediate_size=shape.intermediate_size)
         return model, closest
 

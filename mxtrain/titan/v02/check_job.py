@@ -7,7 +7,7 @@ from torchtitan.protocols import model_converter, train_spec
 
 from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import Problems, Settings, raise_first
-from mxtrain.settings.layout import degree
+from mxtrain.settings.machine import degree
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import import_own
 from mxtrain.titan.check_job import ModelFacts, layout_problems

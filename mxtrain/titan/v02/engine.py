@@ -32,6 +32,8 @@ hugging_face_tokenizer = HuggingFaceTokenizer
 names_of_stages = generate_llm_fqn_per_model_part
 saved_name = plain_name
 
+GONE: dict[str, str] = {}
+"""Settings of TorchTitan 0.2.2 that this release does not have"""
 FSDP_ON_ONE_PROCESS = False
 
 

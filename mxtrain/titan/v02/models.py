@@ -19,8 +19,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.settings.model_settings import PLACES, SECTION, given_in
-from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
+from mxtrain.settings.model_settings import PLACES, SECTION, absent, given_in, refuse, wrong_sizes
 
 HEAD = "output.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

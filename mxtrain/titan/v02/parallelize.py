@@ -33,9 +33,9 @@ from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers
 from mxtrain.reports.terminal import note_model
-from mxtrain.settings.known import settings_of
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.settings.titan import settings_of
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v02.check_job import check_model_layout
 from mxtrain.titan.v02.context_parallel import prepare_context_parallelism

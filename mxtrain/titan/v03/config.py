@@ -1,7 +1,7 @@
 """TorchTitan 0.3's config of a job, from settings with the names of 0.2.2."""
 
 from collections.abc import Callable
-from dataclasses import asdict, field, fields, make_dataclass
+from dataclasses import fields
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -22,73 +22,6 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
-
-from mxtrain.errors import ConfigError
-from mxtrain.settings.titan import TITAN
-
-GONE = {
-    "parallelism.expert_tensor_parallel_degree": "experts are split by parallelism.expert_parallel_degree alone",
-    "parallelism.disable_loss_parallel": "the loss of tensor parallelism is always parallel",
-    "parallelism.context_parallel_rotate_method": "keys and values are always gathered",
-    "parallelism.pipeline_parallel_expert_parallel_overlap": "schedules that overlap experts are not used",
-    "optimizer.early_step_in_backward": "the optimizer steps after the backward",
-    "activation_checkpoint.early_stop": "a layer is always computed again as a whole",
-    "model.print_after_conversion": "conversion.txt in the run's folder says what was converted",
-    "checkpoint.enable_ft_dataloader_checkpoints": "torchft has a trainer of its own, which mxtrain does not use",
-    "job.save_config_file": "config.toml in the run's folder has all settings",
-    "experimental.custom_args_module": "job.custom_config_module declares settings",
-}
-GONE_SECTIONS = {
-    "fault_tolerance": "torchft has a trainer of its own, which mxtrain does not use",
-    "memory_estimation": "mxtrain doctor --model estimates memory",
-    "quantize": "model.converters names mxtrain's converters",
-    "validation.dataloader": "training.dataloader holds for validation, too",
-}
-"""Settings, and tables of settings, of 0.2.2 that 0.3 does not have -> what takes their place"""
-
-
-class _Table:
-    def to_dict(self) -> dict:
-        return asdict(self)
-
-
-def _table(names: dict[str, tuple], kind: str) -> type:
-    """A dataclass with a field for every name, and one for every table of names with dots."""
-    tables, own = {}, []
-    for name, (of_type, default) in names.items():
-        table, dot, rest = name.partition(".")
-        if dot:
-            tables.setdefault(table, {})[rest] = (of_type, default)
-        else:
-            copied = isinstance(default, list)
-            given = field(default_factory=lambda default=default: list(default)) if copied else field(default=default)
-            own.append((name, of_type, given))
-    for table, nested in tables.items():
-        section = _table(nested, table)
-        own.append((table, section, field(default_factory=section)))
-    return make_dataclass(kind, own, bases=(_Table,))
-
-
-JobConfig = _table(TITAN, "JobConfig")
-"""A job's settings as attributes, as in TorchTitan 0.2.2: job_config.training.steps"""
-
-
-def refuse_gone(job_config) -> None:
-    """Raise ConfigError for a setting of 0.2.2 that is set to what 0.3 does not have."""
-    for name, (_, default) in TITAN.items():
-        value = job_config
-        for part in name.split("."):
-            value = getattr(value, part)
-        table = next((table for table in GONE_SECTIONS if name.startswith(f"{table}.")), None)
-        instead = GONE.get(name) or GONE_SECTIONS.get(table)
-        if instead and value != default:
-            raise ConfigError(f"{name} = {value!r} is not a setting of TorchTitan 0.3: {instead}")
-    option = job_config.activation_checkpoint.selective_ac_option
-    if option not in ("op", TITAN["activation_checkpoint.selective_ac_option"][1]):
-        raise ConfigError(
-            f"activation_checkpoint.selective_ac_option = {option!r} is for layers, and TorchTitan 0.3 chooses "
-            "operations in every layer: allowed is 'op'"
-        )
 
 
 def built(kind: type, build: Callable) -> type:

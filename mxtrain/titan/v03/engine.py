@@ -17,17 +17,18 @@ from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Settings, raise_first
-from mxtrain.settings.model_settings import given_in
-from mxtrain.settings.model_sizes import absent, refuse, wrong_sizes
+from mxtrain.settings.model_settings import absent, given_in, refuse, wrong_sizes
 from mxtrain.settings.read import import_own
 from mxtrain.titan.check_job import ModelFacts, layout_problems
 from mxtrain.titan.data import check_datasets, validation_dataset
-from mxtrain.titan.v03.config import JobConfig as JobConfig
-from mxtrain.titan.v03.config import refuse_gone, same, trainer_config
+from mxtrain.titan.v03.config import same, trainer_config
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, adapter_of, config_of, model_spec, sizes_of
 from mxtrain.titan.v03.names import name_in_022 as saved_name
 from mxtrain.titan.v03.parallelize import convertible as convertible
 from mxtrain.titan.v03.parallelize import split_layers
+from mxtrain.titan.v03.settings import GONE as GONE
+from mxtrain.titan.v03.settings import JobConfig as JobConfig
+from mxtrain.titan.v03.settings import refuse_gone
 from mxtrain.titan.v03.trainer import Trainer as Trainer
 from mxtrain.titan.v03.with_mxtrain import with_mxtrain as with_mxtrain
 

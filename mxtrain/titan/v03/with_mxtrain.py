@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
 
 import torch.nn as nn
 from torchtitan.config.configs import ParallelismConfig
@@ -13,7 +12,7 @@ from mxtrain.conversion.converters import require_converter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import settings_in
-from mxtrain.settings.titan import TITAN
+from mxtrain.settings.titan import titan_fields
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.metrics import require_plain_recipes
@@ -71,5 +70,4 @@ def _check_layout(parallelism: ParallelismConfig) -> None:
     require_one_of("parallelism.spmd_backend", parallelism.spmd_backend, plain)
     if parallelism.pipeline_parallel_degree > 1:
         for name in ("parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"):
-            allowed, _ = TITAN[name]
-            require_one_of(name, getattr(parallelism, name.rpartition(".")[2]), get_args(allowed))
+            require_one_of(name, getattr(parallelism, name.rpartition(".")[2]), titan_fields()[name].choices)

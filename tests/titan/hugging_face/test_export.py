@@ -25,7 +25,6 @@ from mxtrain.titan.releases import RELEASE, engine
 from tests.support import saved_runs, training_worker
 from tests.support.hostile_pickles import NAME, put_code_into_index
 
-CPU = torch.device("cpu")
 MODELS = [
     ("llama3", "small"), ("qwen3", "small_tied"), ("qwen3", "small_experts"), ("deepseek_v3", "small"),
     ("deepseek_v3", "small_plain"),
@@ -98,7 +97,7 @@ def test_transformers_computes_what_the_trained_weights_compute_under_rmsnorm(na
 
 def test_the_folder_is_complete(run, tmp_path):
     target = tmp_path / "new" / "out"
-    _, lines = export(run, target, dtype=torch.bfloat16)
+    export(run, target, dtype=torch.bfloat16)
     assert sorted(path.name for path in target.parent.iterdir()) == ["out"]
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
     files = {"model.safetensors", "config.json", "generation_config.json", "mxtrain.json", *tokenizer}
@@ -148,7 +147,7 @@ def test_an_export_cuts_text_as_training_did(kind, run, runs, tmp_path):
     TOKENIZERS[kind](shutil.copytree(run / "tokenizer", folder / "tokenizer"))
     _, lines = export(folder, tmp_path / "out")
     trained, text = load_tokenizer(folder / "tokenizer"), "def f1234(x):\n\n    return x  # I'LL don't \r\n e\u0301"
-    for loaded in (transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), load(tmp_path / "out").tokenizer):
+    for loaded in (transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), load(tmp_path / "out")[1]):
         assert loaded(text, add_special_tokens=False)["input_ids"] == trained.encoder.encode(text).ids
         assert (loaded.bos_token_id, loaded.eos_token_id) == (trained.bos_id, trained.eos_id) == (0, 1)
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -357,7 +356,7 @@ def test_a_checkpoint_of_several_processes_is_exported_whole(several, name, tiny
     dcp_to_torch_save(folder / "checkpoint" / "step-2", tmp_path / "weights.pt")
     run = open_run(folder)
     states = torch.load(tmp_path / "weights.pt", weights_only=False)
-    weights = {name: states[engine().saved_name(name)] for name in run.build(False).state_dict()}
+    weights = {name: states[engine().saved_name(name)] for name in run.model.on_meta().state_dict()}
     expected = run.model.adapter().to_hf(weights)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == expected.keys()

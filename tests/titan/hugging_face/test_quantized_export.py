@@ -132,7 +132,9 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
             scales = [tensors[f"model.layers.1.{place}.{linear}.weight_global_scale"] for linear in linears]
             assert scales[0] == scales[1]
     is_mixture = RUNS[name][1] in (EXPERTS, "deepseek_v3")
-    with pytest.raises(ConfigError, match="cannot read experts in '" if is_mixture else "it has no tokenizer: "):
+    with pytest.raises(
+        ConfigError, match="cannot read experts in '" if is_mixture else "transformers cannot load it: "
+    ):
         load(tmp_path / "out")
     report = json.loads((tmp_path / "out" / "mxtrain.json").read_text())
     assert (report["dtype"], report["format"]) == ("bfloat16", format)

@@ -3,14 +3,13 @@
 import pytest
 
 from mxtrain import ConfigError
-from mxtrain.settings.known import settings_of
+from mxtrain.settings.read import read_settings
 from mxtrain.titan import check_job
-from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02.check_job import check_model_layout
 
 
 def check(flags: str, has_gpus: bool = True) -> None:
-    check_model_layout(settings_of(parse_job_config(["--model.converters=mxnorm", *flags.split()])), has_gpus)
+    check_model_layout(read_settings(["--model.converters=mxnorm", *flags.split()]), has_gpus)
 
 
 CP, TP, PP, EP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline", "expert"))

@@ -37,7 +37,7 @@ def test_every_preset_is_offered():
 
 def test_the_status_of_a_run_that_fails_is_its_processs(monkeypatch):
     monkeypatch.setattr(config_registry, "work", lambda *_: 2)
-    trainer = config_registry.qwen3_moe_debug().build()
+    trainer = config_registry.preset(presets()["qwen3_moe_debug"]).build()
     with pytest.raises(SystemExit) as exit:
         trainer.train()
     assert exit.value.code == 2
