@@ -1,18 +1,21 @@
 """``mxtrain.convert``: survey a model, plan its conversion, swap its modules."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
-from textwrap import fill
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, TypedDict, Unpack
 
+import torch
 import torch.nn as nn
 
 from mxtrain.compile.passes import install, remove
-from mxtrain.conversion.converters import CONVERTERS, Converter, get_converter
-from mxtrain.conversion.plan import Plan
+from mxtrain.conversion.converters import Converter, get_converter
+from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.conversion.survey import survey
-from mxtrain.conversion.swap import swap
 from mxtrain.errors import ConfigError
+from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.normed_input import refuse_backward_hook
 from mxtrain.norms.row_norm import WhenCompiled
 from mxtrain.ops.hardware import Mode
 from mxtrain.recipes.formats import P, ScaleRounding
@@ -54,8 +57,9 @@ def convert(
     """Swap modules of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
     Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations, or a forward or
-    tensors of its own stays, with the reason; attributes that were set on a module move to the new one. PyTorch's fast
-    path for ``nn.TransformerEncoder``, which would not quantize, is switched off in layers with quantized linears.
+    tensors of its own stays, with the reason; attributes that were set on a module move to the new one, unless it has
+    one of that name. PyTorch's fast path for ``nn.TransformerEncoder`` in evaluation calls no linear: switch it off
+    with ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
       other linears into MXLinear.
@@ -71,25 +75,25 @@ def convert(
         converter: one of the names above.
         example_inputs: arguments for one forward pass of ``model``, a tuple, or a mapping for arguments by name; on any
             device, because only shapes and dtypes matter. Leave out masks whose values the model looks at. None stands
-            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see which layers
-            are called with keywords, and whose weights other code uses, and keep these; without ``example_inputs`` only
-            "mxnorm" does. The plan of another converter says so if the pass fails.
+            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see whose
+            weights other code uses, and keep these layers; without ``example_inputs`` only "mxnorm" does. The plan of
+            another converter says so if the pass fails.
         prefix: FQN of ``model`` within a whole model that is converted in parts, such as "layers.0". Layers then have
             the random bits that a conversion of the whole would give them. Without a prefix, layers with the same name
             in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
             settings and in the plan are those within the part, whose blocks ``high_precision_share`` counts.
         **settings: the fields of the converter's class (``mxtrain.conversion.converters``), such as ``p=1`` or
-            ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default; the defaults are listed below.
+            ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
 
     Returns:
         The plan that was carried out: what was swapped, and what was kept and why. Print it.
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear and no experts, or only an output head that stays by default, parameters in float16 or
-            float64, ``example_inputs`` that are neither a tuple nor a mapping, a prefix that is no FQN, a forward pass
-            that fails without data, a model that is wrapped, sharded, compiled or was converted before, or one with
-            nothing to convert. The model is then unchanged.
+            matches no linear and no experts, or only an output head that stays by default, ``example_inputs`` that are
+            neither a tuple nor a mapping, a prefix that is no FQN, a forward pass that fails without data, a model that
+            is wrapped, sharded, compiled or was converted before, or one with nothing to convert. The model is then
+            unchanged.
     """
     # Another spelling of a name, such as "layers.0.", would give other bits.
     if not isinstance(prefix, str) or (prefix and not all(prefix.split("."))):
@@ -97,26 +101,63 @@ def convert(
     return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-def _help_on_settings() -> str:
-    lines = ["    Settings and their defaults:"]
-    for name, converter in CONVERTERS.items():
-        defaults = converter()
-        settings = ", ".join(f"{field.name}={getattr(defaults, field.name)!r}" for field in fields(converter))
-        lines.append(fill(f'"{name}": {settings}', 118, initial_indent=" " * 8, subsequent_indent=" " * 12))
-    return "\n".join(lines)
-
-
-if convert.__doc__ is not None:  # python -OO drops it
-    convert.__doc__ += f"\n{_help_on_settings()}\n    "
-
-
+@torch.inference_mode(False)  # tensors made in inference mode are useless for training
 def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs = None, prefix: str = "") -> Plan:
     """``convert`` with a converter that has its settings already."""
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
-    plan = replace(converter.plan(facts), note=facts.failed_pass)
-    swap(model, plan, prefix)
+    plan = converter.plan(facts)
+    plan = replace(plan, notes=plan.notes + facts.unseen)
+    _swap(model, plan, prefix)
     if converter.graph_passes is True:
         install()
     elif converter.graph_passes is False:
         remove()
     return plan
+
+
+def _swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
+    """Put the new modules of ``plan`` in their places, under all names that the old ones have.
+
+    Attributes of an old module whose names the new one does not use move to it. All new modules are built before the
+    first one is put in its place, and that step runs no code of the model, so that an error leaves the model unchanged.
+
+    Args:
+        prefix: FQN of ``model`` within a whole model. Keys of random bits are made from the names there.
+    """
+    old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
+    built = {fqn: _build(fqn, old[fqn], step, prefix) for fqn, step in plan.swaps.items()}
+    new = {id(old[fqn]): module for fqn, module in built.items()}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in new:
+                parent._modules[name] = new[id(child)]
+    for norm, mixture in plan.mixtures.items():
+        built[mixture.experts].fed_by = (built[norm],)  # a tuple, because a module would become a child
+    for norm, linears in plan.groups.items():
+        built[norm].group = LinearGroup([built[fqn] for fqn in linears])
+    for norm, layers in plan.feeds.items():
+        gates = [plan.mixtures[norm].gate] if norm in plan.mixtures else []
+        for layer in (*layers, *gates):
+            _refuse_backward_hooks(model, norm, layer, prefix)
+
+
+def _refuse_backward_hooks(model: nn.Module, norm: str, layer: str, prefix: str) -> None:
+    """Refuse full backward hooks on modules around only one of a norm and a layer: the norm's result passes them."""
+    around_norm, around_layer = ({*accumulate(fqn.split("."), "{}.{}".format)} for fqn in (norm, layer))
+    for fqn in around_norm ^ around_layer:
+        module = model.get_submodule(fqn)
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+            # Where the result is a tensor, its gradient is that of the plain model.
+            if name not in vars(type(module)) and (fqn in around_norm or "pre" not in name):
+                vars(module)[name] = partial(refuse_backward_hook, f"{prefix}.{fqn}" if prefix else fqn)
+
+
+def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:
+    new = step.build(f"{prefix}.{fqn}" if prefix else fqn, old)
+    for name, value in vars(old).items():
+        if not hasattr(new, name):
+            setattr(new, name, value)
+    # An optimizer numbers its states by the order of the parameters.
+    for name in [name for name in old._parameters if name in new._parameters]:
+        new._parameters[name] = new._parameters.pop(name)
+    return new

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import ClassVar, get_args
 
-import torch
 import torch.nn as nn
 
 from mxtrain.conversion.layers import MixtureFacts
 from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
-from mxtrain.conversion.selection import selected
-from mxtrain.conversion.survey import Survey
+from mxtrain.conversion.survey import Survey, selected
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
@@ -37,9 +35,6 @@ from mxtrain.recipes.recipe import (
     recipe_of_norm,
 )
 from mxtrain.settings.removed import CONVERTERS as REMOVED_CONVERTERS
-
-# Dtypes of parameters that every recipe takes.
-_DTYPES = (torch.bfloat16, torch.float32)
 
 
 @dataclass(kw_only=True)
@@ -165,18 +160,15 @@ class MXLinearConverter(Converter):
             raise self._nothing_to_convert(survey, skipped | left)
         swaps, skipped = swaps | others, skipped | left
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantized)}
-        layers = survey.layers
-        for fqn, recipe in recipes.items():
-            layer = layers[fqn]
-            with self._advice(survey, fqn):
-                check_features(layer.in_features, layer.out_features, recipe)
-                if fqn in survey.experts:
-                    check_tiles(layer.in_features, layer.out_features, recipe, self._mode_on(survey))
-        self._check_dtypes(survey, swaps)
+        for fqn, experts in survey.experts.items():
+            if fqn in recipes:
+                with self._advice(survey, fqn):
+                    check_tiles(experts.in_features, experts.out_features, recipes[fqn], self._mode_on(survey))
         calls = {} if survey.uses is None else survey.uses.calls
         weights = weight_uses(survey.weights, calls, recipes)
         _, share = self._last_blocks(survey)
-        return Plan(swaps, skipped, self.default_recipe, weights, self._execution(survey), share)
+        notes = (self._execution(survey), share) if share else (self._execution(survey),)
+        return Plan(swaps, skipped, self.default_recipe, weights, notes)
 
     def _plan_norms(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
@@ -215,16 +207,19 @@ class MXLinearConverter(Converter):
                 for fqn in survey.experts
                 if has_nvfp4(recipe_of[fqn])
             }
+        last, _ = self._last_blocks(survey)
+        kept = high_precision | last | dict.fromkeys(heads, "is the output head") | self._kept(survey)
         for fqn, layer in layers.items():
+            if fqn in kept or layer.why_it_stays:
+                continue
             try:
                 check_features(layer.in_features, layer.out_features, recipe_of[fqn])
             except ConfigError as error:
-                is_single = 1 in (layer.in_features, layer.out_features)
-                if layer.why_it_stays is None and (is_single or not self.refuses_odd_sizes):
-                    high_precision.setdefault(fqn, str(error))
-        last, _ = self._last_blocks(survey)
-        kept = last | dict.fromkeys(heads, "is the output head") | self._kept(survey)
-        return recipe_of, high_precision | kept
+                if self.refuses_odd_sizes and 1 not in (layer.in_features, layer.out_features):
+                    with self._advice(survey, fqn):
+                        raise
+                kept[fqn] = str(error)
+        return recipe_of, kept
 
     def _last_blocks(self, survey: Survey) -> tuple[dict[str, str], str]:
         """All modules of the last ``high_precision_share`` of the blocks -> the reason to stay; the share in words."""
@@ -256,20 +251,6 @@ class MXLinearConverter(Converter):
                 kind = MXLinear if fqn in survey.linears else QuantizedExperts
                 swaps[fqn] = ToQuantized(kind, recipe_of[fqn], self.mode, self.seed)
         return swaps, skipped
-
-    def _check_dtypes(self, survey: Survey, swaps: Mapping[str, Swap]) -> None:
-        """Raise ConfigError for weights, gains and biases with a dtype that the casts do not take."""
-        for parameter, dtype in survey.dtypes.items():
-            swap = swaps.get(parameter.rpartition(".")[0])
-            if swap is None or dtype in _DTYPES:
-                continue
-            if dtype == torch.float64 and all(gemm.format is None for gemm in swap.recipe.gemms):
-                continue
-            raise ConfigError(
-                f"converter = {self.name!r}: {parameter} is {str(dtype).removeprefix('torch.')}; allowed are bfloat16 "
-                "and float32, and float64 with recipe = 'unquantized': convert the model with model.to(torch.bfloat16) "
-                f"first, or name the module in filter_fqns{self._and_heads(survey)}"
-            )
 
     @contextmanager
     def _advice(self, survey: Survey, fqn: str):
@@ -352,7 +333,7 @@ class MXNormConverter(MXLinearConverter):
                 facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped, mixture
             )
             if mixture is not None:
-                swaps[mixture.gate] = ToRouter(MXNormRouter, recipe)
+                swaps[mixture.gate] = ToRouter(MXNormRouter)
                 swaps[mixture.experts] = ToQuantized(QuantizedExperts, recipe_of[mixture.experts], self.mode, self.seed)
             for linear in linears:
                 swaps[linear] = ToQuantized(MXNormLinear, recipe_of[linear], self.mode, self.seed)

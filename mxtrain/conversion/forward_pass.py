@@ -43,7 +43,6 @@ class Uses:
         unfollowed: modules that cannot run without data, and why.
         overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
             would give the linears of an MXNorm the new values in their backward, without an error.
-        keywords: module FQN -> a keyword that the forward pass calls it with, other than "x", as our layers call it.
         mixtures: norm FQN -> FQNs of the known mixtures of experts that it feeds. Their parts see another tensor here.
         outside: linear FQN -> a function that other code computes with its weight. Such code does so after a swap, too.
     """
@@ -53,7 +52,6 @@ class Uses:
     calls: dict[str, int]
     unfollowed: list[str] = field(default_factory=list)
     overwritten: set[str] = field(default_factory=set)
-    keywords: dict[str, str] = field(default_factory=dict)
     outside: dict[str, str] = field(default_factory=dict)
     mixtures: dict[str, list[str]] = field(default_factory=dict)
 
@@ -80,11 +78,6 @@ def watch(
     Raises:
         ConfigError: if the model cannot be copied, or if its own forward fails or was replaced.
     """
-    if "forward" in vars(model) and isinstance(vars(model)["forward"], FunctionType):
-        raise ConfigError(
-            f"converter = 'mxnorm' cannot follow the forward of this {type(model).__name__}: a function was set in its "
-            "place; set it after conversion"
-        )
     where = "without data"
     if example_inputs is None:
         example_inputs = (torch.zeros(1, 32, dtype=torch.long),)
@@ -107,17 +100,15 @@ def watch(
             module.__class__ = nn.RMSNorm if isinstance(module, MXNorm) else nn.Linear
         elif isinstance(module, QuantizedLayer):  # experts
             module.__class__ = type(module).__bases__[1]
-        if fqn:
-            hooks = [hook for hook in hooks_of(original) if "forward" in hook or "backward" in hook]
-            # Norms and linears with hooks stay for their own reasons.
-            seen_by = hooks if fqn not in norms and not isinstance(original, nn.Linear) else ()
-            vars(module)["forward"] = _watched(watcher, fqn, module.forward, " and ".join(seen_by))
+        hooks = [hook for hook in hooks_of(original) if "forward" in hook or "backward" in hook]
+        # Norms and linears with hooks stay for their own reasons. The result of the model has no other users.
+        seen_by = hooks if fqn and fqn not in norms and not isinstance(original, nn.Linear) else ()
+        vars(module)["forward"] = _watched(watcher, fqn, module.forward, " and ".join(seen_by))
     # A kernel takes the null pointer of a fake tensor for an address. On a GPU this is an illegal memory access, after
     # which the process cannot use the GPU any more.
     no_launch = RuntimeError("it launches a Triton kernel, which needs data")
     try:
         with (
-            torch.inference_mode(False),  # writes are not counted in inference mode
             torch.no_grad(),
             mock.patch.object(KernelInterface, "__getitem__", side_effect=no_launch),
             mock.patch.object(getLogger("torch._subclasses.fake_tensor"), "disabled", True),  # it shows every error
@@ -130,16 +121,15 @@ def watch(
             in_order, by_name = tree_map_only(torch.Tensor, fake, (in_order, by_name))
             watcher.note_other_use(model_copy(*in_order, **by_name), "the caller of the model")
     except Exception as error:
-        raise ConfigError(
+        message = (
             f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
             f"pass {where} failed with {type(error).__name__}: {error}"
-            + (
-                f"; before that it did not follow {'; '.join(unfollowed)}"
-                if (unfollowed := watcher.uses.unfollowed)
-                else ""
-            )
-            + ("; leave out masks and other tensors whose values the model looks at" if by_name else "")
-        ) from error
+        )
+        if unfollowed := watcher.uses.unfollowed:
+            message += f"; before that it did not follow {'; '.join(unfollowed)}"
+        if by_name:
+            message += "; leave out masks and other tensors whose values the model looks at"
+        raise ConfigError(message) from error
     watcher.uses.overwritten |= {norm for norm, x, writes in watcher.inputs if version(x) != writes}
     return watcher.uses
 
@@ -148,7 +138,7 @@ class _Watcher(TorchFunctionMode):
     """Records the uses of norms' outputs while a forward pass runs.
 
     Attributes:
-        running: FQN of the innermost module whose forward is running.
+        running: FQN of the innermost module whose forward is running, "" for the model itself.
         where: how the pass runs and, if it was not given by the user, its input.
         inputs: norm FQN, input, and the number of writes to it so far, of every call of a norm.
     """
@@ -165,7 +155,7 @@ class _Watcher(TorchFunctionMode):
         self.where = where
         calls = dict.fromkeys([*norms, *linear_of.values()], 0)
         self.uses = Uses({fqn: [] for fqn in norms}, {fqn: set() for fqn in norms}, calls)
-        self.running: str | None = None
+        self.running = ""
         self.inputs: list[tuple[str, torch.Tensor, int | None]] = []
         self._model, self._linear_of, self._mixtures = model, linear_of, mixtures
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
@@ -205,7 +195,7 @@ class _Watcher(TorchFunctionMode):
 
     def _runner(self) -> str:
         """What runs now: the name of a linear; the class of any other module, for many layers have the same one."""
-        module = self._model.get_submodule(self.running or "")
+        module = self._model.get_submodule(self.running)
         return self.running if isinstance(module, nn.Linear) else type(module).__name__
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -226,8 +216,6 @@ class _Watcher(TorchFunctionMode):
         if func is torch.histc:  # routers count tokens; PyTorch counts integers on GPUs only
             args = (args[0].float(), *args[1:])
         result = func(*args, **kwargs)
-        if func is torch.rand and result.numel() == 1:  # a model that skips layers at random looks at the number
-            return torch.tensor(0.5).reshape(result.shape)
         # Looking at a weight's dtype or device is no computation.
         if any(isinstance(value, torch.Tensor) for value in tree_leaves(result)):
             for value in tree_leaves((args, kwargs)):
@@ -240,16 +228,14 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
     """``forward`` of the module ``fqn``, which tells the watcher what it returns, that it runs, and what hooks see."""
 
     def run(*args, **kwargs):
-        if others := kwargs.keys() - {"x"}:
-            watcher.uses.keywords[fqn] = min(others)
         caller, watcher.running = watcher.running, fqn
         try:
             if isinstance(forward, FunctionType):  # it may refer to any object, the original model among them
-                raise RuntimeError("a function was set in the place of its forward")
+                raise RuntimeError("a function was set in the place of its forward: set it after conversion")
             output = forward(*watcher.note_mixture(fqn, args), **kwargs)
         except Exception as error:
             given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-            if not given:
+            if not given or not fqn:
                 raise
             watcher.note_unfollowed(fqn, (args, kwargs), error)
             with torch._C.DisableTorchFunction():  # looking at the dtype is no use of a norm's output
@@ -266,9 +252,8 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of the message. torch.compile names the backend there, and the cause in the next one."""
-    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    return f"{first} {others[0]}" if others and first.endswith("raised:") else first
+    """The first line of the message."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 
@@ -185,28 +185,17 @@ def _is_called_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
 def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """The layers that a model repeats, in its order.
 
-    They are the members of a ModuleList, and of a ModuleDict with numbers as keys. In a model without those they are
-    the members of another ModuleDict or of a Sequential whose class occurs more than once. A list of one class holds
-    blocks instead of being one. Linears, and members without linears, do not count.
+    They are the members of a ModuleList, and of a ModuleDict with numbers as keys. A list of one class holds blocks
+    instead of being one. Linears, members without linears, and members of blocks do not count.
     """
-    containers = (nn.ModuleDict, nn.Sequential)
-    return tuple(_members(modules, "", _is_list) or _members(modules, "", lambda m: isinstance(m, containers), least=2))
-
-
-def _members(
-    modules: Mapping[str, nn.Module], outer: str, holds_blocks: Callable[[nn.Module], bool], least: int = 1
-) -> list[str]:
-    """Members of containers in ``outer`` that are blocks, if their class occurs at least so often in one container."""
-    names = (f"{outer}.{name}".removeprefix(".") for name, _ in modules[outer].named_children())
-    names = [name for name in names if name in modules]  # a module that has two names is there once
-    kinds = Counter(type(modules[name]) for name in names if _linears_in(modules[name]))
     blocks: list[str] = []
-    for name in names:
-        module = modules[name]
-        is_member = holds_blocks(modules[outer]) and kinds[type(module)] >= least and not isinstance(module, nn.Linear)
-        holds_others = isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
-        blocks += [name] if is_member and not holds_others else _members(modules, name, holds_blocks, least)
-    return blocks
+    for fqn, module in modules.items():
+        is_member = fqn != "" and _is_list(modules[fqn.rpartition(".")[0]]) and not isinstance(module, nn.Linear)
+        holds_blocks = isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
+        is_inside = any(_is_in(fqn, block) for block in blocks)
+        if is_member and not holds_blocks and not is_inside and _linears_in(module):
+            blocks.append(fqn)
+    return tuple(blocks)
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -226,28 +215,14 @@ def _is_in(fqn: str, outer: str) -> bool:
 def find_heads(modules: Mapping[str, nn.Module], linears: Collection[str], blocks: Sequence[str]) -> tuple[str, ...]:
     """The linears from the last hidden state to logits; usually one, or none.
 
-    Heads lie outside the blocks. They are called "output" or "lm_head". In a model without these names, the head is
-
-    - the last linear whose weight has the shape of an embedding's. A square one may have it by chance, so it counts
-      only if there is no other head, and no other such linear.
-    - the only linear that is not square, stands behind the blocks, and is a child of a module that holds them.
+    Heads lie outside the blocks. They are called "output" or "lm_head". In a model without these names, the head is the
+    last linear whose weight has the shape of an embedding's. A square one may have it by chance, and does not count.
     """
     outside = [fqn for fqn in linears if not any(_is_in(fqn, block) for block in blocks)]
     if named := [fqn for fqn in outside if fqn.rpartition(".")[2] in HEAD_NAMES]:
         return tuple(named)
-    shapes = {fqn: (modules[fqn].out_features, modules[fqn].in_features) for fqn in outside}
-    not_square = {fqn for fqn, (rows, columns) in shapes.items() if rows != columns}
     embeddings = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
-    shaped = [fqn for fqn in outside if shapes[fqn] in embeddings]
-    if heads := [fqn for fqn in shaped if fqn in not_square]:
-        return tuple(heads[-1:])
-    behind = [fqn for fqn in outside if fqn in not_square and _is_behind(modules, fqn, blocks)]
-    return tuple(behind if len(behind) == 1 else shaped if len(shaped) == 1 else ())
-
-
-def _is_behind(modules: Mapping[str, nn.Module], fqn: str, blocks: Sequence[str]) -> bool:
-    if not blocks:
-        return False
-    parent, order = fqn.rpartition(".")[0], list(modules)
-    holds_blocks = parent == "" or _is_in(blocks[-1], parent)
-    return holds_blocks and order.index(fqn) > order.index(blocks[-1])
+    shapes = {fqn: (modules[fqn].out_features, modules[fqn].in_features) for fqn in outside}
+    return tuple(
+        [fqn for fqn, (rows, columns) in shapes.items() if rows != columns and (rows, columns) in embeddings][-1:]
+    )

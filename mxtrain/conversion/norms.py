@@ -1,8 +1,8 @@
 """The norms of a model: PyTorch's and mxtrain's by type, a model's own by results and gradients."""
 
-from collections.abc import Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 
 import torch
@@ -14,12 +14,8 @@ from mxtrain.norms import FUSED_NORMS
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
 
-_OF_ANY_MODULE = vars(nn.Module()).keys()
-# Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours; clamps change the large
-# ones. The cube of the inverse RMS, which autograd computes in fp32, is finite and not 0.
-_ROWS = (1.0, 1e2, 1e-2, 1e-4, 1e5, 1e-6, 1e8, 1e-10)
-# Magnitudes of the parameters and of the gradient of y. Clamps change large results and gradients.
-_SCALES = (1.0, 1e4)
+# Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours.
+_ROWS = (1.0, 1e-2, 1e-4, 1e-6)
 
 
 @dataclass(frozen=True)
@@ -60,38 +56,23 @@ def find_norms(
     Args:
         modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
     """
-    norms, lookalikes, known = {}, {kind: {} for kind in FUSED_NORMS}, {}
+    norms, lookalikes = {}, {kind: {} for kind in FUSED_NORMS}
     for fqn, module in modules.items():
         name = type(module).__name__.lower().replace("_", "")
-        if not fqn or not (isinstance(module, nn.RMSNorm | nn.LayerNorm) or "norm" in name):
+        if not fqn or not (isinstance(module, tuple(FUSED_NORMS)) or "norm" in name):
             continue
-        key = _settings(module)
-        if key not in known:
-            known[key] = norm_facts(module)
-        if isinstance(known[key], NormFacts):
-            norms[fqn] = known[key]
+        if facts := norm_facts(module):
+            norms[fqn] = facts
             continue
-        for kind, reason in known[key].items():
+        for kind in FUSED_NORMS:
             is_derived = isinstance(module, kind) and not isinstance(module, RecipeModule)
             if is_derived or kind.__name__.lower() in name:
-                lookalikes[kind][fqn] = reason
+                lookalikes[kind][fqn] = f"is a {type(module).__name__} {_why_none(module, kind) or _differs(kind)}"
     return norms, lookalikes
 
 
-def _settings(module: nn.Module) -> Hashable:
-    """Equal for modules that compute the same with equal parameters, such as the norms of all layers."""
-    attributes = [(name, type(value), value) for name, value in vars(module).items() if name not in _OF_ANY_MODULE]
-    shapes = [(name, parameter.shape) for name, parameter in module.named_parameters()]
-    key = type(module), *attributes, *shapes, *module.children(), *module.buffers()
-    try:
-        hash(key)
-    except TypeError:  # a list or a dict
-        return id(module)
-    return key
-
-
-def norm_facts(module: nn.Module) -> NormFacts | dict[NormKind, str]:
-    """Which norm of PyTorch the module is or computes; for any other module, why it is none of each kind.
+def norm_facts(module: nn.Module) -> NormFacts | None:
+    """Which norm of PyTorch the module is or computes; None for any other module.
 
     Many models bring norm classes of their own, with "norm" in the name, a 1-D ``weight``, and an eps under some name.
     Such a module is an RMSNorm or LayerNorm if its results have the dtype of the rows that it gets, and results and
@@ -99,23 +80,20 @@ def norm_facts(module: nn.Module) -> NormFacts | dict[NormKind, str]:
     1 + weight is not, and one that is called a LayerNorm may be an RMSNorm, as T5's.) A module whose forward takes more
     than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
     """
-    name, has_bias, reasons = type(module).__name__, "bias" in dict(module.named_parameters()), {}
+    name, has_bias = type(module).__name__, "bias" in dict(module.named_parameters())
     for kind, fused in FUSED_NORMS.items():
         if type(module) in (kind, fused):
             shape = tuple(module.normalized_shape)
             return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
-        if reason := _why_none(module, kind):
-            reasons[kind] = f"is a {name} {reason}"
-        elif (eps := _eps_of(module, kind)) is None:
-            norm = f"nn.{kind.__name__}"
-            reasons[kind] = (
-                f"is a {name} that does not compute the results and gradients of {norm} with an attribute as eps, or "
-                "changes the dtype"
-            )
-        else:
+        if not _why_none(module, kind) and (eps := _eps_of(module, kind)) is not None:
             shape = tuple(module.weight.shape)
             return NormFacts(kind, shape, eps, True, has_bias, f"{name} by results and gradients")
-    return reasons
+    return None
+
+
+def _differs(kind: NormKind) -> str:
+    norm = f"nn.{kind.__name__}"
+    return f"that does not compute the results and gradients of {norm} with an attribute as eps, or changes the dtype"
 
 
 def _why_none(module: nn.Module, kind: NormKind) -> str | None:
@@ -135,66 +113,51 @@ def _why_none(module: nn.Module, kind: NormKind) -> str | None:
     return None
 
 
-@torch.inference_mode(False)
 @torch.enable_grad()
 def _eps_of(module: nn.Module, kind: NormKind) -> float | None:
     """The float among the attributes of ``module`` with which it computes PyTorch's norm; None if there is none.
 
-    A copy of the module runs; the module's own parameters may be on the meta device.
-    """
-    try:
-        with torch.random.fork_rng(devices=()):
-            runs = _runs(module)
-    except Exception:  # the module is no function of rows
-        return None
-    # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
-    candidates = sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True)
-    return next((eps for eps in candidates if all(_agrees(*run, kind, eps) for run in runs)), None)
-
-
-def _runs(module: nn.Module) -> list[tuple]:
-    """Run a copy of the module, in training and in evaluation -> (x, vectors, dy, results) of every run.
-
-    The rows form a matrix and then a batch of sequences: a norm of another dimension gives other results or fails,
-    because that dimension has another length.
+    A copy runs in training, where a dropout shows; the module's own parameters may be on the meta device. Its rows are
+    a batch of sequences, because a norm over another dimension of a matrix may compute the same.
     """
     generator, dim = torch.Generator("cpu").manual_seed(0), module.weight.numel()
 
-    def draw(*shape):
+    def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
 
-    norm = copy_of(module, lambda tensor: draw(*tensor.shape)).requires_grad_()
-    x, dy, runs, dtypes = draw(2, len(_ROWS), dim), draw(2, len(_ROWS), dim), [], set()
-    x *= x.new_tensor(_ROWS).unsqueeze(1)
-    for dtype in (torch.bfloat16, torch.float32):  # of the parameters: some norms need fp32
-        with suppress(RuntimeError):  # mixed dtypes
-            dtypes.add(norm.to(dtype)(x.bfloat16()).dtype)
-    if torch.bfloat16 not in dtypes:
-        raise TypeError("a norm keeps the dtype")
-    for scale, shape in zip(_SCALES, (x.shape, (-1, 4 if dim == 2 else 2, dim))):
-        for vector in norm.parameters():
-            vector.data.mul_(scale)
-        vectors = {name: vector.detach().double() for name, vector in norm.named_parameters()}
-        for training in (True, False):
-            rows, gradient = x.view(shape).requires_grad_(), scale * dy.view(shape)
-            results = _results(norm.train(training)(rows), (rows, *norm.parameters()), gradient)
-            runs.append((rows.detach().double(), vectors, gradient.double(), results))
-    return runs
+    x, dy = draw(2, len(_ROWS), dim) * draw(1).new_tensor(_ROWS).unsqueeze(1), draw(2, len(_ROWS), dim)
+    try:
+        norm = copy_of(module, lambda tensor: draw(*tensor.shape)).requires_grad_().train()
+        with torch.random.fork_rng(devices=()):
+            if not _keeps_bf16(norm, x):
+                return None
+            got = _results(norm.float(), x, dy, *norm.parameters())
+    except Exception:  # the module is no function of rows
+        return None
+    vectors = {name: vector.detach().double().requires_grad_() for name, vector in norm.named_parameters()}
+    # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
+    for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
+        norm_of_pytorch = partial(FUSED_NORMS[kind].formula, normalized_shape=(dim,), eps=eps, **vectors)
+        wanted = _results(norm_of_pytorch, x.double(), dy.double(), *vectors.values())
+        limits = [1e-4 * want.abs().amax(-1, keepdim=True) for want in wanted]
+        if all(((g - w).abs() <= limit).all() for g, w, limit in zip(got, wanted, limits, strict=True)):
+            return eps
+    return None
 
 
-def _results(y: torch.Tensor, leaves: tuple[torch.Tensor, ...], dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """y, and the gradients of all leaves. A module fails that does not give them all."""
-    return y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))
+def _keeps_bf16(norm: nn.Module, x: torch.Tensor) -> bool:
+    """Whether rows in bf16 give results in bf16, with parameters in bf16 or in fp32, which some norms need."""
+    for dtype in (torch.bfloat16, torch.float32):
+        try:
+            if norm.to(dtype)(x.bfloat16()).dtype == torch.bfloat16:
+                return True
+        except RuntimeError:  # mixed dtypes
+            continue
+    return False
 
 
-def _agrees(x, vectors, dy, results, kind: NormKind, eps: float) -> bool:
-    """Whether the results of a run are those of a norm with this eps."""
-    leaves = (x.requires_grad_(), *(vector.requires_grad_() for vector in vectors.values()))
-    wanted = _results(FUSED_NORMS[kind].formula(x, x.shape[-1:], eps=eps, **vectors), leaves, dy)
-    # Digits cancel where means are subtracted and a bias is added. dx is a difference of terms of this magnitude.
-    terms = dy * vectors["weight"] * (x.var(-1, correction=0, keepdim=True) + eps).rsqrt()
-    for got, want, magnitude in zip(results, wanted, (wanted[0], terms, *wanted[2:])):
-        limit = 1e-4 * want.abs() + 1e-5 * magnitude.abs().amax(-1, keepdim=True)
-        if not ((got.double() - want).abs() <= limit).all():
-            return False
-    return True
+def _results(norm, x: torch.Tensor, dy: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """y, and the gradients of x and of all vectors. A module that does not give them all raises an error."""
+    x = x.detach().requires_grad_()
+    y = norm(x)
+    return y.detach(), *torch.autograd.grad(y, [x, *vectors], dy)

@@ -88,10 +88,9 @@ class ToFusedNorm:
 
 @dataclass(frozen=True)
 class ToRouter:
-    """The gate of a router becomes a DecomposeKRouter, or an MXNormRouter behind an MXNorm with ``recipe``."""
+    """The gate of a router becomes a DecomposeKRouter, or an MXNormRouter behind an MXNorm."""
 
     kind: type[DecomposeKRouter] | type[MXNormRouter]
-    recipe: LinearRecipe | None = None
 
     def build(self, fqn: str, old: nn.Linear) -> DecomposeKRouter | MXNormRouter:
         """The router that takes the place of ``old``; they share the parameters."""
@@ -122,18 +121,14 @@ class Plan:
         recipe: the recipe of all linears and experts but those in ``recipes``; None for converters without recipes.
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
-        execution: the execution mode in words; None for converters without modes.
-        blocks: how many ``high_precision_share`` keeps, in words; "" for a share of 0.
-        note: what the survey could not see, in words; "" for nothing.
+        notes: in words, the execution mode, how many blocks stay, and what the survey could not see.
     """
 
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
     recipe: LinearRecipe | None = None
     weights: Mapping[str, WeightUse] = field(default_factory=dict)
-    execution: str | None = None
-    blocks: str = ""
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     def _swaps_to(self, kind: type) -> dict[str, Swap]:
         return {fqn: swap for fqn, swap in self.swaps.items() if isinstance(swap, kind)}
@@ -204,10 +199,9 @@ class Plan:
     def headline(self) -> str:
         """The numbers of modules that are swapped and kept, and the share of multiplications quantized, in one line."""
         counts = [
-            (len(self.norms), "norm", "norms"),
+            (len(self.norms) + len(self.fused_norms), "norm", "norms"),
             (sum(map(len, self.norms.values())) + len(self.linears), "linear", "linears"),
             (len(self.experts), "stack of experts", "stacks of experts"),
-            (len(self.fused_norms), "norm", "norms"),
             (len(self.gates), "gate", "gates"),
         ]
         words = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
@@ -223,8 +217,9 @@ class Plan:
         recipes = self.recipes
         named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
         kinds = Counter(swap.norm.recognised for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
-        norms = kinds and f"norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-        lines = [f"  {line}" for line in (self.execution, self.blocks, self.note, norms) if line]
+        lines = [f"  {note}" for note in self.notes]
+        if kinds:
+            lines.append(f"  norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
         for norm, linears in self.norms.items():
             mixture = self.mixtures.get(norm)
             fed = [*linears] if mixture is None else [mixture.gate, *linears, mixture.experts]

@@ -7,7 +7,7 @@ from itertools import combinations
 import torch
 import torch.nn as nn
 
-from mxtrain.conversion.selection import names_of, selected
+from mxtrain.conversion.survey import names_of, selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.recipe_module import RecipeModule
@@ -37,15 +37,11 @@ def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entrie
 
     Raises:
         ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
-            its patterns selects, or sets what all layers have, two entries change the same thing at the same step, or
-            a layer does not take a recipe.
+            its patterns selects, two entries change the same thing at the same step, or a layer does not take a recipe.
     """
     layers = _Layers(model, feeds)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]
     _refuse_overlaps(changes)
-    for entry, values in changes:
-        if all(layers.own[part] == value for part, value in values.items()):
-            raise ConfigError(f"{entry.name} changes nothing: all layers have {entry.change} without it")
     states: dict[str, dict[int, LayerState]] = defaultdict(dict)
     for step in sorted({1, *(step for entry in entries for step in (entry.first, entry.last + 1))}):
         active = [(entry, values) for entry, values in changes if entry.covers(step)]
@@ -87,7 +83,6 @@ class RecipeSwitch:
         entries: of the run's schedule.
         model_parts: modules with the timelines of ``attach_schedule``.
         log_event: (step, text) logs the beginning or end of a change.
-        moved: entries whose steps are others than before the run resumed: as before, and now.
     """
 
     def __init__(
@@ -95,11 +90,9 @@ class RecipeSwitch:
         entries: Sequence[ScheduleEntry],
         model_parts: Sequence[nn.Module],
         log_event: Callable[[int, str], None],
-        moved: Sequence[tuple[ScheduleEntry, ScheduleEntry]] = (),
     ):
         self._entries, self._parts, self._log_event = entries, model_parts, log_event
-        self._as_before = {now.name: before for before, now in moved}
-        self._in_effect: dict[str, ScheduleEntry] | None = None
+        self._in_effect: list[ScheduleEntry] | None = None
         if entries:
             states = len({step for e in entries for step in (e.first, e.last + 1)}) + 1
             modules = (module for part in model_parts for module in part.modules())
@@ -113,31 +106,27 @@ class RecipeSwitch:
 
     def begin_step(self, step: int) -> None:
         """Give the layers their states of ``step``, before its first forward."""
-        entries = {entry.name: entry for entry in self._entries}
-        now, before, is_first = _at(step, entries), self._in_effect, self._in_effect is None
-        if is_first:
-            before = _at(step - 1, {**entries, **self._as_before})
-        if is_first or now.keys() != before.keys():
+        is_first = self._in_effect is None
+        before = self._covering(step - 1) if is_first else self._in_effect
+        now = self._in_effect = self._covering(step)
+        if is_first or now != before:
             for part in self._parts:
                 set_step(part, step)
-        for name, entry in before.items():
-            if name not in now:
-                self._tell(step, f"end of {_words(entry)}", f" ({name})")
-        for name, entry in now.items():
-            if name not in before:
-                self._tell(step, _words(entry), f", to step {entry.last} ({name})")
+        for entry in before:
+            if entry not in now:
+                self._tell(step, f"end of {_words(entry)}", f" ({entry.name})")
+        for entry in now:
+            if entry not in before:
+                self._tell(step, _words(entry), f", to step {entry.last} ({entry.name})")
             elif is_first:
-                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)} ({name})")
-        self._in_effect = now
+                terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)} ({entry.name})")
+
+    def _covering(self, step: int) -> list[ScheduleEntry]:
+        return [entry for entry in self._entries if entry.covers(step)]
 
     def _tell(self, step: int, text: str, details: str) -> None:
         terminal.note(f"step {step}: {text}{details}")
         self._log_event(step, text)
-
-
-def _at(step: int, entries: Mapping[str, ScheduleEntry]) -> dict[str, ScheduleEntry]:
-    """What is in effect at a step, by name."""
-    return {name: entry for name, entry in entries.items() if entry.covers(step)}
 
 
 def _words(entry: ScheduleEntry) -> str:
@@ -145,11 +134,7 @@ def _words(entry: ScheduleEntry) -> str:
 
 
 class _Layers:
-    """The swapped layers of a model, and what changes make of them. Arguments as for ``attach_schedule``.
-
-    Attributes:
-        own: what the layers have without any change.
-    """
+    """The swapped layers of a model, and what changes make of them. Arguments as for ``attach_schedule``."""
 
     def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]]):
         self._names, self._feeds = names_of(model), feeds
@@ -158,10 +143,6 @@ class _Layers:
         # Experts behind a plain norm stay quantized.
         are_experts = {fqn: isinstance(layer, QuantizedExperts) for fqn, layer in self._layers.items()}
         self._norm_of = {fqn: norm for norm, fed in feeds.items() for fqn in fed if not are_experts[fqn]}
-        self.own: Values = {
-            **{(gemm, fqn): getattr(layer.recipe, gemm) for fqn, layer in self._layers.items() for gemm in GEMMS},
-            **{("norm", norm): None for norm in feeds},
-        }
 
     def changed_by(self, entry: ScheduleEntry) -> Values:
         """What an entry sets."""

@@ -1,18 +1,14 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+import fnmatch
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from types import FunctionType, MethodType
 
-import torch
 import torch.nn as nn
 from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
@@ -27,7 +23,6 @@ from mxtrain.conversion.layers import (
     find_mixtures,
 )
 from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
-from mxtrain.conversion.selection import names_of
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
 from mxtrain.nn.experts import weight_names
@@ -38,11 +33,9 @@ from mxtrain.norms import FUSED_NORMS
 
 _CONVERTED = (MXNorm, QuantizedLayer, MXNormRouter)
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
-# Instances of the classes that are swapped, as PyTorch or mxtrain makes them.
-STANDARD = {kind: kind(1, device="meta") for kind in (*FUSED_NORMS, *FUSED_NORMS.values())}
-STANDARD[nn.Linear] = nn.Linear(1, 1, device="meta")
-# Dtypes of weights that some converter takes.
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# The parameters of the classes that are swapped.
+_PARAMETERS = {kind: norm.parameters_of for norm in FUSED_NORMS.values() for kind in (norm.replaces, norm)}
+_PARAMETERS[nn.Linear] = ("weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -64,10 +57,9 @@ class Survey:
         heads: the linears that are output heads.
         unswappable: every module with something that a new module would not have -> what, and the way out.
         weights: every parameter with two or more dimensions.
-        dtypes: every parameter, under all its names -> its dtype.
         converted: every MXNorm and every quantized layer of an earlier conversion -> name of its class.
         uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
-        failed_pass: what was not seen because a forward pass failed, which the converter does not need, in words.
+        unseen: a note on what was not seen because a forward pass failed, which the converter does not need.
     """
 
     kind: str
@@ -82,10 +74,9 @@ class Survey:
     heads: tuple[str, ...]
     unswappable: Mapping[str, str]
     weights: Mapping[str, WeightFacts]
-    dtypes: Mapping[str, torch.dtype]
     converted: Mapping[str, str]
     uses: Uses | None
-    failed_pass: str = ""
+    unseen: tuple[str, ...] = ()
 
     @property
     def layers(self) -> dict[str, LinearFacts]:
@@ -101,13 +92,43 @@ class Survey:
         if self.uses is None:
             return dict(self.unswappable)
         outside = "its weight is used outside of it, by {}, where nothing would be quantized"
-        keyword = "is called with the keyword {!r}: pass the value without it"
-        return {
-            **{fqn: outside.format(user) for fqn, user in self.uses.outside.items()},
-            # Swapped experts have the arguments of the old ones.
-            **{fqn: keyword.format(name) for fqn, name in self.uses.keywords.items() if fqn not in self.experts},
-            **self.unswappable,
-        }
+        return {fqn: outside.format(user) for fqn, user in self.uses.outside.items()} | self.unswappable
+
+
+def matches(fqn: str, pattern: str) -> bool:
+    """Whether the segments of ``pattern``, each a literal or a glob, match a run of whole segments of ``fqn``.
+
+    ``layers.1`` matches ``layers.1`` and everything in it, but not ``layers.10``; ``*.wo`` and ``wo`` match every wo.
+    """
+    names, globs = fqn.split("."), pattern.split(".")
+    return any(
+        all(fnmatch.fnmatchcase(name, glob) for name, glob in zip(names[start:], globs))
+        for start in range(len(names) - len(globs) + 1)
+    )
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """Every name of every module -> its FQN, which is the first of them."""
+    fqns = {id(module): fqn for fqn, module in model.named_modules()}
+    return {name: fqns[id(module)] for name, module in model.named_modules(remove_duplicate=False) if name}
+
+
+def selected(names: Mapping[str, str], pattern: str, field: str) -> list[str]:
+    """The FQNs of the modules that ``pattern`` matches under any of their names.
+
+    Args:
+        names: every name of every module -> its FQN (``names_of``).
+
+    Raises:
+        ConfigError: with the name of the setting, ``field``, if there are none.
+    """
+    if not isinstance(pattern, str):
+        raise ConfigError(f"{field}: {pattern!r} is not the name of a module")
+    hits = dict.fromkeys(fqn for name, fqn in names.items() if matches(name, pattern))
+    if not hits:
+        top = ", ".join(name for name in names if "." not in name)
+        raise ConfigError(f"{field}: {pattern!r} matches no module; the top-level modules are: {top}")
+    return list(hits)
 
 
 def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, watch_norms: bool = False) -> Survey:
@@ -117,14 +138,14 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
 
     Args:
         example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids. If they are given,
-            the forward pass runs without ``watch_norms``, too, and shows how linears are called and where else their
-            weights are used; but it may fail.
+            the forward pass runs without ``watch_norms``, too, and shows where else the weights of linears are used;
+            but it may fail.
 
     Raises:
-        ConfigError: if the model is wrapped, sharded, compiled or lazy, cannot be copied, or the forward pass fails;
+        ConfigError: if the model is wrapped, sharded or compiled, cannot be copied, or the forward pass fails;
             for ``example_inputs`` that are neither a tuple nor a mapping.
     """
-    refuse_unfit_model(model)
+    _refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.
     if not isinstance(example_inputs, tuple | list | Mapping | None):
         kind = type(example_inputs).__name__
@@ -150,7 +171,6 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         heads=find_heads(modules, linears, blocks),
         unswappable=unswappable,
         weights=find_weights(modules),
-        dtypes={name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)},
         converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, _CONVERTED)},
         uses=None,
     )
@@ -164,14 +184,14 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         if watched:
             raise
         cause = error.__cause__ or error
-        return replace(
-            facts,
-            failed_pass="not seen: calls with keywords, and uses of weights outside of their layers, because the "
-            f"forward pass without data failed ({type(cause).__name__}: {first_line(cause)})",
+        note = (
+            "not seen: uses of weights outside of their layers, because the forward pass without data failed "
+            f"({type(cause).__name__}: {first_line(cause)})"
         )
+        return replace(facts, unseen=(note,))
 
 
-def refuse_unfit_model(model: nn.Module) -> None:
+def _refuse_unfit_model(model: nn.Module) -> None:
     """Raise ConfigError unless ``model`` is a module tree that was not yet wrapped, sharded or compiled."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
@@ -187,18 +207,18 @@ def refuse_unfit_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise ConfigError(f"{name} is a DTensor: convert the model first, then distribute it")
-        if is_lazy(parameter):
-            raise ConfigError(f"{name} has no shape yet (a lazy module): run the model once, then convert it")
 
 
-def _unswappable(modules: Mapping[str, nn.Module], fqns: Collection[str]) -> dict[str, str]:
+def _unswappable(modules: Mapping[str, nn.Module], fqns: set[str]) -> dict[str, str]:
     """Of the modules ``fqns``, those with something that a new module would not have -> what, and the way out."""
-    own, holders = {id(module) for module in modules.values()}, {}
-    for fqn, module in modules.items():
-        for name, value in vars(module).items():
-            for held in _modules_in(value, own) if name != "_modules" else ():
-                if held is not module:
-                    holders[held] = f"{fqn}.{name}".removeprefix(".")
+    holders = {
+        held: f"{fqn}.{name}".removeprefix(".")
+        for fqn, module in modules.items()
+        for name, value in vars(module).items()
+        if name != "_modules"
+        for held in _parts(value)
+        if isinstance(held, nn.Module) and held is not module
+    }
     reasons = {}
     for fqn in fqns:
         if reason := _why_it_must_stay(modules[fqn]):
@@ -208,29 +228,11 @@ def _unswappable(modules: Mapping[str, nn.Module], fqns: Collection[str]) -> dic
     return reasons
 
 
-def _modules_in(value, own: Collection[int], depth: int = 4) -> Iterator[nn.Module]:
-    """Yield the modules with an id in ``own`` in containers, methods, functions and objects, a few levels deep."""
-    if id(value) in own:
-        yield value
-        return
-    if depth == 0 or isinstance(value, torch.Tensor | type):
-        return
+def _parts(value) -> Collection:
+    """The elements of a plain container; of any other value, the value itself."""
     if isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        parts = value
-    elif isinstance(value, MethodType):
-        parts = (value.__self__,)
-    elif isinstance(value, partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        parts = (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-    else:
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        parts = (*(getattr(value, name, None) for name in slots), *getattr(value, "__dict__", {}).values())
-    for part in parts:
-        yield from _modules_in(part, own, depth - 1)
+        return value.values()
+    return value if isinstance(value, list | tuple | set) else (value,)
 
 
 def _why_it_must_stay(module: nn.Module) -> str | None:
@@ -244,21 +246,12 @@ def _why_it_must_stay(module: nn.Module) -> str | None:
         unless = ", unless it needs the result of an MXNorm as a tensor or its gradient" if sees_values else ""
         return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion{unless}"
     for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        if type(parameter) not in (nn.Parameter, FakeTensor):
+        if parameter is not None and type(parameter) not in (nn.Parameter, FakeTensor):
             return f"has a {name} of class {type(parameter).__name__}, not a torch.nn.Parameter"
-        if parameter.layout is not torch.strided:
-            return f"has a {name} of {parameter.layout}"
-        if parameter.dtype not in _FLOATS:
-            return f"has a {name} of {parameter.dtype}"
-    if isinstance(module, nn.Linear) and (weight := module._parameters.get("weight")) is not None:
-        if weight.shape != (module.out_features, module.in_features):
-            return f"has a weight of shape {tuple(weight.shape)}, not (out_features, in_features)"
     if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
         return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
-    if type(module) in STANDARD or are_plain_experts(module):
-        usual = STANDARD[type(module)]._parameters if type(module) in STANDARD else weight_names(module)
+    usual = weight_names(module) if are_plain_experts(module) else _PARAMETERS.get(type(module))
+    if usual is not None:
         if absent := [name for name in usual if name not in module._parameters]:
             return f"has no parameter called {absent[0]}"
         if added := [name for name in (*module._parameters, *module._buffers, *module._modules) if name not in usual]:

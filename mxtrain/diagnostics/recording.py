@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxtrain.analysis.metrics_file import NUMERICS
 from mxtrain.analysis.numerics import MODEL
-from mxtrain.conversion.selection import matches
+from mxtrain.conversion.survey import matches
 from mxtrain.diagnostics.casts import MeasuredCast, cast_totals
 from mxtrain.diagnostics.experts import expert_figures, expert_totals, router_figures, router_totals
 from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, norm_to_noise, products_and_casts

@@ -31,10 +31,15 @@ import torch.nn.functional as F
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
-from mxtrain.nn.backward_hooks import refuse_backward_hook, refuse_global_backward_hooks
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
-from mxtrain.nn.normed_input import NormedInput, check_norm_result, writes_to
+from mxtrain.nn.normed_input import (
+    NormedInput,
+    check_norm_result,
+    refuse_backward_hook,
+    refuse_global_backward_hooks,
+    writes_to,
+)
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import (
@@ -98,7 +103,6 @@ class _MXNormLinearFunction(torch.autograd.Function):
         draws, weights = draws_and_weights[:n], draws_and_weights[n:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gain, rho, signs, *weights)
-        ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
         return gemms.fprop(Operand(data, scales, tensor_scale), weights, dtype, gain, ready, joined)
 

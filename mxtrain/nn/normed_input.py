@@ -4,6 +4,7 @@ from traceback import walk_stack
 from typing import NamedTuple
 
 import torch
+from torch.nn.modules import module as of_all_modules
 from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
@@ -55,7 +56,7 @@ class NormedInput(NamedTuple):
     A tuple, because PyTorch finds tensors in tuples: for FSDP, and where a compiled graph ends.
     ``LOOKS`` lists what a model may ask the tuple, ``_REFUSED`` what a model must not do with it. PyTorch itself needs
     iteration and ``len``, so these stay. The norm comes first, so that a model that iterates fails at the first item.
-    Hooks of modules see other gradients than those of a plain norm's result (``mxtrain.nn.backward_hooks``).
+    Full backward hooks of modules would see other gradients than those of a plain norm's result.
 
     ``torch.is_tensor`` and ``isinstance`` say that the result is no tensor, which the survey of a conversion cannot
     foresee. A model that then uses the result in another way fails; one that goes on without the result does not.
@@ -251,3 +252,28 @@ def check_norm_result(normed, weight: torch.Tensor) -> None:
 
 def _in_reentrant_checkpoint() -> bool:
     return any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in walk_stack(None))
+
+
+# Full backward hooks see and edit dL/dy on the plain model, the gradient of the norm's result y. An MXNorm's result has
+# the gradients dL/dxhat and dL/dgain instead, and is a tuple, in whose place PyTorch shows a hook None and drops what
+# the hook returns. Hooks on modules that hold a norm with all its linears are served. So are
+# ``register_full_backward_pre_hook`` and hooks of tensors, wherever the module's result is a tensor.
+
+
+def refuse_backward_hook(name: str, *_, **__) -> None:
+    """Raise ConfigError. Takes the place of the methods of the module called ``name`` that register a hook."""
+    raise ConfigError(
+        f"a full backward hook on {name} cannot see the gradient of an MXNorm's result, which is no tensor: hook the "
+        "block that holds the norm and its linears, use register_full_backward_pre_hook on a linear for the gradient "
+        "of its result, name the norm in filter_fqns, or convert the model with 'mx_linear'"
+    )
+
+
+def refuse_global_backward_hooks(norm) -> None:
+    """Raise ConfigError if PyTorch would call full backward hooks of all modules on this MXNorm.
+
+    A compiled graph may not look at the norm's name before that: it would be compiled for one name.
+    ``register_module_full_backward_pre_hook`` is left alone: PyTorch's ``CommDebugMode`` uses it and edits nothing.
+    """
+    if of_all_modules._global_backward_hooks and torch.is_grad_enabled():
+        refuse_backward_hook(f"all modules, {norm.fqn or 'an MXNorm'} among them,")

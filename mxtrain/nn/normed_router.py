@@ -12,9 +12,8 @@ import torch
 
 from mxtrain.launch.custom_op import untraced
 from mxtrain.launch.once_differentiable import once_differentiable
-from mxtrain.nn.backward_hooks import refuse_backward_hook
 from mxtrain.nn.decompose_k_router import DecomposeKRouter
-from mxtrain.nn.normed_input import NormedInput, check_norm_result
+from mxtrain.nn.normed_input import NormedInput, check_norm_result, refuse_backward_hook
 from mxtrain.nn.split import own_part
 from mxtrain.ops.decompose_k import decompose_k_mm
 from mxtrain.ops.mxnorm import fold_backward

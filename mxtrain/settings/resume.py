@@ -145,14 +145,14 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     lines += [f"{name}{SETTING_CHANGES}{value!r} to none {step}" for name, value in gone.items()]
     lines += [
         f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
-        for old, new in moved_entries(start, settings)
+        for old, new in _moved_entries(start, settings)
     ]
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
     return lines
 
 
-def moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
+def _moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
     """Return the entries of an unchanged schedule whose steps follow from the number of steps: as before, and now.
 
     Arguments as for ``check_resume``.

@@ -34,7 +34,7 @@ from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.run_folder.files import METRICS_FILE
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
-from mxtrain.settings.resume import kept_defaults, moved_entries
+from mxtrain.settings.resume import kept_defaults
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
@@ -65,12 +65,8 @@ class TrainingRun:
         self._build()
         self._watch = LossWatch(self.device, stops=job_config.metrics.on_nonfinite_loss == STOP)
         self.checkpointer.states[RANDOM_STATE] = RandomState()
-        self._switch = RecipeSwitch(
-            schedule_in(job_config),
-            self.model_parts,
-            partial(log_event, self.metrics_processor),
-            moved_entries(self.start, settings),
-        )
+        log = partial(log_event, self.metrics_processor)
+        self._switch = RecipeSwitch(schedule_in(job_config), self.model_parts, log)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
         changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps

@@ -47,29 +47,21 @@ NANO_GPT = nn.ModuleDict(
 )
 
 
-@pytest.mark.parametrize(
-    "model, expected",
-    [
+def test_blocks_are_the_layers_that_a_model_repeats():
+    for model, expected in [
         (Model(layers=nn.ModuleList(blocks())), ("layers.0", "layers.1")),
         (Model(layers=nn.ModuleDict({"0": Block()})), ("layers.0",)),
         (Model(layers=nn.ModuleList([Block(), OtherBlock()])), ("layers.0", "layers.1")),
         (Model(encoder=nn.ModuleList(blocks(1)), decoder=nn.ModuleList(blocks(1))), ("encoder.0", "decoder.0")),
         (Model(transformer=NANO_GPT), ("transformer.h.0", "transformer.h.1")),
-        (nn.ModuleDict({"a": Block(), "b": Block(), "head": nn.Linear(D, V)}), ("a", "b")),
         (nn.ModuleDict({"encoder": Block(), "decoder": OtherBlock()}), ()),
-        (nn.Sequential(nn.Embedding(V, D), *blocks(3), nn.RMSNorm(D), nn.Linear(D, V)), ("1", "2", "3")),
         (Model(layers=nn.ModuleList([Model(experts=nn.ModuleList(blocks()))])), ("layers.0",)),
         (Model(layers=nn.ModuleList(blocks(1)), heads=nn.ModuleList([nn.Linear(D, V)])), ("layers.0",)),
-        (Model(layers=nn.ModuleList([Model(rel=nn.Embedding(4, 2), block=Block())])), ("layers.0",)),
         (Model(layers=nn.ModuleList([nn.ModuleList([Block(), nn.Linear(D, D)])] * 1)), ("layers.0",)),
         (Model(stages=nn.ModuleList([nn.ModuleList(blocks()), nn.ModuleList(blocks(1))])), STAGES),
-        (Model(layers=nn.ModuleList(blocks(1)), proj=nn.Sequential(*blocks())), ("layers.0",)),
-        (nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), ()),
         (Model(norms=nn.ModuleList([nn.RMSNorm(D)])), ()),
-    ],
-)
-def test_blocks_are_the_layers_that_a_model_repeats(model, expected):
-    assert blocks_of(model) == expected
+    ]:
+        assert blocks_of(model) == expected, model
 
 
 def test_a_second_name_of_a_block_does_not_count():
@@ -83,28 +75,18 @@ def test_a_second_name_of_a_block_does_not_count():
     ]
 
 
-@pytest.mark.parametrize(
-    "model, expected",
-    [
-        (Model(lm_head=nn.Linear(D, V), layers=nn.ModuleList(blocks()), other=nn.Linear(D, D)), ("lm_head",)),
-        (Model(m=nn.ModuleDict({"layers": nn.ModuleList(blocks()), "lm_head": nn.Linear(D, V)})), ("m.lm_head",)),
-        (nn.ModuleDict({"embedding": nn.Embedding(V, D), "lm_head": nn.Linear(D, V)}), ("lm_head",)),
-        (Model(e=nn.Embedding(V, D), layers=nn.ModuleList(blocks()), up=nn.Linear(D, V), h=nn.Linear(D, V)), ("h",)),
+def test_heads_are_known_by_name_or_by_the_shape_of_an_embedding():
+    def layers():
+        return nn.ModuleList(blocks())
+
+    for model, expected in [
+        (Model(lm_head=nn.Linear(D, V), layers=layers(), other=nn.Linear(D, D)), ("lm_head",)),
+        (Model(m=nn.ModuleDict({"layers": layers(), "lm_head": nn.Linear(D, V)})), ("m.lm_head",)),
+        (Model(e=nn.Embedding(V, D), layers=layers(), up=nn.Linear(D, V), h=nn.Linear(D, V)), ("h",)),
         (Model(h=nn.Linear(D, V), e=nn.Embedding(V, D), pos=nn.Embedding(D, D), mix=nn.Linear(D, D)), ("h",)),
-        (Model(e=nn.Embedding(V - 1, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, V)), ("head",)),
-        (Model(e=nn.Embedding(D, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, D)), ("head",)),
-        (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks()), head=nn.Linear(D, 10)), ("head",)),
-        (Model(patches=nn.Linear(48, D), layers=nn.ModuleList(blocks())), ()),
-        (Model(layers=nn.ModuleList(blocks()), pooler=nn.Linear(D, D)), ()),
-        (Model(layers=nn.ModuleList(blocks()), last=Model(modulation=nn.Linear(D, 4))), ()),
-        (Model(layers=nn.ModuleList(blocks()), text=nn.Linear(D, 4), image=nn.Linear(D, 4)), ()),
-        (Model(moe=Model(experts=nn.ModuleList(blocks())), ff=Model(up=nn.Linear(D, 32), down=nn.Linear(32, D))), ()),
-        (Model(h=nn.Linear(D, D), e=nn.Embedding(D, D), layers=nn.ModuleList(blocks())), ("h",)),
-        (nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D)), ()),
-    ],
-)
-def test_heads_are_known_by_name_shape_or_place(model, expected):
-    assert heads_of(model) == expected
+        (Model(patches=nn.Linear(48, D), layers=layers(), pooler=nn.Linear(D, D)), ()),
+    ]:
+        assert heads_of(model) == expected, model
 
 
 def test_a_share_of_no_blocks_is_refused_and_the_recipes_own_is_in_the_plan():
@@ -141,21 +123,17 @@ def gate() -> nn.Linear:
     return nn.Linear(8, 4)
 
 
-@pytest.mark.parametrize(
-    "name, model",
-    [
+def test_a_gate_beside_experts_or_called_router():
+    gates = nn.ModuleDict({"gate": nn.ModuleDict({"wg": gate()}), "experts": gate()})
+    for name, model in [
         ("gate", nn.ModuleDict({"gate": gate(), "experts": nn.ModuleList()})),
         ("gating", nn.ModuleDict({"gating": gate(), "experts": nn.ModuleList()})),
         ("router", nn.ModuleDict({"router": gate(), "up": gate()})),
         ("router.layer", nn.ModuleDict({"router": nn.ModuleDict({"layer": gate()}), "input": gate()})),
-        (
-            "mlp.gate.wg",
-            nn.ModuleDict({"mlp": nn.ModuleDict({"gate": nn.ModuleDict({"wg": gate()}), "experts": gate()})}),
-        ),
-    ],
-)
-def test_a_gate_beside_experts_or_called_router(name, model):
-    assert list(find_gates(model)) == [name]
+        ("mlp.gate.wg", nn.ModuleDict({"mlp": gates})),
+    ]:
+        assert list(find_gates(model)) == [name]
+    assert not find_gates(nn.ModuleDict({"gate": gate(), "up": gate(), "gating": gate()})), "of a feed-forward"
 
 
 def test_a_router_of_two_layers_stays_whole():
@@ -170,7 +148,3 @@ def test_a_router_of_two_layers_stays_whole():
 def test_a_mixture_that_is_called_router_is_no_gate():
     mixture = nn.ModuleDict({"wg": nn.Linear(32, 32), "experts": nn.ModuleList([nn.Linear(32, 32)])})
     assert convert(nn.ModuleDict({"router": mixture}), "mx_linear").linears == ["router.wg", "router.experts.0"]
-
-
-def test_the_gate_of_a_feed_forward_is_none():
-    assert not find_gates(nn.ModuleDict({"gate": gate(), "up": gate(), "gating": gate()}))

@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError
@@ -43,7 +42,6 @@ def block(linears=("wq", "wk", "wo"), **changes) -> Survey:
         heads=("output",),
         unswappable={},
         weights={f"{fqn}.weight": WeightFacts((64, 64), (fqn,), 1.0, "") for fqn in (*linears, "output")},
-        dtypes={f"{fqn}.weight": torch.float32 for fqn in names},
         converted={},
         uses=Uses({"norm": ("wq", "wk")}, {"norm": ()}, dict.fromkeys(("norm", *linears), 1), ()),
     )
@@ -93,9 +91,8 @@ def test_a_mode_that_no_device_of_the_machine_runs_is_refused(monkeypatch):
             plan(block(device_type=device_type), mode="native")
 
 
-@pytest.mark.parametrize(
-    ("uses", "linears", "reason"),
-    [
+def test_a_norm_stays_unless_it_provably_feeds_linears_alone():
+    for uses, linears, reason in [
         (Uses({"norm": ("wq",)}, {"norm": ("add", "mul")}, {"wq": 1}, ()), {}, "its output is used by add, mul"),
         (Uses({"norm": ()}, {"norm": ()}, {}, ()), {}, "no linear was seen to use its output"),
         (Uses({"norm": ()}, {"norm": ()}, {}, ("0, broken",)), {}, "no linear was .* output; not followed: 0, bro"),
@@ -112,15 +109,13 @@ def test_a_mode_that_no_device_of_the_machine_runs_is_refused(monkeypatch):
             "feeds wk, out_features = 1 is not a multiple of the block size 32",
         ),
         (Uses({"norm": ("output",)}, {"norm": ()}, {"output": 1}, ()), {}, "feeds output, is the output head"),
-    ],
-)
-def test_a_norm_stays_unless_it_provably_feeds_linears_alone(uses, linears, reason):
-    survey = block()
-    survey = replace(survey, uses=uses, linears={**survey.linears, **linears})
-    with pytest.raises(
-        ConfigError, match=f"finds nothing to convert in this Block\n  norm: {reason}(?s:.*)'mx_linear'"
-    ):
-        plan(survey)
+    ]:
+        survey = block()
+        survey = replace(survey, uses=uses, linears={**survey.linears, **linears})
+        with pytest.raises(
+            ConfigError, match=f"finds nothing to convert in this Block\n  norm: {reason}(?s:.*)'mx_linear'"
+        ):
+            plan(survey)
 
 
 def test_linears_that_stay():
@@ -152,31 +147,14 @@ def test_the_norm_draws_signs_if_any_of_its_linears_needs_them():
 
 
 def test_norms_and_gates():
-    square = NormFacts(nn.RMSNorm, (2, 32), 1e-6)
-    survey = block(
-        norms={"norm": NORM, "square": square}, lookalikes={nn.RMSNorm: {"strange": "is strange"}, nn.LayerNorm: {}}
-    )
-    result = plan(survey, "fused_norm", when_compiled="kernel")
-    assert result.quantized_share == 0
-    assert result.swaps == {"norm": ToFusedNorm(NORM, "kernel")} and result.fused_norms == ["norm"]
-    assert result.skipped == {"strange": "is strange", "square": "normalizes more than one dimension"}
-    survey = block(linears=("gate", "own"))
-    gates = {"gate": replace(LINEAR, is_gate=True), "own": replace(LINEAR, is_gate=True, is_plain=False, kind="Mine")}
-    result = plan(replace(survey, linears=gates), "decompose_k_router")
-    assert result.swaps == {"gate": ToRouter(DecomposeKRouter)} and result.skipped == {"own": "is a Mine"}
-
-
-def test_both_kinds_of_norms():
-    layer, square = NormFacts(nn.LayerNorm, (64,), 1e-6, bias=True), NormFacts(nn.LayerNorm, (2, 32), 1e-6)
+    layer, square = NormFacts(nn.LayerNorm, (64,), 1e-6, bias=True), NormFacts(nn.RMSNorm, (2, 32), 1e-6)
     survey = block(
         norms={"norm": NORM, "layer": layer, "square": square, "tagged": layer},
-        lookalikes={
-            nn.RMSNorm: {"strange": "is strange"},
-            nn.LayerNorm: {"other": "is other"},
-        },
+        lookalikes={nn.RMSNorm: {"strange": "is strange"}, nn.LayerNorm: {"other": "is other"}},
         unswappable={"tagged": "has a forward hook"},
     )
     result = plan(survey, "fused_norm", when_compiled="kernel")
+    assert result.quantized_share == 0
     assert result.swaps == {"norm": ToFusedNorm(NORM, "kernel"), "layer": ToFusedNorm(layer, "kernel")}
     assert result.fused_norms == ["norm", "layer"]
     assert result.skipped == {
@@ -185,6 +163,10 @@ def test_both_kinds_of_norms():
         "square": "normalizes more than one dimension",
         "tagged": "has a forward hook",
     }
+    survey = block(linears=("gate", "own"))
+    gates = {"gate": replace(LINEAR, is_gate=True), "own": replace(LINEAR, is_gate=True, is_plain=False, kind="Mine")}
+    result = plan(replace(survey, linears=gates), "decompose_k_router")
+    assert result.swaps == {"gate": ToRouter(DecomposeKRouter)} and result.skipped == {"own": "is a Mine"}
 
 
 def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():
@@ -193,28 +175,25 @@ def test_a_model_whose_norms_are_mxnorms_has_no_norm_left_to_fuse():
         plan(block(norms={}), "fused_norm")
 
 
-@pytest.mark.parametrize(
-    ("converter", "setting", "known"),
-    [
+def test_a_converter_refuses_settings_of_another():
+    for converter, setting, known in [
         ("mx_linear", "p", "'filter_fqns', 'recipe'"),
         ("fused_norm", "recipe", "'filter_fqns', 'when_compiled'"),
         ("decompose_k_router", "mode", "'filter_fqns'"),
         ("mxnorm", "when_compiled", "'filter_fqns', 'recipe', .*'estimator', 'eps'"),
-    ],
-)
-def test_a_converter_refuses_settings_of_another(converter, setting, known):
-    with pytest.raises(
-        ConfigError, match=f"^{setting} = None is not a setting of converter '{converter}'; allowed are: {known}"
-    ):
-        get_converter(converter, {setting: None})
+    ]:
+        with pytest.raises(
+            ConfigError, match=f"^{setting} = None is not a setting of converter '{converter}'; allowed are: {known}"
+        ):
+            get_converter(converter, {setting: None})
 
 
-@pytest.mark.parametrize("converter", CONVERTERS)
-def test_a_converter_refuses_values_of_a_wrong_type(converter):
-    for setting in fields(CONVERTERS[converter]):
-        for value in (object(), 1.5j, np.array(1), print):
-            with pytest.raises(ConfigError, match=f"^{setting.name} = {re.escape(repr(value))} "):
-                get_converter(converter, {setting.name: value})
+def test_a_converter_refuses_values_of_a_wrong_type():
+    for name, converter in CONVERTERS.items():
+        for setting in fields(converter):
+            for value in (object(), 1.5j, np.array(1), print):
+                with pytest.raises(ConfigError, match=f"^{setting.name} = {re.escape(repr(value))} "):
+                    get_converter(name, {setting.name: value})
 
 
 def test_none_stands_for_the_default():
@@ -227,7 +206,7 @@ def stack(count) -> Survey:
     blocks = tuple(f"layers.{i}" for i in range(count))
     linears = {f"{block}.wo": LINEAR for block in blocks}
     names = {fqn: fqn for fqn in (*blocks, *linears, "norm")}
-    return block(names=names, blocks=blocks, norms={}, linears=linears, uses=None, weights={}, heads=(), dtypes={})
+    return block(names=names, blocks=blocks, norms={}, linears=linears, uses=None, weights={}, heads=())
 
 
 def test_the_last_pattern_that_matches_a_linear_wins():
@@ -239,14 +218,13 @@ def test_the_last_pattern_that_matches_a_linear_wins():
         plan(stack(6), "mx_linear", recipes={"norm": "nvfp4"})
 
 
-@pytest.mark.parametrize(
-    ("share", "blocks", "count"), [(0.15, 12, 2), (0.15, 32, 5), (0.15, 3, 0), (0.5, 3, 2), (0.0, 4, 0), (0.34, 3, 1)]
-)
-def test_a_share_of_the_blocks_is_rounded_to_nearest(share, blocks, count):
-    result = plan(stack(blocks), "mx_linear", high_precision_share=share)
-    reason = f"in the last {count} of {blocks} blocks (high_precision_share = {share})"
-    assert result.skipped == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}
-    assert result.blocks == (f"high_precision_share = {share} keeps {count} of {blocks} blocks" if share else "")
+def test_a_share_of_the_blocks_is_rounded_to_nearest():
+    for share, blocks, count in [(0.15, 12, 2), (0.15, 3, 0), (0.5, 3, 2), (0.0, 4, 0), (0.34, 3, 1)]:
+        result = plan(stack(blocks), "mx_linear", high_precision_share=share)
+        reason = f"in the last {count} of {blocks} blocks (high_precision_share = {share})"
+        assert result.skipped == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}
+        note = f"high_precision_share = {share} keeps {count} of {blocks} blocks"
+        assert result.notes[1:] == ((note,) if share else ())
 
 
 def test_a_block_whose_name_begins_as_a_kept_one_is_not_kept():

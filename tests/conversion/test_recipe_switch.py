@@ -25,46 +25,25 @@ def lines(monkeypatch):
     return noted, logged, lambda step, text: logged.append((step, text))
 
 
-@pytest.mark.parametrize(
-    "before, now, step, expected",
-    [
-        (10, 20, 11, ["end of bf16"]),  # a finished run goes on with more steps
-        (10, 20, 5, []),
-        (20, 10, 10, ["bf16"]),
-        (40, 20, 20, ["bf16"]),
-        (10, 11, 11, []),  # stays
-    ],
-)
-def test_entries_that_move_when_a_run_resumes_begin_and_end_with_an_event(lines, before, now, step, expected):
-    noted, logged, log_event = lines
-    old, new = (entries({"from_share": 0.9, "recipe": "bf16"}, steps) for steps in (before, now))
-    switch = RecipeSwitch(new, [nn.Identity()], log_event, list(zip(old, new)))
-    switch.return_to(step - 1)  # for a validation
-    assert noted == []
-    switch.begin_step(step)
-    assert logged == [(step, text) for text in expected]
-
-
-@pytest.mark.parametrize(
-    "step, expected, events",
-    [
+def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(lines, monkeypatch):
+    """And gives all parts of a model the state of the step."""
+    given, (noted, logged, log_event) = [], lines
+    monkeypatch.setattr("mxtrain.conversion.schedule.set_step", lambda part, step: given.append(step))
+    for step, expected, events in [
         (1, [], 0),
         (5, ["step 5: rmsnorm, to step 6 (mxnorm.schedule[0])"], 1),
         (6, ["in effect from step 5 to 6: rmsnorm (mxnorm.schedule[0])"], 0),
         (7, ["step 7: end of rmsnorm (mxnorm.schedule[0])"], 1),
-    ],
-)
-def test_a_run_that_resumes_says_once_what_begins_ends_or_is_in_effect(lines, monkeypatch, step, expected, events):
-    """And gives all parts of a model the state of the step."""
-    given, (noted, logged, log_event) = [], lines
-    monkeypatch.setattr("mxtrain.conversion.schedule.set_step", lambda part, step: given.append(step))
-    switch = RecipeSwitch(entries(PLAIN), [nn.Identity(), nn.Identity()], log_event)
-    switch.return_to(step)
-    switch.begin_step(step)
-    assert given == [step] * 4
-    switch.begin_step(step)
-    assert len(given) == 4, "nothing has changed"
-    assert noted == expected and len(logged) == events
+    ]:
+        for kept in (given, noted, logged):
+            kept.clear()
+        switch = RecipeSwitch(entries(PLAIN), [nn.Identity(), nn.Identity()], log_event)
+        switch.return_to(step)
+        assert noted == []
+        switch.begin_step(step)
+        switch.begin_step(step)
+        assert given == [step] * 4, "the second time, nothing has changed"
+        assert noted == expected and len(logged) == events
 
 
 class Block(nn.Module):

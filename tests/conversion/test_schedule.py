@@ -43,25 +43,21 @@ def same(ours, theirs):
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("change", "settings"),
-    [
+def test_a_step_computes_what_a_model_with_its_recipe_computes():
+    for change, settings in [
         ({"recipe": "nvfp4"}, {"recipe": "nvfp4"}),  # which needs random numbers that the first recipe did without
         (  # the norm draws signs for one of its linears
             {"recipe": "wgrad=nvfp4", "modules": ["wk"]},
             {"recipes": {"wk": "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4"}},
         ),
-        ({"recipe": "dgrad=bf16"}, {"recipe": "fprop=mxfp8, dgrad=bf16, wgrad=mxfp8"}),
         ({"recipe": "fprop=bf16"}, {"recipe": "fprop=bf16, dgrad=mxfp8, wgrad=mxfp8"}),
-    ],
-)
-def test_a_step_computes_what_a_model_with_its_recipe_computes(change, settings):
-    model = scheduled({"from_step": 3, "until_step": 5, **change})
-    own = original()
-    mxtrain.convert(own, mode="reference", high_precision_share=0.0, **settings)
-    before = results(model, 2)
-    assert same(results(model, 3), results(own)) and same(results(model, 5), results(own))
-    assert not same(results(model, 5), before) and same(results(model, 6), before)
+    ]:
+        model = scheduled({"from_step": 3, "until_step": 5, **change})
+        own = original()
+        mxtrain.convert(own, mode="reference", high_precision_share=0.0, **settings)
+        before = results(model, 2)
+        assert same(results(model, 3), results(own)) and same(results(model, 5), results(own))
+        assert not same(results(model, 5), before) and same(results(model, 6), before)
 
 
 def test_plain_norms_and_their_linears_compute_what_they_did_before_the_conversion():
@@ -105,9 +101,8 @@ def at_2(**keys):
     return {"from_step": 2, **keys}
 
 
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
+def test_mistakes_that_take_the_model_to_see():
+    for tables, message in [
         ([at_2(modules=["layer.0"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'layer.0' matches no module; t"),
         ([at_2(modules=["w2", "output"], recipe="bf16")], "mxnorm.schedule[0].modules: 'output' selects no swapped "),
         (
@@ -123,12 +118,10 @@ def at_2(**keys):
         ([at_2(norm="rmsnorm"), at_2(modules=["wq"], norm="rmsnorm")], "mxnorm.schedule[1] and mxnorm.schedule[0] bo"),
         ([at_2(norm="rmsnorm"), at_2(modules=["w1"], recipe="bf16")], "mxnorm.schedule[1] and mxnorm.schedule[0] both"),
         ([at_2(modules=["wq"], recipe="fprop=bf16")], "mxnorm.schedule[0] gives the layers behind layers.0.attention"),
-    ],
-)  # fmt: skip
-def test_mistakes_that_take_the_model_to_see(tables, message):
-    with pytest.raises(ConfigError) as error:
-        scheduled(*tables)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    ]:
+        with pytest.raises(ConfigError) as error:
+            scheduled(*tables)
+        assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_the_estimator_of_the_run_holds_for_the_recipes_of_entries():
@@ -136,37 +129,11 @@ def test_the_estimator_of_the_run_holds_for_the_recipes_of_entries():
         scheduled(at_2(recipe="nvfp4"), estimator="post_round")
 
 
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ([at_2(recipe="mxfp8")], "mxnorm.schedule[0] changes nothing: all layers have mxfp8 without it"),
-        ([at_2(recipe="wgrad=mxfp8")], "mxnorm.schedule[0] changes nothing: all layers have wgrad=mxfp8 without it"),
-        ([at_2(recipe="nvfp4"), {"from_step": 1, "until_step": 1, "modules": ["w2"], "recipe": "mxfp8"}],
-         "mxnorm.schedule[1] changes nothing: all"),
-    ],
-)  # fmt: skip
-def test_what_changes_nothing(tables, message):
-    with pytest.raises(ConfigError) as error:
-        scheduled(*tables)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("tables", "settings"),
-    [
-        # A part of the layers, or of the steps, has the change without the entry.
-        ([at_2(modules=["layers.0", "w2"], recipe="nvfp4")], {"recipes": {"layers.0": "nvfp4"}}),
-        # Neither entry can be without the other.
-        ([at_2(modules=["wq"], recipe="fprop=bf16"), at_2(modules=["wk", "wv"], recipe="fprop=bf16")], {}),
-    ],
-)
-def test_what_changes_a_part_or_is_needed_by_another(tables, settings):
-    scheduled(*tables, **settings)
-
-
 def test_different_things_may_change_at_the_same_step():
     first = {"from_step": 1, "until_step": 1, "recipe": "bf16"}
     scheduled(at_2(recipe="fprop=bf16"), at_2(recipe="wgrad=nvfp4"), first)
+    # Neither of these can be without the other.
+    scheduled(at_2(modules=["wq"], recipe="fprop=bf16"), at_2(modules=["wk", "wv"], recipe="fprop=bf16"))
 
 
 def test_features_that_a_later_recipe_cannot_divide_are_found_before_training():

@@ -1,18 +1,14 @@
 """Surveying a model: facts as values, and a model that stays as it was."""
 
-import collections
-import dataclasses
-import functools
-
 import pytest
 import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mxtrain import convert
+from mxtrain import ConfigError, convert
 from mxtrain.conversion.forward_pass import Uses
 from mxtrain.conversion.norms import NormFacts
-from mxtrain.conversion.survey import survey
+from mxtrain.conversion.survey import matches, selected, survey
 from tests.support.conversion_models import DIM, llama
 
 
@@ -51,89 +47,53 @@ def test_surveying_leaves_the_model_as_it_was():
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-class SkipsAtRandom(nn.Sequential):
-    """Stochastic depth, of which the survey sees one draw."""
-
-    def forward(self, x):
-        return super().forward(x) if torch.rand(()) < 1 else x
-
-
-def test_surveying_draws_no_random_numbers_of_the_user():
-    before = torch.get_rng_state()
-    model = SkipsAtRandom(nn.RMSNorm(64, device="meta"), nn.Linear(64, 64, device="meta"))
-    survey(model, (torch.zeros(1, 64),), watch_norms=True)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 class Listed(nn.Module):
-    """Holds its linears in a list, too, and calls them from there."""
+    """Holds its linears in a plain container, too, and calls them from there."""
 
     def __init__(self, held):
         super().__init__()
         self.norm, self.a, self.b = nn.RMSNorm(DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.held = held(self)
+        vars(self)["held"] = held(self)
 
     def forward(self, x):
-        call = self.held if callable(self.held) else next(iter(self.held.values() if "a" in self.held else self.held))
-        return self.b(call(self.norm(x)))
+        return self.b(self.a(self.norm(x)))
 
 
-class Caller:
-    """A plain object, whose attributes are no children of a module."""
-
-    def __init__(self, linear):
-        self.linear = linear
-
-    def __call__(self, x):
-        call = self.linear[0] if isinstance(self.linear, list) else self.linear
-        return call(x)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Slots:
-    linear: nn.Linear
-
-    def __call__(self, x):
-        return self.linear(x)
+def test_a_linear_that_a_list_holds_as_well_stays():
+    for held in (lambda m: [m.a], lambda m: (m.a,), lambda m: {"a": m.a}, lambda m: {m.a}, lambda m: m.a):
+        model = nn.Sequential(Listed(held))
+        plan = convert(model, "mx_linear", mode="reference")
+        assert plan.linears == ["0.b"]
+        assert plan.skipped["0.a"] == (
+            "is also held by 0.held, which a swap would not reach: hold it as a child module only"
+        )
+    model = Listed(lambda m: [])
+    vars(model.a)["myself"] = model.a
+    assert convert(model, "mx_linear", mode="reference").linears == ["a", "b"]
 
 
-def calling(linear):
-    return lambda x: linear(x)
+def test_patterns_match_whole_segments():
+    for fqn, pattern, expected in [
+        ("layers.1.attention.wq", "layers.1", True),
+        ("layers.10.attention.wq", "layers.1", False),
+        ("layers.10.attention.wq", "layers.1*", True),
+        ("layers.3.attention.wq", "layers.[0-3]", True),
+        ("layers.3.attention.wq", "wq", True),
+        ("layers.3.attention.wq", "w", False),
+        ("layers.3.attention.wq", "attention.*", True),
+        ("layers.3.attention", "attention.*", False),
+    ]:
+        assert matches(fqn, pattern) is expected, (fqn, pattern)
 
 
-@pytest.mark.parametrize(
-    "held",
-    [
-        lambda m: [m.a],
-        lambda m: (m.a,),
-        lambda m: {"a": m.a},
-        lambda m: {m.a},
-        lambda m: m.a.forward,
-        lambda m: functools.partial(m.a.forward),
-        lambda m: Caller(m.a),
-        lambda m: calling(m.a),
-        lambda m: Caller(Caller(Caller([m.a]))),
-        lambda m: [nn.Sequential(m.a)],
-        lambda m: collections.deque([m.a]),
-        lambda m: lambda x, a=m.a: a(x),
-        lambda m: lambda x, *, a=m.a: a(x),
-        lambda m: Slots(m.a),
-    ],
-)
-def test_a_linear_that_a_list_holds_as_well_stays(held):
-    model = nn.Sequential(Listed(held))
-    plan = convert(model, "mx_linear", mode="reference")
-    assert plan.linears == ["0.b"]
-    assert plan.skipped["0.a"] == (
-        "is also held by 0.held, which a swap would not reach: hold it as a child module only"
-    )
-    with pytest.raises(ValueError, match="0.norm: (feeds 0.a, is also held by 0.held|its output is used by .*linear)"):
-        convert(nn.Sequential(Listed(held)), filter_fqns=[], example_inputs=(torch.zeros(3, DIM),))
+MODULES = ("embedding", "layers", *(f"layers.{i}{part}" for i in range(12) for part in ("", ".norm", ".wo")), "output")
+NAMES = {**dict(zip(MODULES, MODULES)), "head": "output", "tower.0.wo": "layers.0.wo"}
 
 
-def test_a_linear_that_only_it_itself_holds_is_swapped():
-    model = Listed(lambda m: [m.b])
-    model.a.state = Caller(model.a)
-    model.circle = circle = Caller(None)
-    circle.linear = circle
-    assert convert(model, "mx_linear", mode="reference").linears == ["a"]
+def test_selected_modules_are_in_the_models_order():
+    assert selected(NAMES, "layers.1", "filter_fqns") == ["layers.1", "layers.1.norm", "layers.1.wo"]
+    assert selected(NAMES, "norm", "filter_fqns") == [f"layers.{i}.norm" for i in range(12)]
+    assert selected(NAMES, "head", "filter_fqns") == ["output"], "a module is selected by any of its names"
+    assert selected(NAMES, "wo", "filter_fqns") == [f"layers.{i}.wo" for i in range(12)], "and only once"
+    with pytest.raises(ConfigError, match="^field: 'wq' matches no module; the top-level modules are: embedding, lay"):
+        selected(NAMES, "wq", "field")

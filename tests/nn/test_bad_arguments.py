@@ -79,10 +79,10 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), SETTINGS, ids=[message for _, message in SETTINGS])
-def test_settings(call, message):
-    with pytest.raises(ConfigError, match="^" + re.escape(message)):
-        call()
+def test_settings():
+    for call, message in SETTINGS:
+        with pytest.raises(ConfigError, match="^" + re.escape(message)):
+            call()
 
 
 NUMBERS = [
@@ -100,10 +100,10 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), NUMBERS, ids=[message for _, message in NUMBERS])
-def test_numbers(call, message):
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        call()
+def test_numbers():
+    for call, message in NUMBERS:
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            call()
 
 
 TENSORS = [
@@ -123,10 +123,10 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), TENSORS, ids=[message for _, message in TENSORS])
-def test_tensors(call, message):
-    with pytest.raises(ValueError, match="^" + re.escape(message)):
-        call()
+def test_tensors():
+    for call, message in TENSORS:
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            call()
 
 
 # Every tensor that a public function or layer takes, by the name in its message.
@@ -149,24 +149,23 @@ TAKERS = {
 }
 
 
-@pytest.mark.parametrize("taker", TAKERS)
-def test_what_is_no_dense_tensor(taker):
-    name, call = TAKERS[taker]
-    optional = "," in taker and name != "b"
-    for value in ([1.0, 2.0], np.ones((4, D), np.float32), 1.0, *([] if optional else [None])):
-        with pytest.raises(TypeError, match=f"^{name} of type {type(value).__name__}: expected a torch.Tensor$"):
-            call(value)
+def test_what_is_no_dense_tensor():
     rows = [ones(2, D), ones(2, D)]
-    for value in (torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)):
-        with pytest.raises(ValueError, match=f"^{name} is a nested tensor: expected a dense tensor$"):
-            call(value)
-    for value in (ones(4, D).to_sparse(), ones(4, D).to_sparse_csr()):
-        with pytest.raises(ValueError, match=f"^{name} is of layout {value.layout}: expected a dense tensor$"):
-            call(value)
+    nested = torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for taker, (name, call) in TAKERS.items():
+        optional = "," in taker and name != "b"
+        for value in ([1.0, 2.0], np.ones((4, D), np.float32), 1.0, *([] if optional else [None])):
+            with pytest.raises(TypeError, match=f"^{name} of type {type(value).__name__}: expected a torch.Tensor$"):
+                call(value)
+        for value in nested:
+            with pytest.raises(ValueError, match=f"^{name} is a nested tensor: expected a dense tensor$"):
+                call(value)
+        for value in (ones(4, D).to_sparse(), ones(4, D).to_sparse_csr()):
+            with pytest.raises(ValueError, match=f"^{name} is of layout {value.layout}: expected a dense tensor$"):
+                call(value)
 
 
-@pytest.mark.parametrize("eps", [np.float32(1e-2), Fraction(1, 100), np.float64(1e-2)], ids=repr)
-def test_eps_is_any_real_number(eps):
+def test_eps_is_any_real_number():
     x = ones(4, D) / 8
 
     def norm_and_linear(eps):
@@ -184,40 +183,35 @@ def test_eps_is_any_real_number(eps):
         lambda eps: MXNorm(D, eps)(x).rho,
         norm_and_linear,
     )
-    for call in calls:
-        torch.manual_seed(0)
-        got = call(eps)
-        torch.manual_seed(0)
-        assert torch.equal(got, call(float(eps)))
-    for norm in (FusedRMSNorm(D, eps), FusedLayerNorm(D, eps), MXNorm(D, eps)):
-        assert isinstance(norm.eps, float), "torch.compile takes NumPy's numbers for tensors"
+    for eps in (np.float32(1e-2), Fraction(1, 100), np.float64(1e-2)):
+        for call in calls:
+            torch.manual_seed(0)
+            got = call(eps)
+            torch.manual_seed(0)
+            assert torch.equal(got, call(float(eps)))
+        for norm in (FusedRMSNorm(D, eps), FusedLayerNorm(D, eps), MXNorm(D, eps)):
+            assert isinstance(norm.eps, float), "torch.compile takes NumPy's numbers for tensors"
 
 
-def test_example_inputs_without_a_fake_form():
-    model = nn.Sequential(nn.RMSNorm(D), nn.Linear(D, D))
-    with pytest.raises(ConfigError, match="one forward pass without data failed with "):
-        convert(model, example_inputs=(torch.nested.nested_tensor([ones(2, D)]),))
+def test_dtypes_that_would_be_rounded_before_the_cast():
+    for mode in ("reference", "emulated"):
+        for recipe in ("mxfp8", "nvfp4", "unquantized"):
+            for dtype in (torch.float16, torch.int32, torch.float8_e4m3fn):
+                x = ones(4, D, dtype=dtype)
+                for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
+                    with pytest.raises(ValueError, match=f"^x of {dtype}: expected bfloat16 or float32$"):
+                        call(x)
+                    if dtype.is_floating_point:
+                        with pytest.raises(ValueError, match=f"^weight of {dtype}: expected bfloat16 or float32$"):
+                            call.to(dtype)(ones(4, D))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int32, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "unquantized"])
-@pytest.mark.parametrize("mode", ["reference", "emulated"])
-def test_dtypes_that_would_be_rounded_before_the_cast(mode, recipe, dtype):
-    x = ones(4, D, dtype=dtype)
-    for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
-        with pytest.raises(ValueError, match=f"^x of {dtype}: expected bfloat16 or float32$"):
-            call(x)
-        if dtype.is_floating_point:
-            with pytest.raises(ValueError, match=f"^weight of {dtype}: expected bfloat16 or float32$"):
-                call.to(dtype)(ones(4, D))
-
-
-@pytest.mark.parametrize(("recipe", "mode"), [("mxfp8", "reference"), ("unquantized", "emulated")])
-def test_float64_needs_gemms_in_float64(recipe, mode):
-    message = f"^x of torch.float64 with recipe '{recipe}' in mode '{mode}': expected .* float64 needs recipe 'unquan"
-    for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
-        with pytest.raises(ValueError, match=message):
-            call.double()(ones(4, D, dtype=torch.float64))
+def test_float64_needs_gemms_in_float64():
+    for recipe, mode in [("mxfp8", "reference"), ("unquantized", "emulated")]:
+        message = f"^x of torch.float64 with recipe '{recipe}' in mode '{mode}': expected .* float64 needs recipe 'unqu"
+        for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
+            with pytest.raises(ValueError, match=message):
+                call.double()(ones(4, D, dtype=torch.float64))
     settings = dict(recipe="unquantized", mode="reference")
     exact = nn.Sequential(MXNorm(D, **settings), MXNormLinear(D, D, **settings))
     assert exact.double()(ones(4, D, dtype=torch.float64)).dtype == torch.float64

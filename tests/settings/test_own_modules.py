@@ -89,34 +89,24 @@ def test_a_flavor_of_a_users_own_in_a_model_of_mxtrain(project):
     assert not any((project / "outputs").glob("*"))
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
+def test_a_module_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for _ in range(2):
+        search_beside(str(tmp_path / "my.toml"))
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1, "what is installed comes first"
+    for number, (code, message) in enumerate(
         (
-            "import no_such_module",
-            "cannot be imported: ModuleNotFoundError: No module named 'no_such_module' (.*, line 1)",
-        ),
-        ("\n1 / 0", "cannot be imported: ZeroDivisionError: division by zero (.*my_broken.py, line 2)"),
-        ("x = = 1", "cannot be imported: SyntaxError: invalid syntax"),
-    ],
-)
-def test_a_module_that_cannot_be_imported_is_one_line(tmp_path, monkeypatch, code, message):
-    (tmp_path / "my_broken.py").write_text(code)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "my_broken", raising=False)
-    search_beside(str(tmp_path / "my.toml"))
-    with pytest.raises(ConfigError) as error:
-        import_own("experimental.custom_import", "my_broken")
-    assert re.match("experimental.custom_import = 'my_broken' " + message.replace("(", r"\(").replace(")", r"\)"),
-                    str(error.value)), error.value  # fmt: skip
-    assert "\n" not in str(error.value)
-
-
-def test_what_is_installed_comes_before_what_lies_beside_the_config(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    search_beside(str(tmp_path / "my.toml"))
-    search_beside(str(tmp_path / "my.toml"))
-    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+            ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module' (.*, line 1)"),
+            ("\n1 / 0", "ZeroDivisionError: division by zero (.*my_broken_1.py, line 2)"),
+            ("x = = 1", "SyntaxError: invalid syntax"),
+        )
+    ):
+        (tmp_path / f"my_broken_{number}.py").write_text(code)
+        with pytest.raises(ConfigError) as error:
+            import_own("experimental.custom_import", f"my_broken_{number}")
+        pattern = message.replace("(", r"\(").replace(")", r"\)")
+        wanted = f"experimental.custom_import = 'my_broken_{number}' cannot be imported: {pattern}"
+        assert re.match(wanted, str(error.value)) and "\n" not in str(error.value), error.value
 
 
 @pytest.mark.parametrize("setting", ["job.custom_config_module", "experimental.custom_import"])
