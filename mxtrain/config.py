@@ -13,7 +13,7 @@ import tomli_w
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_toml
-from mxtrain.run_folder.files import CONFIG_FILE
+from mxtrain.run_folder import CONFIG_FILE
 
 _PACKAGE = Path(__file__).parent
 

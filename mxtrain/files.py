@@ -2,12 +2,10 @@
 
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from glob import escape
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,12 +25,11 @@ class FileRecord:
     """SHA-256 of the content, in hexadecimal digits; None if nobody has read it"""
 
 
-def hash_file(path: Path, begin: int = 0, end: int = sys.maxsize) -> FileRecord:
-    """Read a file, or its bytes from ``begin`` to ``end``, and return their number and hash. Raises OSError."""
+def hash_file(path: Path) -> FileRecord:
+    """Read a file, and return the number of its bytes and their hash. Raises OSError."""
     digest, size = sha256(), 0
     with path.open("rb") as file:
-        file.seek(begin)
-        while piece := file.read(min(_PIECE, end - file.tell())):
+        while piece := file.read(_PIECE):
             digest.update(piece)
             size += len(piece)
     return FileRecord(size, digest.hexdigest())
@@ -54,23 +51,15 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def new_folder(
-    folder: Path, is_complete: Callable[[Path], bool], goes_on: Callable[[Path], bool] = lambda unfinished: False
-) -> Iterator[Path]:
+def new_folder(folder: Path, is_complete: Callable[[Path], bool]) -> Iterator[Path]:
     """Yield an empty folder beside ``folder``, and give it that name at the end of the context.
 
     If another process has made ``folder`` meanwhile, its folder stays and the new one is removed. A folder that is
-    not complete, by ``is_complete``, is replaced. After an exception nothing is left, unless the work ``goes_on`` from
-    the unfinished folder: the next call yields it instead of an empty one, and also after a process was killed. Needs
-    no locks, which some shared file systems do not have. Raises OSError if a folder cannot be made or renamed.
+    not complete, by ``is_complete``, is replaced. After an exception nothing is left. Needs no locks, which some shared
+    file systems do not have. Raises OSError if a folder cannot be made or renamed.
     """
     building, old = (folder.with_name(f"{folder.name}{BUILDING}-{uuid.uuid4().hex[:12]}") for _ in range(2))
-    for unfinished in folder.parent.glob(f"{escape(folder.name)}{BUILDING}-*"):
-        if goes_on(unfinished):
-            with suppress(OSError):  # another process has just taken it
-                unfinished.rename(building)
-                break
-    building.mkdir(exist_ok=True)
+    building.mkdir()
     try:
         yield building
         # Otherwise a power failure may leave the folder's name, and zeros in its files.
@@ -87,8 +76,7 @@ def new_folder(
                 building.rename(folder)
     finally:
         for rest in (building, old):
-            if not goes_on(rest):
-                shutil.rmtree(rest, ignore_errors=True)
+            shutil.rmtree(rest, ignore_errors=True)
 
 
 def sync_file(path: Path) -> None:

@@ -39,8 +39,8 @@ STEPS = "training.steps"
 MODEL_ARGS = "model_args."
 PAIRING_SETTINGS = (
     "training.dataset", "training.dataset_path", "training.seq_len", "training.global_batch_size",
-    "training.local_batch_size", STEPS, "data.installed", "data.other_files", "data.vocab_size", "data.max_bytes",
-    "data.package_share", "data.validation_share", "data.seed", "data.text_key", "data.hf_config", "data.prepared",
+    "training.local_batch_size", STEPS, "data.installed", "data.vocab_size", "data.max_bytes",
+    "data.validation_share", "data.seed", "data.text_key", "data.hf_config", "data.prepared",
     "model.name", "model.flavor", "model.hf_assets_path", "model.tokenizer_path", "checkpoint.initial_load_path",
     "checkpoint.initial_load_in_hf", "validation.dataset", "validation.dataset_path", "validation.steps",
     "validation.seq_len", "validation.local_batch_size", "metrics.log_freq",

@@ -9,7 +9,7 @@ from pathlib import Path
 from mxtrain.analysis.metrics_file import EVENT, NUMERICS, read_metrics
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import read_json, read_toml
-from mxtrain.run_folder.files import (
+from mxtrain.run_folder import (
     CONFIG_FILE,
     DATA_FILE,
     FACTS_FILE,

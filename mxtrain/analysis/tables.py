@@ -7,7 +7,7 @@ from textwrap import indent
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import Run, load_run, names
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder.files import PICTURE_FILE
+from mxtrain.run_folder import PICTURE_FILE
 
 
 def table(runs: list[Run]) -> str:

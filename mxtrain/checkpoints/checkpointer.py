@@ -1,7 +1,7 @@
 """Saves the checkpoints of a run when they are due, and loads the one from which it starts.
 
 ``Checkpointer`` takes the place of TorchTitan's ``CheckpointManager``, with the same settings. It calls PyTorch's
-distributed checkpoint (DCP), with a writer whose checkpoints are whole or absent (``mxtrain.checkpoints.writer``).
+distributed checkpoint (DCP), with a writer whose checkpoints are whole or absent (``mxtrain.checkpoints.storage``).
 """
 
 import gc
@@ -11,23 +11,19 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from mxtrain.checkpoints.folder import SAVING, Checkpoints, step_of, withdraw
-from mxtrain.checkpoints.reader import load, read_index
-from mxtrain.checkpoints.writer import CheckpointWriter
+from mxtrain.checkpoints.storage import CheckpointWriter, cause, load, read_index
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
-from mxtrain.ranks import gather
 
 TRAIN_STATE = "train_state"
 """Name of the trainer's own state: its step and the tokens that it has seen"""
@@ -52,7 +48,7 @@ class Checkpointer:
         run: the trainer. Its methods are called on all ranks, and return the same there:
             start: where the run starts.
             saved_name(name): the name in checkpoints of a weight in the model.
-            manifest(step, holds_trainer): the manifest of a checkpoint, without its files and tensors.
+            manifest(step, holds_trainer): the manifest of a checkpoint, without its files.
             may_save(step): whether the weights after this step are worth a checkpoint.
             before_save(): called before a checkpoint is saved.
             is_stopping(): whether training ends after this step, whose checkpoint is then due.
@@ -104,7 +100,7 @@ class Checkpointer:
             step: not used; ``start`` follows from the same setting.
 
         Raises:
-            ConfigError: the checkpoint is of another model, or holds what could run code.
+            ConfigError: as ``mxtrain.checkpoints.storage.load``, for a checkpoint of another model too.
         """
         settings, checkpoint = self._settings, self._run.start.checkpoint
         if not settings.enable:
@@ -124,30 +120,16 @@ class Checkpointer:
     @torch.no_grad()
     def _load(self, checkpoint: Path, model_only: bool) -> None:
         logger.info(f"Loading the checkpoint {checkpoint}")
-        weights = self._weights()
-        if self._run.start.checkpoint is not None:
-            self._require_same_model(weights)
-        index = read_index(checkpoint)
-        states = {} if not model_only and "model" in self._settings.exclude_from_loading else dict(weights)
-        states |= {} if model_only else self._states_in(index)
-        try:
-            load(states, checkpoint, index)
-        except CheckpointException as error:  # not an Exception: other handlers would let it pass
-            problem = f"{checkpoint} cannot be loaded"
-            for failure, _ in error.failures.values():
-                if isinstance(failure, UnpicklingError):
-                    name = str(failure).partition("GLOBAL ")[2].partition(" ")[0]
-                    raise ConfigError(f"{problem}: it names {name or 'no plain value'}, and could run code") from error
-            raise RuntimeError(f"{problem}: {_words(error)}") from error
-        self._set_weights({name: value for name, value in states.items() if name in weights})
-
-    def _states_in(self, index: Metadata) -> dict:
-        """Return the states that are loaded beside the weights from a checkpoint with this index."""
+        weights, index = self._weights(), read_index(checkpoint)
         excluded = self._settings.exclude_from_loading
-        # The random numbers are in no checkpoint of weights. A run that starts at step 1 again has its own seed.
-        saved = {name.partition(".")[0] for name in index.state_dict_metadata}
-        ours = {RANDOM_STATE} if TRAIN_STATE in excluded else {RANDOM_STATE} - saved
-        return {name: state for name, state in self.states.items() if name not in {*excluded, *ours}}
+        states = {} if not model_only and "model" in excluded else dict(weights)
+        if not model_only:
+            # The random numbers are in no checkpoint of weights. A run that starts at step 1 again has its own seed.
+            saved = {name.partition(".")[0] for name in index.state_dict_metadata}
+            own = {RANDOM_STATE} if TRAIN_STATE in excluded else {RANDOM_STATE} - saved
+            states |= {name: state for name, state in self.states.items() if name not in {*excluded, *own}}
+        load(states, checkpoint, index)
+        self._set_weights({name: value for name, value in states.items() if name in weights})
 
     @torch.no_grad()
     def _load_from_hugging_face(self, folder: Path | None) -> None:
@@ -173,20 +155,6 @@ class Checkpointer:
             names = {name: self._run.saved_name(name) for name in get_model_state_dict(part)}
             own = {name: weights[saved] for name, saved in names.items() if saved in weights}
             set_model_state_dict(part, own, options=StateDictOptions(strict=False))
-
-    def _require_same_model(self, weights: dict) -> None:
-        checkpoint, saved = self._run.start.checkpoint, self._run.start.manifest.tensors
-        for name, tensor in weights.items():
-            if name not in saved:
-                raise ConfigError(f"model.flavor: {checkpoint} is of another model: it has no {name}")
-            if saved[name]["shape"] != list(tensor.shape):
-                raise ConfigError(
-                    f"model.flavor: {checkpoint} is of another model: its {name} has shape {saved[name]['shape']}, "
-                    f"and this model's has {list(tensor.shape)}"
-                )
-        unused = saved.keys() - set().union(*gather(list(weights)))  # ranks of a pipeline have other weights
-        if unused and dist.get_rank() == 0:
-            logger.warning(f"{checkpoint} has {len(unused)} tensor(s) that this model does not, such as {min(unused)}")
 
     def save(self, curr_step: int, last_step: bool = False, weights_only: bool | None = None) -> None:
         """Save a checkpoint if one is due. If the disk is full or cannot be written, training goes on without it.
@@ -220,7 +188,7 @@ class Checkpointer:
             dtype = getattr(torch, self._settings.export_dtype)
             states = {name: value.to(dtype) for name, value in states.items()}
         manifest = self._run.manifest(step, holds_trainer=not weights_only)
-        writer = CheckpointWriter(self.folder / f"step-{step}", manifest, frozenset(self.states), self._settings.verify)
+        writer = CheckpointWriter(self.folder / f"step-{step}", manifest, self._settings.verify)
         if mode == "disabled":
             dcp.save(states, storage_writer=writer)
             return
@@ -277,7 +245,7 @@ class Checkpointer:
         except OSError as error:  # the process in which DCP saves has ended
             self._failure = f"{what}: {reason(error)}"
         except CheckpointException as error:
-            self._failure = f"{what}: {_words(error)}"
+            self._failure = f"{what}: {cause(error)}"
             if not all(isinstance(failure, OSError) for failure, _ in error.failures.values()):
                 raise RuntimeError(self._failure) from error
         logger.warning(f"{self._failure}; training goes on")
@@ -299,9 +267,3 @@ def kept_stager(options: StagingOptions) -> DefaultStager:
     stager = DefaultStager(options)
     stager._state_dict_stager.close = lambda: None  # PyTorch 2.11 calls it after every save, and fails in the next one
     return stager
-
-
-def _words(error: CheckpointException) -> str:
-    rank, (failure, _) = next(iter(error.failures.items()))
-    words = reason(failure) if isinstance(failure, OSError) else f"{type(failure).__name__}: {failure}"
-    return f"{words} (on rank {rank})" if dist.get_world_size() > 1 else words

@@ -1,36 +1,141 @@
-"""The checkpoints in a run's folder: which are whole, how a new one gets its place, which are removed or set aside.
+"""The checkpoints in a run's folder: manifests, which are whole, how a checkpoint gets its place and leaves it.
 
-A checkpoint is written to ``.saving/step-N`` and renamed to ``step-N``, which is atomic: whatever has that name was
-complete. An old checkpoint goes the other way before it is removed. So a kill at any moment leaves whole checkpoints,
-and parts only in the two hidden folders, which the next run empties.
+A checkpoint is written to ``.saving/step-N``, its manifest last, and renamed to ``step-N``, which is atomic: whatever
+has that name was complete, and its manifest shows whether it still is. An old checkpoint goes the other way before it
+is removed. So a kill at any moment leaves whole checkpoints, and parts only in the two hidden folders, which the next
+run empties.
 """
 
+import importlib.metadata
+import json
 import os
+import platform
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 
-from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, check_sizes, read_manifest
+from pydantic import TypeAdapter
+
+import mxtrain
 from mxtrain.errors import ConfigError
-from mxtrain.files import sync_file
+from mxtrain.files import FileRecord, hash_file, reason, sync_file
+from mxtrain.json_toml import read_json
 
 SAVING, REMOVING, SET_ASIDE = ".saving", ".removing", "set_aside"
 LEFTOVERS = (SAVING, REMOVING)
+MANIFEST_FILE = "manifest.json"
 DCP_METADATA = ".metadata"
 """File with the index of a checkpoint in PyTorch's format"""
+FORMATS = (1, 2)
+"""Formats of the manifest that this version reads. It writes the last one. Format 1 always has hashes of all files"""
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint that cannot be loaded. The message is for the user, and does not name the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    """Number of steps that are done"""
+    holds_trainer: bool
+    """A run can resume from it: it holds the optimizer, the position in the data and the step, not only weights"""
+    files: dict[str, FileRecord]
+    """Every file of the checkpoint but the manifest, by its path there; with hashes if ``checkpoint.verify``"""
+    settings: dict = field(default_factory=dict)
+    """The run's settings that are not defaults, as the nested tables of its config.toml"""
+    versions: dict[str, str | None] = field(default_factory=dict)
+    tokenizer_sha256: str | None = None
+    processes: int = 1
+    defaults: dict = field(default_factory=dict)
+    """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""
+
+
+_MANIFEST = TypeAdapter(Manifest)
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Write the manifest into the folder ``checkpoint``, through to the disk. Raises OSError."""
+    content = {"format": FORMATS[-1], **asdict(manifest)}
+    content["sha256"] = _own_hash(content)
+    with (checkpoint / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read a checkpoint's manifest.
+
+    Raises:
+        DamagedCheckpoint: it is missing, unreadable or damaged, or of a newer version.
+    """
+    try:
+        content = read_json(checkpoint / MANIFEST_FILE, MANIFEST_FILE)
+        if content.pop("sha256", None) != _own_hash(content):
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} is damaged")
+        if (found := content.get("format")) not in FORMATS:
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {found}, and this version reads 1 to {FORMATS[-1]}")
+        return _MANIFEST.validate_python(content)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
+    except ConfigError as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
+def _own_hash(content: dict) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def file_record(path: Path, with_hash: bool) -> FileRecord:
+    """Return a file's size, and its hash if asked, which reads all of it. Raises OSError."""
+    return hash_file(path) if with_hash else FileRecord(path.stat().st_size)
+
+
+def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
+    """Raise DamagedCheckpoint if a file is missing or has another size. Reads no file."""
+    for name, record in manifest.files.items():
+        size = _look(checkpoint, name, lambda path: path.stat().st_size)
+        if size != record.size:
+            raise DamagedCheckpoint(f"{name} has {size:,} bytes instead of {record.size:,}")
+
+
+def check_hashes(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read those files of a checkpoint that have hashes. Raises DamagedCheckpoint if one of them has other content."""
+    for name in names:
+        record = manifest.files[name]
+        if record.sha256 and _look(checkpoint, name, hash_file) != record:
+            raise DamagedCheckpoint(f"{name} has other content than was saved")
+
+
+def _look(checkpoint: Path, name: str, look: Callable):
+    try:
+        return look(checkpoint / name)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{name} is missing") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{name} cannot be read: {reason(error)}") from error
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return name -> version of mxtrain, Python and what computes; None for a package that is not installed."""
+    versions = {"mxtrain": mxtrain.__version__, "python": platform.python_version()}
+    for package in ("torch", "torchtitan", "torchao", "triton"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Looks at the sizes of files, not at their contents.
+    """The checkpoints in a folder. Looks at the sizes of files, not at their contents."""
 
-    Args:
-        damaged: names of checkpoints whose contents are known to be wrong -> what is wrong with them.
-    """
-
-    def __init__(self, folder: Path, damaged: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, folder: Path):
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"checkpoint.folder: {folder} is not a folder")
         self.folder = folder
@@ -43,8 +148,6 @@ class Checkpoints:
         """Name of each other checkpoint -> what is wrong with it"""
         for name in self.found:
             try:
-                if name in damaged:
-                    raise DamagedCheckpoint(damaged[name])
                 self.whole[step_of(name)] = read_whole(folder / name)
             except DamagedCheckpoint as error:
                 self.problems[name] = str(error)
@@ -113,8 +216,7 @@ def set_aside(checkpoint: Path) -> Path:
     target, number = folder / checkpoint.name, 2
     while target.exists():
         target, number = folder / f"{checkpoint.name}-{number}", number + 1
-    checkpoint.rename(target)
-    return target
+    return checkpoint.rename(target)
 
 
 def withdraw(checkpoint: Path) -> Path:
@@ -129,8 +231,6 @@ def withdraw(checkpoint: Path) -> Path:
 def clear_leftovers(folder: Path) -> None:
     """Remove what killed runs left: parts of checkpoints that were being saved or removed, and an empty folder."""
     for name in LEFTOVERS:
-        with suppress(OSError):
-            (folder / name).unlink()  # a link, behind which nothing must be removed
         shutil.rmtree(folder / name, ignore_errors=True)
     with suppress(OSError):
         folder.rmdir()

@@ -9,21 +9,29 @@ with the results of another run. ``find_start`` looks first and stops such a run
 
 import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 
 from pydantic import TypeAdapter
 
-from mxtrain.checkpoints.folder import DCP_METADATA, LEFTOVERS, SAVING, SET_ASIDE, Checkpoints, read_whole, step_of
-from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, Manifest, read_manifest
+from mxtrain.checkpoints.folder import (
+    DCP_METADATA,
+    LEFTOVERS,
+    MANIFEST_FILE,
+    SAVING,
+    SET_ASIDE,
+    Checkpoints,
+    DamagedCheckpoint,
+    Manifest,
+    read_manifest,
+    read_whole,
+    step_of,
+)
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason, replace_file
+from mxtrain.files import reason
 from mxtrain.json_toml import parse, read_toml
-from mxtrain.run_folder.files import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
+from mxtrain.run_folder import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
 
 
 @dataclass(frozen=True)
@@ -80,18 +88,15 @@ def resumed_step(folder: Path, checkpoint) -> int:
     return max(saved.whole or of_titan, default=0)
 
 
-def find_start(folder: Path, checkpoint, processes: int, damaged: Mapping[str, str] = MappingProxyType({})) -> Start:
+def find_start(folder: Path, checkpoint, processes: int) -> Start:
     """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
-
-    Args:
-        damaged: names of checkpoints in the folder whose contents are known to be wrong -> what is wrong with them.
 
     Raises:
         ConfigError: if the run would replace results, start at step 1 although the folder holds checkpoints, fail to
             load its checkpoint, or ignore a setting; and if all checkpoints are damaged, or the folder cannot be read.
     """
     try:
-        saved = Checkpoints(folder / checkpoint.folder, damaged)
+        saved = Checkpoints(folder / checkpoint.folder)
         if checkpoint.create_seed_checkpoint:
             return _start_of_seed(folder, saved, checkpoint, processes)
         if not checkpoint.enable:
@@ -110,8 +115,6 @@ def find_start(folder: Path, checkpoint, processes: int, damaged: Mapping[str, s
 def _start_of_seed(folder: Path, saved: Checkpoints, checkpoint, processes: int) -> Start:
     if processes > 1:
         raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
-    if checkpoint.load_only:
-        raise ConfigError("checkpoint.create_seed_checkpoint saves a checkpoint, and checkpoint.load_only forbids that")
     if saved.found:
         raise ConfigError(
             f"checkpoint.create_seed_checkpoint: {saved.folder} already holds {saved.found[-1]}; choose another "
@@ -147,7 +150,7 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
 
 
 def _start_from_own_weights(folder: Path, saved: Checkpoints, checkpoint, path: Path) -> Start:
-    if not _begins_again(folder, checkpoint):
+    if not begins_again(folder, checkpoint):
         _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
     if saved.after(0) and not checkpoint.load_only:
         raise ConfigError(
@@ -164,19 +167,14 @@ def _from_weights(path: Path) -> Start:
 def _resumed(folder: Path, saved: Checkpoints, checkpoint, step: int) -> Start:
     path = saved.path(step)
     if not saved.whole[step].holds_trainer:
-        earlier = [other for other, manifest in saved.whole.items() if 0 < other < step and manifest.holds_trainer]
-        resume = f"resume from an earlier step with checkpoint.load_step = {max(earlier)}, or " if earlier else ""
         raise ConfigError(
             f"checkpoint.last_save_model_only: {path} is the end of a run and holds only its weights: no run can "
-            f"resume from it; {resume}start a new run from these weights in another job.dump_folder with "
-            f"checkpoint.initial_load_path = {str(path)!r}"
+            "resume from it; name an earlier step in checkpoint.load_step, or start a new run from these weights in "
+            f"another job.dump_folder with checkpoint.initial_load_path = {str(path)!r}"
         )
-    abandoned: tuple[Path, ...] = ()
     if checkpoint.load_only:
         _require_no_metrics(folder, "checkpoint.load_only saves none of its steps")
-    else:
-        # A folder that cannot be entered cannot be moved either.
-        abandoned = tuple(later for later in saved.after(step) if os.access(later, os.R_OK))
+    abandoned = () if checkpoint.load_only else tuple(saved.after(step))
     notes = [f"resuming after step {step}, from {path}"]
     notes += [f"{saved.folder / name} cannot be loaded: {problem}" for name, problem in saved.problems.items()]
     if abandoned:
@@ -186,7 +184,7 @@ def _resumed(folder: Path, saved: Checkpoints, checkpoint, step: int) -> Start:
 
 
 def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
-    if not _begins_again(folder, checkpoint):
+    if not begins_again(folder, checkpoint):
         _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
     initial = checkpoint.initial_load_path
     if not (initial or checkpoint.initial_load_in_hf):
@@ -196,11 +194,6 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
     if saved.folder.is_dir() and any(path.name not in LEFTOVERS for path in saved.folder.iterdir()):
         setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
         raise ConfigError(f"checkpoint.{setting} would be ignored, because {saved.folder} is not empty; remove it")
-    if initial and not Path(initial).is_dir():
-        raise ConfigError(
-            f"checkpoint.initial_load_path = {initial!r} is not a folder: give the folder of one checkpoint, such as "
-            "outputs/RUN/checkpoint/step-1000"
-        )
     if not initial or checkpoint.initial_load_in_hf:
         return Start()
     path, manifest = Path(initial), _initial_manifest(Path(initial))
@@ -234,7 +227,7 @@ def _initial_manifest(path: Path) -> Manifest | None:
 
 def require_no_other_run(folder: Path, checkpoint) -> None:
     """Raise ConfigError if a run that starts in ``folder`` under TorchTitan's own trainer would replace metrics."""
-    if resumed_step(folder, checkpoint) == 0 and not _begins_again(folder, checkpoint):
+    if resumed_step(folder, checkpoint) == 0 and not begins_again(folder, checkpoint):
         _require_no_metrics(folder, "there is no checkpoint from which it would resume")
 
 
@@ -247,21 +240,11 @@ def _require_no_metrics(folder: Path, because: str) -> None:
         )
 
 
-def begin_again(folder: Path, checkpoint) -> tuple[str, ...]:
-    """Empty the metrics of a run that was killed before it saved, and return a line for the user; else do nothing.
+def begins_again(folder: Path, checkpoint) -> tuple[str, ...]:
+    """Return a line for the user if the run in ``folder`` was killed before it saved, else nothing.
 
     Call it before ``clear_leftovers``: parts of a checkpoint may be all that tells such a run from one that has saved.
-    A second kill, before the first new row, would leave metrics that no run may replace.
     """
-    again = _begins_again(folder, checkpoint)
-    if again:
-        with suppress(OSError):  # the first new row comes to the same, and warns if it cannot be written
-            replace_file(folder / METRICS_FILE, b"")
-    return again
-
-
-def _begins_again(folder: Path, checkpoint) -> tuple[str, ...]:
-    """Return a line for the user if the run in ``folder`` was killed before it saved, else nothing."""
     saved = Checkpoints(folder / checkpoint.folder)
     last = None if saved.after(0) or not checkpoint.enable else interrupted_after(folder, saved.folder)
     if last is None:
@@ -281,18 +264,16 @@ def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
     """
     try:
         config = read_toml(folder / CONFIG_FILE)
-        saving, training = dict(config.get("checkpoint", {})), dict(config.get("training", {}))
-        interval, steps = int(saving.get("interval", CHECKPOINT_INTERVAL)), int(training.get("steps", STEPS))
+        saving, training = config.get("checkpoint", {}), config.get("training", {})
+        interval, steps = saving.get("interval", CHECKPOINT_INTERVAL), training.get("steps", STEPS)
         metrics = (folder / METRICS_FILE).read_text(encoding="utf-8")
         rows = metrics[: metrics.rfind("\n") + 1].splitlines()  # without a row that the kill has cut
-        # Without a row, a kill came before the first one of a run that had emptied the file to begin again.
-        first, last = (int(parse(row)["step"]) for row in (rows[0], rows[-1])) if rows else (0, 0)
-    except (OSError, ValueError, KeyError, TypeError):
+        first, last = (parse(row)["step"] for row in (rows[0], rows[-1]))
+        # To its own folder, which may be another than ``checkpoints``.
+        own = (folder / saving.get("folder", CHECKPOINT_FOLDER)).glob("step-*")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # not the files of a run of ours, or damaged
-    # To its own folder, which may be another than ``checkpoints``.
-    own = (folder / str(saving.get("folder", CHECKPOINT_FOLDER))).glob("step-*")
-    never_saves = not saving.get("enable") or saving.get("load_only") or interval < 1
-    if never_saves or any(path.name != "step-0" for path in own):
+    if not saving.get("enable") or saving.get("load_only") or any(path.name != "step-0" for path in own):
         return None
     # A run that goes on from another run's step logs its own steps only.
     is_early = last < steps and last <= math.ceil(first / interval) * interval

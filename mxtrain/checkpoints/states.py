@@ -11,7 +11,7 @@ import random
 import numpy as np
 import torch
 
-from mxtrain.checkpoints.reader import unpickle
+from mxtrain.checkpoints.storage import unpickle
 from mxtrain.ranks import gather, is_first
 
 

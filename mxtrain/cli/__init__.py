@@ -7,7 +7,6 @@ import sys
 
 from mxtrain import __version__
 from mxtrain.cli import (
-    cache_command,
     compare_command,
     doctor,
     hub_commands,
@@ -23,7 +22,6 @@ __all__ = ["main"]
 
 COMMANDS = (
     train_command,
-    cache_command,
     plot_command,
     compare_command,
     hub_commands,

@@ -22,8 +22,7 @@ from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.files import os_errors_as, reason, replace_file
 from mxtrain.json_toml import read_json, read_toml
 from mxtrain.launched import COMPARISON_VARIABLE, import_flags
-from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder import CONFIG_FILE, locked
 
 if TYPE_CHECKING:
     from mxtrain.settings.fields import Settings

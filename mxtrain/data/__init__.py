@@ -1,8 +1,7 @@
 """Prepares training text and its tokenizer: ``prepare(DataConfig(...))``. Does not need TorchTitan."""
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.prepared import prepare
-from mxtrain.data.store import Prepared
-from mxtrain.data.token_file import TokenFile
+from mxtrain.data.prepared import Prepared, prepare
+from mxtrain.data.token_files import Tokens
 
-__all__ = ["DataConfig", "Prepared", "TokenFile", "prepare"]
+__all__ = ["DataConfig", "Prepared", "Tokens", "prepare"]

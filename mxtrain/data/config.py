@@ -37,9 +37,7 @@ class DataConfig:
     """Folder with a Hugging Face tokenizer; if empty, a tokenizer is trained on the training text"""
     unseparated: bool = False
     installed: bool = False
-    other_files: bool = False
     max_bytes: int = 0
-    package_share: float = 0.2
     validation_share: float = 0.01
     seed: int = 0
     text_key: str = "text"

@@ -1,16 +1,13 @@
-"""Documents, their sources, the hashes that order, split and sample them, rows with text, and streams of such rows.
+"""Documents, the hashes that order, split and sample them, rows with text, and streams of such rows.
 
 The hashes depend on document keys alone, so every machine gets the same order, split and sample.
 """
 
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +15,10 @@ import numpy as np
 from mxtrain.data.config import DataConfig
 from mxtrain.errors import ConfigError
 
+SPLITS = ("train", "validation")
+
 OVER_LIMIT = "over max_bytes"
 """The reasons for which a source leaves out what does not fit into ``DataConfig.max_bytes`` begin with this"""
-
-TICK_SECONDS = 2.0
 
 PATIENCE_ROWS = 1000
 
@@ -46,32 +43,6 @@ class Document(NamedTuple):
 
     def is_held_out(self, validation_share: float) -> bool:
         return is_held_out(self.split_key or self.key, validation_share)
-
-
-class Source:
-    """Text on this machine. It can be read more than once."""
-
-    listing: list[tuple[str, int, int]]
-    """All files found, before any is read: path, bytes and time of the last change in ns, for the cache key"""
-    text_bytes: int
-    """Estimated bytes of all documents, after ``scan``"""
-    dropped: Counter[str]
-    """Number of files or documents left out, by reason"""
-    cut: dict[str, int] = {}
-    """Bytes cut from each package that exceeded its share"""
-    formats: dict[str, int] = {}
-    """Number of files by the format in which they were read"""
-    has_ids = False
-    """Whether documents have shown to be token ids"""
-    token_files: list[Path] = []
-    """Files of token ids only, which have no documents (see ``tokenized.py``)"""
-
-    def scan(self, progress: "Progress") -> None:
-        """Decide which files to keep. Called once, before ``documents``."""
-
-    def documents(self) -> Iterator[Document]:
-        """Yield all documents, in an order that depends only on the config."""
-        raise NotImplementedError
 
 
 def fraction(key: str, salt: str) -> float:
@@ -187,24 +158,6 @@ def stream_texts(rows: Iterable, text_of: Callable[[dict], str], setting: str) -
     """Yield the text of every row. An error while reading becomes a ConfigError that begins with ``setting``."""
     with raised_as(f"{setting} cannot be read further"):
         yield from map(text_of, rows)
-
-
-class Progress:
-    """Sends progress as plain lines, which suit both logs and terminals, to ``emit``."""
-
-    def __init__(self, emit: Callable[[str], None]):
-        self._emit = emit
-        self._last = time.monotonic()
-
-    def say(self, line: str) -> None:
-        """Send ``line``."""
-        self._last = time.monotonic()
-        self._emit(line)
-
-    def tick(self, line: Callable[[], str]) -> None:
-        """Send ``line()`` if the last line is at least TICK_SECONDS old."""
-        if time.monotonic() - self._last >= TICK_SECONDS:
-            self.say(line())
 
 
 def megabytes(count: int) -> str:

@@ -1,4 +1,4 @@
-"""Batches of a token file for one data-parallel rank, from any place in the text, and the data loader of a run.
+"""Batches of tokenized text for one data-parallel rank, from any place in the text, and the data loader of a run.
 
 Only this file and ``streams.py`` of ``mxtrain.data`` import PyTorch.
 """
@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from mxtrain.checkpoints.reader import unpickle
+from mxtrain.checkpoints.storage import unpickle
 from mxtrain.data.run_data import EXCLUDE, RunData
-from mxtrain.data.token_file import TokenFile
+from mxtrain.data.token_files import Tokens
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 from mxtrain.ranks import gather, is_first
@@ -30,7 +30,7 @@ _loaders: WeakSet[StatefulDataLoader] = WeakSet()
 class TokenDataset(IterableDataset):
     """Yields one rank's samples ``({"input": tokens[:-1]}, tokens[1:])``, each tensor int64 [seq_len].
 
-    The token file is cut into non-overlapping chunks of ``seq_len + 1`` tokens. Each epoch reads all chunks in an order
+    The text is cut into non-overlapping chunks of ``seq_len + 1`` tokens. Each epoch reads all chunks in an order
     drawn from ``seed`` and the epoch's number, and the next epoch follows without a gap. So the text is one endless
     sequence of samples, which all ranks share: sample g is chunk ``g % chunks`` of epoch ``g // chunks``.
 
@@ -39,7 +39,7 @@ class TokenDataset(IterableDataset):
     ``start`` before they start.
 
     Args:
-        tokens: the token file.
+        tokens: the text.
         settings: has ``seq_len``, the tokens per sample, and ``local_batch_size``.
         rank: this rank, and the number of ranks that read different data.
         seed: seed of the order.
@@ -53,7 +53,7 @@ class TokenDataset(IterableDataset):
 
     def __init__(
         self,
-        tokens: TokenFile,
+        tokens: Tokens,
         settings,
         rank: tuple[int, int] = (0, 1),
         seed: int = 0,
@@ -65,15 +65,14 @@ class TokenDataset(IterableDataset):
         self._rank, ranks = rank
         self._together = batch_size * ranks  # samples of one batch on every rank
         self.start = 0
-        self.chunks = tokens.count // (seq_len + 1)
-        # Opened now, for all iterations and worker processes: the file may be removed from the cache.
-        self._mapped = tokens.open()
+        self.chunks = len(tokens) // (seq_len + 1)
+        self._tokens = tokens
         if self.chunks < self._together:
             remedies = ", raise data.validation_share" if section == "validation" else ""
             raise ConfigError(
                 f"{section}.local_batch_size = {batch_size} and {section}.seq_len = {seq_len} on {ranks} "
                 f"data-parallel rank(s) need {self._together * (seq_len + 1):,} tokens of {section} text for one step, "
-                f"but there are {tokens.count:,}: lower them{remedies} or supply more text"
+                f"but there are {len(tokens):,}: lower them{remedies} or supply more text"
             )
 
     @property
@@ -93,7 +92,7 @@ class TokenDataset(IterableDataset):
             if now != epoch:
                 epoch, order = now, np.random.default_rng([self._seed, now]).permutation(self.chunks)
             start = int(order[place]) * (self._seq_len + 1)
-            window = torch.from_numpy(self._mapped[start : start + self._seq_len + 1].astype(np.int64))
+            window = torch.from_numpy(self._tokens[start : start + self._seq_len + 1].astype(np.int64))
             yield {"input": window[:-1]}, window[1:]
 
     def _numbers(self) -> Iterator[int]:

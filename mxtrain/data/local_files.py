@@ -1,15 +1,14 @@
 """Reads local JSONL, CSV, Parquet, Arrow and text files as training text, piece by piece: a file may exceed the memory.
 
-A column of integer lists holds documents that are tokenized already. ``tokenized.py`` reads files of ids only.
+A column of integer lists holds documents that are tokenized already. ``token_files.py`` reads files of ids only.
 
 Documents stay in file order, and duplicates are kept, because a mixture may repeat a file to give it more weight. A
 document's text decides whether it is held out, as in a stream: equal documents are on the same side, and stay there
 when files or rows come and go. The pieces of a long text file go where its first piece goes, unless it is the only
 file.
 
-The library ``datasets`` does not read these files, because it infers types: it turns texts that look like dates into
-dates, refuses JSON Lines whose rows have different columns or types, and Parquet with types that it does not know, and
-names no line of an error.
+The readers of ``datasets`` infer types: they turn texts that look like dates into dates, refuse Parquet with types that
+they do not know, and name no line of an error.
 """
 
 import bz2
@@ -33,7 +32,7 @@ from typing import TextIO
 import numpy as np
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Document, Source, TextColumn, megabytes, one_line
+from mxtrain.data.documents import OVER_LIMIT, Document, TextColumn, megabytes, one_line
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import parse
 
@@ -75,33 +74,44 @@ COMPRESSIONS = {
 PIECE_CHARACTERS = 1 << 16
 
 
-class LocalFiles(Source):
-    """The files that match ``config.path``.
+class LocalFiles:
+    """The files that match ``config.path``. They can be read more than once.
 
     Raises:
         ConfigError: no files are found, formats are mixed, a file is unreadable, or no row has text in ``text_key``.
     """
 
+    listing: list[tuple[str, int, int]]
+    """All files found, before any is read: path, bytes and time of the last change in ns, for the cache key"""
+    dropped: Counter[str]
+    """Number of files or documents that the last reading left out, by reason"""
+    formats: Counter[str]
+    """Number of files by the format in which they were read"""
+    has_ids: bool
+    """Whether documents have shown to be token ids"""
+    token_files: list[Path]
+    """Files of token ids only, which have no documents (see ``token_files.py``)"""
+
     def __init__(self, config: DataConfig, vocabulary: int = 0):
         self._config, self.vocabulary = config, vocabulary
         self.setting = f"{config.section}.dataset_path = {config.path!r}"
+        self.dropped, self.formats, self.token_files = Counter(), Counter(), []
         try:
-            self._files = self._find()
-            self._format, listed = self._one_format(), self._files
+            self._files = listed = self._find()
+            self._format = self._one_format()
             if self._format == "tokens":
                 if packed := [file for file in listed if file.suffix in COMPRESSED]:
                     raise ConfigError(f"{packed[0]} is compressed: unpack it, because ids are read where they lie")
-                self.token_files, self.has_ids = sorted({file.with_suffix(".bin") for file in listed}), True
+                self.token_files = sorted({file.with_suffix(".bin") for file in listed})
                 indices = [file.with_suffix(".idx") for file in self.token_files]
                 listed = [*self.token_files, *filter(Path.exists, indices)]
             self.listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in listed]
         except OSError as error:  # no permission, or a file that was deleted meanwhile
             raise ConfigError(f"{self.setting} cannot be read: {error}") from error
-        self._file_bytes = sum(size for _, size, _ in self.listing)
-        self.text_bytes = min(self._file_bytes, config.max_bytes or self._file_bytes)
-        self.dropped = Counter()
+        self.has_ids = bool(self.token_files)
 
     def documents(self) -> Iterator[Document]:
+        """Yield all documents in the order of the files."""
         limit, total, self.dropped = self._config.max_bytes, 0, Counter()
         for document in self._all_documents():
             try:
@@ -114,7 +124,8 @@ class LocalFiles(Source):
             elif limit and size > limit:  # its size says nothing about the room that is left
                 self.dropped[OVER_LIMIT] += 1
             elif limit and total + size > limit:
-                self.dropped[f"{OVER_LIMIT} and all after it, of {megabytes(self._file_bytes)} in files"] = 1
+                found = megabytes(sum(size for _, size, _ in self.listing))
+                self.dropped[f"{OVER_LIMIT} and all after it, of {found} in files"] = 1
                 break  # later ones may fit, but the search for them would read all files
             else:
                 total += size

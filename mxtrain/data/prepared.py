@@ -1,35 +1,31 @@
-"""Builds the tokenizer and the tokenized text of a DataConfig, once: later calls load the result from the cache."""
+"""Builds the tokenizer and the tokenized text of a DataConfig, once: later calls load the result from the cache.
 
-import fcntl
+A folder of the cache holds ``prepared.json`` (the report, and hashes), ``tokenizer/``, and ``tokens/``, a dataset of
+the library ``datasets``. Each of its rows has the tokens of a batch of documents: for training in the column "train",
+for validation in the column "validation". Of token files the folder holds links.
+"""
+
 import json
-import logging
 import os
+import shutil
+import signal
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from hashlib import sha256
 from heapq import heappop, heappush
 from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
+
 from mxtrain.data.config import DATASETS, DataConfig
-from mxtrain.data.documents import OVER_LIMIT, Progress, Source, fraction, hub_texts, megabytes, one_line, open_stream
+from mxtrain.data.documents import OVER_LIMIT, SPLITS, fraction, hub_texts, megabytes, one_line, open_stream
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.python_source import PythonSource
-from mxtrain.data.store import (
-    PROGRESS,
-    SUMMARY,
-    TOKENIZER,
-    DamagedText,
-    Prepared,
-    TextReport,
-    goes_on,
-    load_text,
-    remember_files,
-    tokenize,
-    write_summary,
-)
-from mxtrain.data.tokenized import link_tokens
+from mxtrain.data.token_files import PART_BYTES, Tokens, link_tokens, open_parts, token_dtype
 from mxtrain.data.tokenizer import (
     SAMPLE_BYTES,
     LoadedTokenizer,
@@ -39,34 +35,119 @@ from mxtrain.data.tokenizer import (
     train_tokenizer,
 )
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.files import new_folder
+from mxtrain.files import BUILDING, new_folder, reason
+from mxtrain.json_toml import read_json
+from mxtrain.launched import end_with_parent
 
-logger = logging.getLogger(__name__)
+Source = PythonSource | LocalFiles
 
 # Increase this when the same config and files give different tokens, or a folder of the cache has other contents.
-CACHE_VERSION = 9
+CACHE_VERSION = 10
+
+SUMMARY, TOKENIZER, TOKENS = "prepared.json", "tokenizer", "tokens"
+WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
+"""The parts of a data identity (``Prepared.identity``) in words"""
+
+BATCH_CHARACTERS = 2_000_000
+"""Text of a row: much work beside a row's costs, and little memory"""
+ROWS_IN_MEMORY = 8
+"""Rows that a process collects before it writes them"""
+
+
+@dataclass(frozen=True)
+class TextReport:
+    """Counts of one prepared text. A streamed dataset has a tokenizer; its files, documents and tokens count 0."""
+
+    dataset: str
+    folder: str
+    vocab_size: int
+    """Size of the tokenizer: smaller than requested if the text has no more pairs to merge"""
+    requested_vocab_size: int
+    """0 for an existing tokenizer"""
+    streamed: bool = False
+    files: int = 0
+    """Files found, before any is dropped"""
+    documents: int = 0
+    """Documents kept, for training and validation together"""
+    bytes: int = 0
+    """UTF-8 bytes of these documents"""
+    train_tokens: int = 0
+    validation_documents: int = 0
+    validation_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Files or documents left out, by reason: "duplicate", "machine-made", "over the package share", ..."""
+    formats: dict[str, int] = field(default_factory=dict)
+    """Number of files by the format in which they were read"""
+    separators: str = ""
+    """Which tokens separate documents, in words, or that they were tokenized before; "" if none do"""
+
+    @property
+    def line(self) -> str:
+        """The text in one line, with all that is left out."""
+        tokens = f"{self.train_tokens + self.validation_tokens:,} tokens"  # where documents do not show
+        text = "streamed" if self.streamed else f"{self.documents:,} documents" if self.documents else tokens
+        text += f", {megabytes(self.bytes)}" if self.bytes else ""
+        text += f"; files: {_in_words(self.formats)}" if self.formats else ""
+        text += f"; each document {self.separators}" if self.separators else ""
+        return text + (f"; left out: {_in_words(self.dropped)}" if any(self.dropped.values()) else "")
+
+    def __str__(self) -> str:
+        rows = vars(self) | {"dropped": _in_words(self.dropped), "formats": _in_words(self.formats)}
+        texts = {name: f"{value:,}" if type(value) is int else value for name, value in rows.items() if value}
+        return "\n".join(f"{name.replace('_', ' '):<20}  {text}" for name, text in texts.items())
+
+
+def _in_words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A tokenizer and the tokenized text. Streamed datasets have no tokenized text."""
+
+    tokenizer: Path
+    """Folder with tokenizer.json and tokenizer_config.json"""
+    tokenizer_sha256: str
+    """See ``tokenizer_hash``"""
+    train: Tokens | None
+    validation: Tokens | None
+    report: TextReport
+    folder: Path | None
+    """Folder in the cache; None if there is nothing to keep: an existing tokenizer and a streamed text"""
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The hashes of everything that training reads. Equal identities are equal data."""
+        identity = {"tokenizer": self.tokenizer_sha256}
+        if self.train is not None:
+            identity |= {split: getattr(self, split).sha256 for split in SPLITS} | {"dtype": self.train.dtype}
+        return identity
+
+
+def differences(expected: dict, actual: dict) -> str:
+    """Return in words how two identities (``Prepared.identity``) differ, with the beginnings of their hashes."""
+    return ", ".join(
+        f"{words} {(actual.get(key) or 'none')[:12]} instead of {(expected.get(key) or 'none')[:12]}"
+        for key, words in WORDS.items()
+        if actual.get(key) != expected.get(key)
+    )
 
 
 def prepare(
     config: DataConfig,
     progress: Callable[[str], None] = print,
     stream: Callable[[], Iterable[str]] | None = None,
-    *,
-    reads_tokens: bool = True,
 ) -> Prepared:
     """Load the tokenizer and the tokenized text of ``config`` from the cache, or build them first.
 
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
-    Each machine reads tokens in the cache once for their hash, about 1 GB a second, and builds a damaged text again,
-    with a warning. Shards of a long text are read when they are first used (see ``store.SHARDS_AT_START``).
     With ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
         config: the text and the tokenizer.
-        progress: called with a line every few seconds during a build, and not called when loading.
+        progress: called with a line at every stage of a build, and not called when loading.
         stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
             Streamed text is not tokenized here.
-        reads_tokens: False leaves the tokens unread, where another process on this machine has just read them.
 
     Raises:
         ConfigError: the text or the tokenizer is missing, unreadable or empty, or the cache cannot be written.
@@ -76,21 +157,20 @@ def prepare(
         if config.dataset == "hf":
             stream = partial(hub_texts, config)
     tokenizer = _existing_tokenizer(config) if config.tokenizer_path else None
-    size = tokenizer.size if tokenizer else 0
     if config.prepared:
-        prepared = _chosen(config, reads_tokens)
-    elif stream and tokenizer:  # nothing to build
+        return _chosen(config)
+    if stream and tokenizer:  # nothing to build
         path = Path(config.tokenizer_path)
         report = TextReport(config.dataset, str(path), tokenizer.size, 0, True, separators=tokenizer.separators)
         return Prepared(path, tokenizer_hash(path), None, None, report, None)
-    else:
-        source = None if stream else PythonSource(config) if config.dataset == "python" else LocalFiles(config, size)
-        folder = config.cache_path() / _key(config, source, tokenizer)
-        prepared, _ = _in_cache(config, folder, reads_tokens)
-        prepared = prepared or _build_or_wait(config, source or stream, folder, Progress(progress))
-    with suppress(OSError):  # a cache that others own
-        os.utime(prepared.folder / SUMMARY)  # the last use, for ``mxtrain cache``
-    return prepared
+    source = None
+    if not stream:
+        size = tokenizer.size if tokenizer else 0
+        source = PythonSource(config) if config.dataset == "python" else LocalFiles(config, size)
+    folder = config.cache_path() / _key(config, source, tokenizer)
+    if not (folder / SUMMARY).exists():
+        _build_or_wait(config, source, stream, folder, progress)
+    return load_text(folder, config.tokenizer_path)
 
 
 def check_source(config: DataConfig) -> None:
@@ -102,6 +182,34 @@ def check_source(config: DataConfig) -> None:
         LocalFiles(config, size)
     elif config.dataset == "hf" and not config.path:
         open_stream(config.path, section=config.section)
+
+
+def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
+    """Load the prepared text in ``folder``.
+
+    ``tokenizer_path`` is the folder of the tokenizer; "" stands for the one with which the text was tokenized.
+
+    Raises:
+        ConfigError: files are missing or damaged, or the text was tokenized with another tokenizer.
+    """
+    try:
+        summary = read_json(folder / SUMMARY)
+        summary["report"].pop("cut", None)  # of an earlier version
+        report = TextReport(**summary["report"] | {"folder": str(folder)})
+        tokens, rows = {}, _rows(folder) if (folder / TOKENS).exists() else None
+        for split, facts in summary["tokens"].items():
+            tokens[split] = open_parts(folder, facts) if rows is None else _column(rows, split, **facts)
+        expected, path = summary["tokenizer"]["sha256"], Path(tokenizer_path or summary["tokenizer"]["path"])
+        path = path if path.name else folder / TOKENIZER
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"the prepared text {str(folder)!r} cannot be read ({one_line(error)})"
+        raise ConfigError(f"{problem}: remove it, and the next start prepares it again") from error
+    if tokenizer_hash(path) != expected:
+        raise ConfigError(
+            f"model.hf_assets_path = {str(path)!r} is not the tokenizer of the prepared text {folder.name!r}; give "
+            f"the tokenizer of SHA-256 {expected[:12]} (runs keep theirs in their folder), or leave data.prepared empty"
+        )
+    return Prepared(path, expected, tokens.get("train"), tokens.get("validation"), report, folder)
 
 
 def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
@@ -120,34 +228,22 @@ def _chosen_folder(config: DataConfig) -> Path:
     folder = Path(os.path.expanduser(config.prepared)).absolute() if is_path else config.cache_path() / config.prepared
     if not folder.is_dir():
         raise ConfigError(
-            f"data.prepared = {config.prepared!r}: there is no folder {str(folder)!r}; 'mxtrain cache' lists the "
-            "prepared texts, and an empty value prepares the text from its source"
+            f"data.prepared = {config.prepared!r}: there is no folder {str(folder)!r}; an empty value prepares the "
+            "text from its source"
         )
     return folder
 
 
-def _chosen(config: DataConfig, reads_tokens: bool) -> Prepared:
+def _chosen(config: DataConfig) -> Prepared:
     """Load the text that ``config.prepared`` names."""
-    setting, folder = f"data.prepared = {config.prepared!r}", _chosen_folder(config)
-    prepared, damage = _in_cache(config, folder, reads_tokens)
-    if prepared is None:
-        raise ConfigError(
-            f"{setting} is damaged ({damage}); leave data.prepared empty to prepare the text again from its source"
-        )
+    prepared = load_text(_chosen_folder(config), config.tokenizer_path)
     if prepared.report.dataset != config.dataset:
         raise ConfigError(
-            f"{setting} is a text of {config.section}.dataset = {prepared.report.dataset!r}, not {config.dataset!r}; "
-            "set the dataset to that name, or leave data.prepared empty"
+            f"data.prepared = {config.prepared!r} is a text of {config.section}.dataset = "
+            f"{prepared.report.dataset!r}, not {config.dataset!r}; set the dataset to that name, or leave "
+            "data.prepared empty"
         )
     return prepared
-
-
-def _in_cache(config: DataConfig, folder: Path, reads_tokens: bool = True) -> tuple[Prepared | None, str]:
-    """Return the text in ``folder``, or None and the damage: "" if there is no folder."""
-    try:
-        return load_text(folder, config.tokenizer_path, reads_tokens=reads_tokens), ""
-    except DamagedText as error:
-        return None, str(error) if folder.exists() else ""
 
 
 def _key(config: DataConfig, source: Source | None, tokenizer: LoadedTokenizer | None) -> str:
@@ -162,83 +258,54 @@ def _key(config: DataConfig, source: Source | None, tokenizer: LoadedTokenizer |
 
 
 def _build_or_wait(
-    config: DataConfig, text: Source | Callable[[], Iterable[str]], folder: Path, progress: Progress
-) -> Prepared:
-    """Build ``folder`` from a source, or a tokenizer from streamed texts, unless another process has just done so."""
+    config: DataConfig, source: Source | None, stream: Callable | None, folder: Path, progress: Callable[[str], None]
+) -> None:
+    """Build ``folder``, unless another process has just done so."""
+    from filelock import FileLock, Timeout
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _courtesy_lock(folder, progress) as is_alone:
-            prepared, damage = _in_cache(config, folder)
-            if prepared is not None:
-                return prepared
-            if damage:
-                logger.warning(f"the prepared text {folder} is damaged ({damage}) and is prepared again")
-            progress.say(f"preparing dataset {config.dataset!r} in {folder}")
-            may_go_on = goes_on if is_alone else lambda unfinished: False
-            with new_folder(folder, lambda existing: _in_cache(config, existing)[0] is not None, may_go_on) as building:
-                _build(building, config, text, progress)
-            progress.say(f"prepared dataset {config.dataset!r}")
-            prepared = load_text(folder, config.tokenizer_path)
-            remember_files(prepared)
-            return prepared
+        Path(f"{folder}.lock").touch()  # ``filelock`` waits for ever for a file that cannot be made
+        lock = FileLock(f"{folder}.lock")
+        try:
+            held = lock.acquire(blocking=False)
+        except Timeout:
+            progress(f"another process is preparing {folder}; waiting")
+            held = lock.acquire()
+        with held:
+            if not (folder / SUMMARY).exists():
+                progress(f"preparing dataset {config.dataset!r} in {folder}")
+                for left in folder.parent.glob(f"{folder.name}{BUILDING}-*"):  # by a killed process
+                    shutil.rmtree(left, ignore_errors=True)
+                with new_folder(folder, lambda existing: (existing / SUMMARY).exists()) as building:
+                    _build(building, config, source, stream, progress)
+                progress(f"prepared dataset {config.dataset!r}")
     except OSError as error:  # sources raise ConfigError, so this is about the cache
         raise ConfigError(
-            f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} "
-            f"({error.strerror or one_line(error)}); make room, or set data.cache_dir or $MXTRAIN_CACHE to a "
-            "folder that can be written"
+            f"data.cache_dir = {config.cache_dir!r}: cannot write {str(folder)!r} ({reason(error)}); make room, or "
+            "set data.cache_dir or $MXTRAIN_CACHE to a folder that can be written"
         ) from error
 
 
-@contextmanager
-def _courtesy_lock(folder: Path, progress: Progress) -> Iterator[bool]:
-    """Hold a lock beside ``folder``, which saves other processes the work. Yields False where locks do not work.
-
-    The lock is not needed: the first process that gives its new folder the name wins. ``filelock`` would wait for ever
-    where a lock cannot be made, or for a process that was killed on another machine.
-    """
-    path, is_held = f"{folder}.lock", False
-    with ExitStack() as stack:
-        with suppress(OSError):  # no locks here; or the folder cannot be written, which the caller will find out
-            while not is_held:
-                file = stack.enter_context(open(path, "w"))
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    progress.say(f"another process is preparing {folder}; waiting")
-                    fcntl.flock(file, fcntl.LOCK_EX)
-                # The process that held it has removed the file, and a third one may have made a new one.
-                is_held = os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-        try:
-            yield is_held
-        finally:
-            with suppress(OSError):
-                os.unlink(path)
-
-
-def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterable[str]], progress: Progress) -> None:
+def _build(
+    folder: Path, config: DataConfig, source: Source | None, stream: Callable | None, progress: Callable[[str], None]
+) -> None:
     """Write the tokenizer and, unless the text is streamed, the tokens into ``folder``."""
-    source = None if callable(text) else text
-    if source:
-        source.scan(progress)
-    files, counts = {}, {}
+    facts, counts = {}, {}
     if source and source.token_files:  # first, because it refuses ids without a tokenizer
-        files, counts = link_tokens(source, folder, config, progress)
-    elif not config.tokenizer_path and not (folder / PROGRESS).exists():
-        texts = _training_texts(config, source, progress) if source else text()
+        facts, counts = link_tokens(source, folder, config)
+    elif not config.tokenizer_path:
+        texts = _training_texts(config, source) if source else stream()
         try:
             train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
         except NoText:
             raise _no_text(config, source, " to train a tokenizer on") from None
-    tokenizer_folder = Path(config.tokenizer_path or folder / TOKENIZER)
-    tokenizer = load_tokenizer(tokenizer_folder)
-    if source and not files:
-        documents, share = source.documents(), config.validation_share
-        files, counts = tokenize(documents, tokenizer, folder, share, source.text_bytes, progress)
-        if not counts.get("documents"):
-            raise _no_text(config, source)
+    path = Path(config.tokenizer_path or folder / TOKENIZER)
+    tokenizer = load_tokenizer(path)
+    if source and not facts:
+        facts, counts = _tokenize(folder, config, source, path, progress)
     if source:
-        counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "cut": source.cut}
-        counts["formats"] = dict(source.formats)
+        counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "formats": dict(source.formats)}
     report = TextReport(
         dataset=config.dataset,
         folder="",
@@ -248,15 +315,19 @@ def _build(folder: Path, config: DataConfig, text: Source | Callable[[], Iterabl
         separators="is tokenized already" if source and source.has_ids else tokenizer.separators,
         **counts,
     )
-    write_summary(folder, config, tokenizer_hash(tokenizer_folder), files, report)
+    summary = {
+        "report": asdict(report),
+        "config": asdict(config),
+        "tokenizer": {"path": config.tokenizer_path, "sha256": tokenizer_hash(path)},
+        "tokens": facts,
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def _training_texts(config: DataConfig, source: Source, progress: Progress) -> list[str]:
+def _training_texts(config: DataConfig, source: Source) -> list[str]:
     """Return the training texts with the smallest hashes, in order: those that fit into SAMPLE_BYTES, at least one."""
-    kept, size, read = [], 0, 0
+    kept, size = [], 0
     for number, document in enumerate(source.documents()):
-        read += document.size
-        progress.tick(lambda: f"looked for a sample for the tokenizer in {megabytes(read)} of text")  # noqa: B023
         if not document.is_held_out(config.validation_share):
             heappush(kept, (-fraction(document.key, "tokenizer"), number, document))
             size += document.size
@@ -270,3 +341,117 @@ def _no_text(config: DataConfig, source: Source | None, purpose: str = "") -> Co
     is_limited = source and any(reason.startswith(OVER_LIMIT) for reason in source.dropped)
     limit = f" within data.max_bytes = {config.max_bytes}" if is_limited else ""
     return ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text{purpose}{limit}")
+
+
+def _tokenize(
+    folder: Path, config: DataConfig, source: Source, tokenizer: Path, progress: Callable[[str], None]
+) -> tuple[dict[str, dict], dict[str, int]]:
+    """Write the tokens into ``folder``. Return their dtypes and hashes by split, and the counts of a ``TextReport``."""
+    import datasets
+    import pyarrow as pa
+    from datasets.exceptions import DatasetGenerationError
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    counts, dtype = Counter(), token_dtype(load_tokenizer(tokenizer).size)
+    ids = pa.list_(pa.from_numpy_dtype(dtype))
+    read = {"texts": pa.list_(pa.string()), "ids": pa.list_(ids), "is_held_out": pa.list_(pa.bool_())}
+    try:
+        texts = datasets.Dataset.from_generator(
+            partial(_batches, source, config.validation_share, counts),
+            features=datasets.Features.from_arrow_schema(pa.schema(read)),
+            cache_dir=str(folder / "text"),
+            writer_batch_size=ROWS_IN_MEMORY,
+        )
+    except DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    if not counts["documents"]:
+        raise _no_text(config, source)
+    processes = min(len(os.sched_getaffinity(0)), len(texts))
+    progress(f"tokenizing {megabytes(counts['bytes'])} of text in {processes} process(es)")
+    if processes > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
+    _of_process.cache_clear()  # the tokenizer's files may have changed
+    try:
+        rows = texts.map(
+            partial(_encode, str(tokenizer), os.getpid()),
+            num_proc=processes if processes > 1 else None,
+            remove_columns=list(read),
+            features=datasets.Features.from_arrow_schema(pa.schema(dict.fromkeys(SPLITS, ids))),
+            writer_batch_size=ROWS_IN_MEMORY,
+            new_fingerprint=folder.name,
+        )
+    except RuntimeError as error:  # of ``datasets``
+        raise ConfigError(
+            "a process that tokenizes text was killed, perhaps for lack of memory: prepare the text again, with more "
+            "memory or on fewer cores (taskset -c 0-3)"
+        ) from error
+    rows.save_to_disk(folder / TOKENS)
+    shutil.rmtree(folder / "text")
+    rows = _rows(folder)
+    ends = _ends_of_parts(rows, np.dtype(dtype).itemsize)
+    tokens = {split: _column(rows, split, dtype).hashed(ends[split]) for split in SPLITS}
+    counts.update({f"{split}_tokens": len(tokens[split]) for split in SPLITS})
+    return {split: {"dtype": dtype, "sha256": tokens[split].sha256} for split in SPLITS}, dict(counts)
+
+
+def _batches(source: Source, validation_share: float, counts: Counter) -> Iterator[dict]:
+    """Yield rows of documents: texts, or None and token ids. ``counts`` gets the counts of a ``TextReport``."""
+    row, size = {"texts": [], "ids": [], "is_held_out": []}, 0
+    for document in source.documents():
+        is_text, is_held_out = isinstance(document.text, str), document.is_held_out(validation_share)
+        row["texts"].append(document.text if is_text else None)
+        row["ids"].append([] if is_text else document.text)
+        row["is_held_out"].append(is_held_out)
+        counts.update(documents=1, validation_documents=int(is_held_out), bytes=document.size)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield row
+            row, size = {name: [] for name in row}, 0
+    if size:
+        yield row
+
+
+def _encode(tokenizer: str, parent: int, row: dict) -> dict[str, np.ndarray]:
+    """Return the tokens of a row of ``_batches``, each text ``bos ... eos``, by split."""
+    loaded = _of_process(tokenizer, parent, os.getpid())
+    before, after = ([] if token is None else [token] for token in (loaded.bos_id, loaded.eos_id))
+    texts = [text for text in row["texts"] if text is not None]
+    encodings = iter(loaded.encoder.encode_batch_fast(texts, add_special_tokens=False))
+    tokens = {split: [] for split in SPLITS}
+    for text, ids, is_held_out in zip(row["texts"], row["ids"], row["is_held_out"], strict=True):
+        tokens[SPLITS[is_held_out]] += ids if text is None else [*before, *next(encodings).ids, *after]
+    return {split: np.array(ids, token_dtype(loaded.size)) for split, ids in tokens.items()}
+
+
+@cache
+def _of_process(tokenizer: str, parent: int, process: int) -> LoadedTokenizer:
+    """Load a tokenizer once in each process, which ends with its parent."""
+    if process != parent:
+        end_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to this process, too: the parent decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return load_tokenizer(Path(tokenizer))
+
+
+def _rows(folder: Path):
+    from datasets import load_from_disk
+
+    return load_from_disk(folder / TOKENS)
+
+
+def _column(rows, split: str, dtype: str, sha256: str = "") -> Tokens:
+    return Tokens([chunk.flatten().to_numpy() for chunk in rows.data.column(split).chunks], dtype, sha256)
+
+
+def _ends_of_parts(rows, itemsize: int) -> dict[str, list[int]]:
+    """Return where the parts of the text end, by split: after the row with which training has PART_BYTES."""
+    from pyarrow.compute import list_value_length
+
+    lengths = {s: np.concatenate([list_value_length(c) for c in rows.data.column(s).chunks]) for s in SPLITS}
+    size, last = 0, []
+    for row, count in enumerate(lengths["train"].tolist()):
+        size += count * itemsize
+        if size >= PART_BYTES:
+            size, last = 0, [*last, row]
+    return {split: [*np.cumsum(lengths[split])[last].tolist(), int(lengths[split].sum())] for split in SPLITS}

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from mxtrain.checkpoints.start import resumed_step
 from mxtrain.data.config import held_out_share
-from mxtrain.data.store import Prepared, differences
+from mxtrain.data.prepared import Prepared, differences
 from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
-from mxtrain.run_folder.files import DATA_FILE
+from mxtrain.run_folder import DATA_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -2,12 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from mxtrain.data.documents import Progress, megabytes, one_line
+from mxtrain.data.documents import megabytes, one_line
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
@@ -64,7 +64,7 @@ class LoadedTokenizer(NamedTuple):
         return " and ".join(f"{verb} with {self.encoder.id_to_token(i)!r}" for verb, i in ids.items() if i is not None)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progress: Progress) -> None:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progress: Callable[[str], None]) -> None:
     """Train a byte-level BPE on the first SAMPLE_BYTES of ``texts`` and save it in ``folder``.
 
     Ids 0 and 1 are the begin-of-text and end-of-text tokens. The vocabulary has ``vocab_size`` tokens, or fewer if
@@ -85,7 +85,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    progress.say(f"training a byte-level BPE tokenizer of {vocab_size:,} tokens")
+    progress(f"training a byte-level BPE tokenizer of {vocab_size:,} tokens")
     tokenizer.train_from_iterator(_sample(texts, progress), trainer)
     tokenizer.pre_tokenizer = pre_tokenizer(SPLIT_PATTERN)
     folder.mkdir(parents=True)
@@ -95,7 +95,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _sample(texts: Iterable[str], progress: Progress) -> Iterator[str]:
+def _sample(texts: Iterable[str], progress: Callable[[str], None]) -> Iterator[str]:
     total, is_blank = 0, True
     for text in texts:
         if total == SAMPLE_BYTES:
@@ -104,10 +104,9 @@ def _sample(texts: Iterable[str], progress: Progress) -> Iterator[str]:
         total += len(part)
         is_blank = is_blank and not text.strip()
         yield part.decode("utf-8", errors="ignore")  # without half of a character
-        progress.tick(lambda: f"read {megabytes(total)} of text for the tokenizer")  # noqa: B023
     if is_blank:
         raise NoText
-    progress.say(f"merging pairs of {megabytes(total)} of text")
+    progress(f"merging pairs of {megabytes(total)} of text")
 
 
 def require_tokenizer(folder: Path) -> Path:

@@ -95,17 +95,16 @@ class Numerics:
     ):
         self.every, self.tokens, self._parts, self._finds_shapes = every, tokens, model_parts, finds_shapes
         modules = {name_of(fqn): module for part in model_parts for fqn, module in part.named_modules()}
-        self._norms = {fqn: module for fqn, module in modules.items() if isinstance(module, MXNorm)}
-        self._linears = {
-            fqn: module
-            for fqn, module in modules.items()
-            if isinstance(module, QuantizedLinear) and is_watched(fqn, fqns)
-        }
-        experts = {fqn: module for fqn, module in modules.items() if isinstance(module, QuantizedExperts)}
-        self._experts = {fqn: module for fqn, module in experts.items() if is_watched(fqn, fqns)}
-        routers = [router_beside(fqn) for fqn in experts]
-        self._routers = {fqn: modules[fqn] for fqn in routers if fqn in modules and is_watched(fqn, fqns)}
-        self._watched_norms = {fqn for fqn in self._norms if is_watched(fqn, fqns)}
+        watched = [(fqn, module) for fqn, module in modules.items() if is_watched(fqn, fqns)]
+        routers = {router_beside(fqn) for fqn, module in modules.items() if isinstance(module, QuantizedExperts)}
+        after = {MXNorm: self._after_norm, QuantizedLinear: self._after_linear, QuantizedExperts: self._after_experts}
+        self._hooks = [
+            (module, partial(hook, fqn))
+            for kind, hook in after.items()
+            for fqn, module in watched
+            if isinstance(module, kind)
+        ]
+        self._hooks += [(module, partial(self._after_router, fqn)) for fqn, module in watched if fqn in routers]
         self._found: dict[tuple[str, str], Totals] = {}
         self._seen: set[str] = set()
         # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
@@ -134,16 +133,9 @@ class Numerics:
             stack.enter_context(kept_buffers(self._parts))
             stack.enter_context(_replaced(self._attributes_of_a_pass()))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for modules, after in (
-                (self._norms, self._after_norm),
-                (self._linears, self._after_linear),
-                (self._experts, self._after_experts),
-                (self._routers, self._after_router),
-            ):
-                for fqn, module in modules.items():
-                    # Before the hooks of tensor parallelism, which make DTensors of the results.
-                    handle = module.register_forward_hook(partial(after, fqn), prepend=True, with_kwargs=True)
-                    stack.callback(handle.remove)
+            for module, hook in self._hooks:
+                # Before the hooks of tensor parallelism, which make DTensors of the results.
+                stack.callback(module.register_forward_hook(hook, prepend=True, with_kwargs=True).remove)
             yield
             self._measure_casts()
 
@@ -155,11 +147,11 @@ class Numerics:
                 module.reshard()
             if isinstance(module, QuantizedLayer):
                 yield module, "runs_wgrad", False  # the pass would only throw the weights' gradients away
+            if isinstance(module, MXNorm) and module.split is not None:
+                # Norms send their input, not codes: linears have values, with equal results.
+                yield module, "split", replace(module.split, gather="high_precision")
         for parameter in [parameter for part in self._parts for parameter in part.parameters()]:
             yield parameter, "grad", None
-        for norm in self._norms.values():
-            if norm.split is not None:  # norms send their input, not codes: linears have values, with equal results
-                yield norm, "split", replace(norm.split, gather="high_precision")
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the last recording over all processes, by their keys; empty except on rank 0."""
@@ -177,13 +169,12 @@ class Numerics:
     def _after_norm(
         self, fqn: str, norm: MXNorm, args: tuple, kwargs: dict, result: NormedInput | torch.Tensor
     ) -> None:
-        if norm.is_plain:
+        if norm.is_plain or not self._is_new(fqn):
             return
-        if fqn in self._watched_norms and self._is_new(fqn):
-            (x,) = *args, *kwargs.values()
-            rows = x.reshape(-1, x.shape[-1])
-            if len(index := sampled_tokens(len(rows), self.tokens, rows.device)):
-                self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
+        (x,) = *args, *kwargs.values()
+        rows = x.reshape(-1, x.shape[-1])
+        if len(index := sampled_tokens(len(rows), self.tokens, rows.device)):
+            self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
 
     @torch.no_grad()
     def _after_linear(self, fqn: str, linear: QuantizedLinear, args: tuple, kwargs: dict, y: torch.Tensor) -> None:

@@ -8,9 +8,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from mxtrain.checkpoints.folder import Checkpoints
-from mxtrain.checkpoints.manifest import DamagedCheckpoint, Manifest, check_hashes, file_record, write_manifest
-from mxtrain.checkpoints.reader import load, read_index
+from mxtrain.checkpoints.folder import (
+    Checkpoints,
+    DamagedCheckpoint,
+    Manifest,
+    check_hashes,
+    file_record,
+    write_manifest,
+)
+from mxtrain.checkpoints.storage import load, read_index
 from mxtrain.errors import ConfigError
 
 
@@ -104,7 +110,6 @@ def save_weights(checkpoint: Path, weights: Mapping[str, torch.Tensor], shapes: 
         step=0,
         holds_trainer=False,
         files={path.name: file_record(path, with_hash=False) for path in checkpoint.iterdir()},
-        tensors={fqn: {"shape": list(shape), "dtype": "float32"} for fqn, shape in shapes.items()},
         **facts,
     )
     write_manifest(checkpoint, manifest)

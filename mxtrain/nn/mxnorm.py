@@ -103,6 +103,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
         draws, weights = draws_and_weights[:n], draws_and_weights[n:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gain, rho, signs, *weights)
+        ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = gemms, gathered, draws, ready
         return gemms.fprop(Operand(data, scales, tensor_scale), weights, dtype, gain, ready, joined)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
-from mxtrain.run_folder.files import CONVERSION_FILE, LOG_FILE, WORKER_LOGS
+from mxtrain.run_folder import CONVERSION_FILE, LOG_FILE, WORKER_LOGS
 
 logger = logging.getLogger()  # TorchTitan's
 
@@ -78,7 +78,6 @@ class Screen:
 
 _screen: Screen | None = None  # of the first process of a run that is not verbose
 _folder: Path | None = None  # of a run, in its first process
-_until_model_is_shown: list[str] = []
 
 
 def start(folder: Path, verbose: bool) -> None:
@@ -94,17 +93,15 @@ def start(folder: Path, verbose: bool) -> None:
     log_file = folder / LOG_FILE if rank == "0" else folder / WORKER_LOGS / f"rank{rank}.log"
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        if log_file.is_symlink():
-            log_file.unlink()
-        log = _LogFile(log_file, encoding="utf-8")
+        log = logging.FileHandler(log_file, encoding="utf-8")
         if rank == "0":
             (folder / CONVERSION_FILE).unlink(missing_ok=True)
     except OSError as error:
         message = f"job.dump_folder = {str(folder)!r} cannot be written: {error.filename}: {reason(error)}"
         raise ConfigError(message) from error
+    logging.raiseExceptions = False  # on a full disk, training goes on without its log
     if rank == "0":
         _folder = folder
-        _until_model_is_shown.clear()
     if verbose:
         if not sys.stdout.isatty():
             for handler in logger.handlers:
@@ -114,7 +111,7 @@ def start(folder: Path, verbose: bool) -> None:
         logging.captureWarnings(True)  # so that a warning does not run into the status line
         if rank == "0":
             _screen = Screen()
-            logger.addHandler(_WarningHandler())
+            logger.addHandler(_WarningHandler(_screen))
     log.setFormatter(_PlainFormatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
     logger.addHandler(log)
 
@@ -149,17 +146,8 @@ def note_progress(text: str) -> None:
     logger.info(text)
 
 
-def note_model(text: str) -> None:
-    """Show the line about the model, and after it the lines about what was swapped in it."""
-    for line in (text, *_until_model_is_shown):
-        show_line(line)
-    _until_model_is_shown.clear()
-
-
 def note_conversion(name: str, headline: str, details: str) -> None:
     """Show in one line what a converter did, and write the whole of it to the run's ``conversion.txt``.
-
-    TorchTitan converts a model before it counts its parameters; the line is shown when ``note_model`` is called.
 
     Args:
         name: of the converter, with its recipe and mode if it has some: "mxnorm mxfp8 p=2 (reference)".
@@ -175,7 +163,7 @@ def note_conversion(name: str, headline: str, details: str) -> None:
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{headline}\n{details}\n")
         headline = f"{headline}; details in {path}"
-    _until_model_is_shown.append(headline)
+    show_line(headline)
 
 
 @contextmanager
@@ -194,35 +182,17 @@ class _PlainFormatter(logging.Formatter):
         return _ESCAPE_CODES.sub("", super().format(record))
 
 
-class _LogFile(logging.FileHandler):
-    """A log file that warns once when it cannot be written, for example on a full disk."""
-
-    _has_warned = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._has_warned:
-            self._has_warned = True
-            _show_on_stderr(f"warning: {self.baseFilename} cannot be written: {reason(error)}; training goes on")
-
-
 class _WarningHandler(logging.Handler):
     """Writes warnings and errors to stderr, one with another in the place of the status line."""
 
-    def __init__(self):
+    def __init__(self, screen: Screen):
         super().__init__(logging.WARNING)
         self.setFormatter(_PlainFormatter())
+        self._screen = screen
 
     def emit(self, record: logging.LogRecord) -> None:
         text = self.format(record).rstrip()
         if not text.startswith(LOG_ONLY):
-            _show_on_stderr(f"{record.levelname.lower()}: {text}")
-
-
-def _show_on_stderr(text: str) -> None:
-    if _screen is not None:
-        _screen.clear()
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+            self._screen.clear()
+            with suppress(OSError):
+                print(f"{record.levelname.lower()}: {text}", file=sys.stderr, flush=True)

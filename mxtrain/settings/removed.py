@@ -7,6 +7,8 @@ from mxtrain.settings.mxnorm_section import quantizing_among
 
 CONVERTERS = {"fused_rmsnorm": "name 'fused_norm', which also swaps LayerNorms"}
 SETTINGS = {
+    "data.other_files": "remove it; training.dataset = 'files' reads files of any kind",
+    "data.package_share": "remove it; with data.installed, a package is at most 0.2 of the text",
     "fused_rmsnorm": "its settings are those of [fused_norm]",
     "mxnorm.combine_backward": "gradients of the experts' results travel in high precision; remove it",
     "mxnorm.guard": "remove it; entries of mxnorm.schedule change the recipe by step",
@@ -18,6 +20,7 @@ COMMANDS = {
     "compare --side-by-side": "--devices N cuts the machine into shares of N GPUs, and each does one run at a time",
     "compare --resume": "the command that began the comparison goes on, with -o FOLDER",
     "completion": "'mxtrain train --help' lists all settings",
+    "cache": "the folder of prepared texts, $MXTRAIN_CACHE or ~/.cache/mxtrain, may be looked at and removed by hand",
     "eval --max-tokens": "every file is read whole: cut the text, by 'head -c' for example",
     "eval --stride": "windows follow one another; --seq-len sets their length",
     "export --loss-tokens": "'mxtrain eval RUN FILE' and 'mxtrain eval DIR FILE' give the loss of the export on a text",
@@ -36,9 +39,12 @@ def in_this_version(tables: Mapping, trains: bool = True) -> dict:
         trains: whether the run goes on. For an export, no removed setting changes a number.
     """
     tables = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
-    model, mxnorm, parallelism = (
-        table if isinstance(table := tables.get(name), dict) else {} for name in ("model", "mxnorm", "parallelism")
+    model, mxnorm, parallelism, data = (
+        table if isinstance(table := tables.get(name), dict) else {}
+        for name in ("model", "mxnorm", "parallelism", "data")
     )
+    for name in ("other_files", "package_share"):  # the data loader compares hashes of the text
+        data.pop(name, None)
     names = names if isinstance(names := model.get("converters"), list) else []
     if "fused_rmsnorm" in names:
         model["converters"] = ["fused_norm" if name == "fused_rmsnorm" else name for name in names]

@@ -14,7 +14,7 @@ from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
 from mxtrain.recipes.schedule import ScheduleEntry
-from mxtrain.run_folder.files import CONFIG_FILE, PROCESSES, SETTING_CHANGES
+from mxtrain.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
@@ -96,15 +96,13 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
     return str(config), all_flags
 
 
-def checked_start(
-    folder: Path, settings: Settings, processes: int, damaged: Mapping[str, str] = MappingProxyType({})
-) -> Start:
+def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
     """Return where a run with these settings starts in ``folder``, and what changes since then.
 
     Arguments as for ``find_start``. Raises ConfigError as ``find_start`` and ``check_resume``.
     """
     checkpoint = settings.values.checkpoint
-    start = find_start(folder, checkpoint, processes, damaged)
+    start = find_start(folder, checkpoint, processes)
     lines = check_resume(start, settings, processes)
     recorded = [line for line in lines if SETTING_CHANGES in line]
     if start.step and checkpoint.exclude_from_loading:

@@ -28,7 +28,6 @@ from mxtrain.settings.types import (
     Refused,
     Resume,
     Schedule,
-    ShareAboveZero,
     ShareBelowOne,
     Table,
     VocabularySize,
@@ -244,12 +243,7 @@ class Data:
 
     installed: bool = False
     """
-    "python": also read the source of every installed package
-    """
-
-    other_files: bool = False
-    """
-    "python": also read C, C++, CUDA, stubs and documentation of packages and system, files up to 1 MB
+    "python": also read the source of every installed package, each up to 20 % of the text
     """
 
     vocab_size: Refused[VocabularySize] = 0
@@ -258,10 +252,6 @@ class Data:
     """Take a tokenizer with neither bos nor eos token: nothing separates documents"""
     max_bytes: NotNegative = 0
     """Stop collecting text after so many bytes; 0 collects all. Another training.dataset in a flag drops the limit"""
-    package_share: ShareAboveZero = 0.2
-    """
-    "python": largest share of the text from one package, in (0, 1]
-    """
 
     validation_share: ShareBelowOne = 0.01
     """
@@ -281,7 +271,7 @@ class Data:
     cache_dir: Free[LocalPath] = ""
     """Folder of tokenizers and prepared texts. Empty: $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
     prepared: Free[LocalPath] = ""
-    """Train on this prepared text, by name ("mxtrain cache") or path, without reading its source"""
+    """Train on this prepared text, by name (a folder of data.cache_dir) or path, without reading its source"""
 
 
 @dataclass

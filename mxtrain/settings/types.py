@@ -60,7 +60,6 @@ FinitePositive = Annotated[float, Gt(0), AllowInfNan(False)]
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Interval(ge=0, lt=1)]
-ShareAboveZero = Annotated[float, Interval(gt=0, le=1)]
 
 
 def _positive_or_minus_one(number: int) -> int:

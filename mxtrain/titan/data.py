@@ -14,18 +14,17 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 from torchtitan.tools.logging import logger
 
-from mxtrain.data import DataConfig, Prepared, TokenFile, prepare
-from mxtrain.data.agreement import prepare_together
+from mxtrain.data import DataConfig, Prepared, Tokens, prepare
 from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
 from mxtrain.data.documents import raised_as, stream_texts
 from mxtrain.data.loader import Loader, RunLoader, TokenDataset
 from mxtrain.data.local_files import shared_files
-from mxtrain.data.prepared import check_source
+from mxtrain.data.prepared import check_source, differences
 from mxtrain.data.run_data import RunData
 from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.ranks import from_first_rank, is_first, run_on_all_ranks
+from mxtrain.ranks import from_first_rank, is_first, is_first_of_node, run_on_all_ranks, this_node
 from mxtrain.reports.terminal import note, note_progress
 from mxtrain.titan.releases import engine
 
@@ -191,12 +190,26 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
     def titan_texts() -> Iterator[str]:
         return stream_texts(*_titan_rows(config.dataset, config.path), setting)
 
-    def prepare_or_load(folder: str) -> Prepared:
-        # With a folder, a process of this node has prepared it, or read and hashed its tokens.
-        stream = None if config.dataset in DATASETS else titan_texts
-        return prepare(replace(config, prepared=folder or config.prepared), progress, stream, reads_tokens=not folder)
+    stream, prepared, node = None if config.dataset in DATASETS else titan_texts, [], this_node()
 
-    return prepare_together(prepare_or_load, setting)
+    def work(folder: str = "") -> dict:
+        prepared.append(prepare(replace(config, prepared=folder or config.prepared), progress, stream))
+        return {"folder": str(prepared[0].folder or ""), "identity": prepared[0].identity}
+
+    # The first rank of each node prepares the text, the others load it.
+    ranks = run_on_all_ranks(work if is_first_of_node() else None)
+    folder = next((rank["result"]["folder"] for rank in ranks if rank["result"] and rank["node"] == node), "")
+    ranks = run_on_all_ranks(None if is_first_of_node() else partial(work, folder), ranks)
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        expected, actual = first["result"]["identity"], rank["result"]["identity"]
+        if actual != expected:
+            raise ConfigError(
+                f"{setting}: rank {number} on node {rank['node']} has other data than rank 0 on node {first['node']}: "
+                f"{differences(expected, actual)}; give all nodes the same files and packages, or prepare the text "
+                "on one node in a data.cache_dir that all nodes see and name it in data.prepared"
+            )
+    return prepared[0]
 
 
 def _titan_rows(name: str, path: str | None) -> tuple[Iterable, Callable]:
@@ -218,7 +231,7 @@ def _shared_files(training: DataConfig, validation: DataConfig) -> tuple[int, bo
         return 0, False
 
 
-def _held_out(job_config) -> TokenFile:
+def _held_out(job_config) -> Tokens:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
     training, prepared = config_of(job_config, engine().vocab_size(job_config)), prepare_from_job(job_config)
     dataset = validation_dataset(job_config)

@@ -15,7 +15,7 @@ from torchtitan.components.metrics import LoggerContainer, MetricsProcessor
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from mxtrain.checkpoints.manifest import package_versions
+from mxtrain.checkpoints.folder import package_versions
 from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.diagnostics.recording import Numerics
 from mxtrain.errors import ConfigError
@@ -24,13 +24,15 @@ from mxtrain.reports.loggers import (
     LOSS,
     TRAINING_KEYS,
     MetricsFileLogger,
-    NonFiniteLogger,
     ProgressLogger,
+    WandbLogger,
+    earlier_wandb_run,
+    first_line,
+    wandb_facts,
 )
 from mxtrain.reports.terminal import go_on_without, note
-from mxtrain.reports.wandb_run import WandbLogger, earlier_run, first_line, wandb_facts
 from mxtrain.rng.rounding import step_is_set
-from mxtrain.run_folder.files import FACTS_FILE, METRICS_FILE
+from mxtrain.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
@@ -71,7 +73,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
             require_no_other_run(folder, checkpoint)
             require_plain_recipes(job_config)
         steps_done = resumed_step(folder, checkpoint)
-        earlier = earlier_run(folder) if steps_done > 0 else None
+        earlier = earlier_wandb_run(folder) if steps_done > 0 else None
 
     processor = engine().metrics_processor(job_config, parallel_dims)
     loggers = Loggers()
@@ -92,8 +94,6 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
             replace_file(folder / FACTS_FILE, (json.dumps(facts, indent=2) + "\n").encode())
         loggers.to_file = MetricsFileLogger(folder / METRICS_FILE, steps_done)
         loggers.add_logger(loggers.to_file)
-        if not step_is_set():  # mxtrain's trainer looks at the loss of every step itself
-            loggers.add_logger(NonFiniteLogger())
         loggers.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
 

@@ -2,21 +2,24 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from mxtrain.checkpoints.folder import clear_leftovers
-from mxtrain.checkpoints.manifest import MANIFEST_FILE, DamagedCheckpoint, check_hashes, package_versions
-from mxtrain.checkpoints.start import Start, begin_again, require_folder
+from mxtrain.checkpoints.folder import (
+    MANIFEST_FILE,
+    DamagedCheckpoint,
+    check_hashes,
+    clear_leftovers,
+    package_versions,
+)
+from mxtrain.checkpoints.start import Start, begins_again, require_folder
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
 from mxtrain.ranks import LATE_SECONDS, from_first_rank, is_first_of_node, run_on_all_ranks
 from mxtrain.reports import terminal
-from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.lock import lock_owner
+from mxtrain.run_folder import CONFIG_FILE, lock_owner
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
@@ -56,37 +59,25 @@ def require_same_settings(settings: Settings) -> None:
     run_on_all_ranks(compare)
 
 
-def begin_run(job_config, find: Callable[[dict[str, str]], Start], found: Start | None) -> Start:
+def begin_run(job_config, find: Callable[[], Start], found: Start | None) -> Start:
     """Return where the run starts, and tell the user. All ranks must call it, after torch.distributed has started.
 
-    With ``checkpoint.verify``, all ranks together read the files of the checkpoint. If some have other content than was
-    saved, the run starts from the next older checkpoint that is whole.
-
     Args:
-        find: (names of damaged checkpoints -> what is wrong with them) -> where the run starts.
-        found: what ``find({})`` has returned already, on the first rank of every node.
+        find: where the run starts.
+        found: what ``find`` has returned already, on the first rank of every node.
 
     Raises:
-        ConfigError: as ``find``; nodes see different folders; the checkpoint that the user named is damaged, or all
-            are. The same on every rank.
+        ConfigError: as ``find``; nodes see different folders; with ``checkpoint.verify``, a file of the checkpoint has
+            other content than was saved. The same on every rank.
     """
     folder, checkpoint = Path(job_config.job.dump_folder), job_config.checkpoint
-    checkpoints = folder / checkpoint.folder
-    damaged: dict[str, str] = {}
-    while True:
-        start = _same_on_all_nodes(folder, checkpoint, partial(find, damaged), found)
-        damage = _damage(start) if checkpoint.verify and start.checkpoint else None
-        if damage is None:
-            break
-        if start.checkpoint.parent != checkpoints:
-            raise ConfigError(
-                f"checkpoint.initial_load_path = {checkpoint.initial_load_path!r} cannot be loaded: {damage}"
-            )
-        damaged, found = {**damaged, start.checkpoint.name: damage}, None
+    start = _same_on_all_nodes(folder, checkpoint, find, found)
+    if checkpoint.verify and start.checkpoint:
+        run_on_all_ranks(lambda: _verify(start))
 
     def clear() -> list[str]:
-        again = begin_again(folder, checkpoint)
-        clear_leftovers(checkpoints)
+        again = begins_again(folder, checkpoint)
+        clear_leftovers(folder / checkpoint.folder)
         return list(again)
 
     lines = [*from_first_rank(clear), *start.notes, *start.changes, *other_versions(start)]
@@ -140,18 +131,16 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
     )
 
 
-def _damage(start: Start) -> str | None:
-    """Return what is wrong with the files of the checkpoint, of which every rank reads a share, or None."""
-
-    def look() -> str | None:
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        try:
-            check_hashes(start.checkpoint, start.manifest, sorted(start.manifest.files)[rank::ranks])
-        except DamagedCheckpoint as error:
-            return str(error)
-        return None
-
-    return next((rank["result"] for rank in run_on_all_ranks(look) if rank["result"]), None)
+def _verify(start: Start) -> None:
+    """Compare this rank's share of the files of the checkpoint with their hashes. Raises ConfigError."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        check_hashes(start.checkpoint, start.manifest, sorted(start.manifest.files)[rank::ranks])
+    except DamagedCheckpoint as error:
+        raise ConfigError(
+            f"checkpoint.verify: {start.checkpoint} cannot be loaded: {error}; name another checkpoint with "
+            "checkpoint.load_step, or move this one away"
+        ) from error
 
 
 def other_versions(start: Start) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -23,8 +24,7 @@ from mxtrain.launched import START_VARIABLE, report_stop
 from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.run_folder.files import CONFIG_FILE
-from mxtrain.run_folder.lock import locked
+from mxtrain.run_folder import CONFIG_FILE, locked
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
@@ -34,7 +34,7 @@ from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import write_resolved_config
 
-FIRST_WORD_SECONDS = 3.0
+FIRST_WORD_SECONDS, LAST_WORD_SECONDS = 3.0, 1.0
 
 
 def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> Stop | None:
@@ -152,6 +152,13 @@ def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] =
         if ranks.is_first_of_node() or not all_know:
             get_error_handler().record_exception(error)
             print(f"mxtrain: error: {error}", file=sys.stderr, flush=True)
+    except Exception:
+        # Another worker may have ended first, and cut a collective short. The launcher then ends this one, before it
+        # prints a traceback that hides the cause.
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(LAST_WORD_SECONDS)
+        raise
     # Not after another exception: this rank may be alone, and would wait for the others.
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

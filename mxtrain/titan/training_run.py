@@ -21,8 +21,7 @@ from mxtrain.checkpoints.ending import (
     nonfinite,
     over_ranks,
 )
-from mxtrain.checkpoints.folder import set_aside
-from mxtrain.checkpoints.manifest import Manifest, package_versions
+from mxtrain.checkpoints.folder import Manifest, package_versions, set_aside
 from mxtrain.checkpoints.start import Start
 from mxtrain.checkpoints.states import RandomState, TokenCount, apply_settings
 from mxtrain.conversion.schedule import RecipeSwitch
@@ -31,7 +30,7 @@ from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.ranks import from_first_rank, is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.run_folder.files import METRICS_FILE
+from mxtrain.run_folder import METRICS_FILE
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults
@@ -56,7 +55,7 @@ class TrainingRun:
     _last_step = 0
     _looked_at: int | None = None
 
-    def __init__(self, job_config, settings: Settings, find: Callable[[dict[str, str]], Start], found: Start | None):
+    def __init__(self, job_config, settings: Settings, find: Callable[[], Start], found: Start | None):
         """``settings`` are those of ``job_config``; the other arguments are ``begin_run``'s."""
         self.job_config, self.settings, self._find, self.start = job_config, settings, find, found
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of

@@ -5,7 +5,7 @@ from pathlib import Path
 from moments import Saved
 
 from mxtrain.analysis.metrics_file import read_metrics
-from mxtrain.checkpoints.manifest import MANIFEST_FILE, check_hashes, check_sizes, read_manifest
+from mxtrain.checkpoints.folder import MANIFEST_FILE, check_hashes, check_sizes, read_manifest
 
 COMPARED = ("loss", "grad_norm")
 

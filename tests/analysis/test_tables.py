@@ -106,16 +106,6 @@ def test_a_matplotlibrc_that_wants_latex_draws_the_picture(tmp_path, monkeypatch
         assert "not drawn" not in summary(tmp_path) and (tmp_path / "loss.png").stat().st_size > 0
 
 
-def test_a_run_does_not_fail_for_its_picture(tmp_path, monkeypatch):
-    make_run(tmp_path, [4.0, 3.0])
-
-    def fails(*args):
-        raise RuntimeError("Failed to process\nlatex")
-
-    monkeypatch.setattr(tables, "plot", fails)
-    assert "loss curve  not drawn: Failed to process latex" in summary(tmp_path)
-
-
 def test_a_name_that_is_not_utf_8_is_drawn():
     assert literal(os.fsdecode(b"o_\xff$")).encode("ascii") == rb"o_?\$"
 

@@ -1,92 +1,159 @@
-"""Which checkpoints are whole, and how a checkpoint gets its place and leaves it."""
+"""Manifests and the damage that they show, which checkpoints are whole, and how one gets its place and leaves it."""
+
+import json
+from dataclasses import asdict
+from hashlib import sha256
 
 import pytest
 
-from mxtrain.checkpoints.folder import Checkpoints, clear_leftovers, publish, set_aside, withdraw
-from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints import folder as module
+from mxtrain.checkpoints.folder import (
+    MANIFEST_FILE,
+    Checkpoints,
+    DamagedCheckpoint,
+    Manifest,
+    check_hashes,
+    check_sizes,
+    clear_leftovers,
+    file_record,
+    publish,
+    read_manifest,
+    set_aside,
+    withdraw,
+    write_manifest,
+)
 from mxtrain.errors import ConfigError
-from mxtrain.files import hash_file
+from mxtrain.files import FileRecord, hash_file
+
+LARGE = bytes(range(256)) * 40_000  # larger than a piece that is read at a time
 
 
-def write(path, step=None, content=b"weights"):
+def write(path, step=None, content=b"weights", with_hash=True):
     path.mkdir(parents=True)
     (path / "data").write_bytes(content)
     step = int(path.name.removeprefix("step-")) if step is None else step
-    write_manifest(path, Manifest(step, True, {"data": hash_file(path / "data")}))
+    write_manifest(path, Manifest(step, True, {"data": file_record(path / "data", with_hash)}))
     return path
 
 
-def make(folder, *, whole=(), torn=()):
-    for step in (*whole, *torn):
-        path = write(folder / f"step-{step}")
-        if step in torn:
-            (path / "data").write_bytes(b"")
-    return Checkpoints(folder)
+def test_a_manifest_reads_back_as_written(tmp_path):
+    (tmp_path / "data").write_bytes(LARGE)
+    settings = {"optimizer": {"lr": 1e-3}, "model": {"converters": ["mxnorm"]}}
+    record = FileRecord(len(LARGE), sha256(LARGE).hexdigest())
+    manifest = Manifest(7, True, {"data": record}, settings, {"torch": None}, "ab" * 32, 2, {"mxnorm.p": 2})
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest and hash_file(tmp_path / "data") == record
+
+
+def test_manifests_of_earlier_versions_are_read_and_a_newer_one_is_named(tmp_path):
+    """The first versions kept no defaults, and the names and shapes of all tensors."""
+    for number in (1, 3):
+        content = {"format": number, **asdict(Manifest(7, True, {})), "tensors": {"weight": {"shape": [4]}}}
+        del content["defaults"]
+        (tmp_path / MANIFEST_FILE).write_text(json.dumps({**content, "sha256": module._own_hash(content)}))
+        if number == 1:
+            assert read_manifest(tmp_path) == Manifest(7, True, {})
+    with pytest.raises(DamagedCheckpoint, match="has format 3, and this version reads 1 to 2$"):
+        read_manifest(tmp_path)
+
+
+def remove(path):
+    path.unlink()
+
+
+def shorten(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def other_step(path):
+    path.write_text(path.read_text().replace('"step": 7', '"step": 8'))
+
+
+DAMAGE = [
+    (remove, "data", "data is missing"),
+    (shorten, "data", "data has 10,239,999 bytes instead of 10,240,000"),
+    (flip, "data", "data has other content than was saved"),
+    (remove, MANIFEST_FILE, "manifest.json is missing"),
+    (shorten, MANIFEST_FILE, "manifest.json is not valid JSON: "),
+    (as_folder, MANIFEST_FILE, "manifest.json cannot be read: Is a directory"),
+    (other_step, MANIFEST_FILE, "manifest.json is damaged"),
+]
+
+
+def test_damage_is_named(tmp_path):
+    for number, (damage, name, problem) in enumerate(DAMAGE):
+        path = write(tmp_path / f"{number}", step=7, content=LARGE)
+        damage(path / name)
+        with pytest.raises(DamagedCheckpoint) as error:
+            manifest = read_manifest(path)
+            check_sizes(path, manifest)
+            check_hashes(path, manifest, manifest.files)
+        assert str(error.value).startswith(problem)
+
+
+def test_a_file_without_a_hash_is_not_read(tmp_path):
+    path = write(tmp_path / "step-5", with_hash=False)
+    flip(path / "data")
+    manifest = Checkpoints(tmp_path).whole[5]
+    assert manifest.files == {"data": FileRecord(7, None)}
+    check_hashes(path, manifest, manifest.files)
 
 
 @pytest.mark.parametrize(
     "whole, torn, keep, stale",
     [
-        ([5, 10, 15], [], 2, [5]),
         ([5, 10, 100, 15], [], 2, [5, 10]),
-        ([5, 10], [], 2, []),
         ([5, 10], [15, 20], 2, []),  # TorchTitan would remove both that are whole
         ([5, 10, 25], [15, 20], 2, [5]),
-        ([5], [10, 15, 20], 2, []),
-        ([], [5, 10, 15], 2, []),
         ([5, 10, 15], [], 0, []),
         ([0, 5, 10, 15], [], 2, [5]),  # step 0 is where the run starts
-        ([0, 5, 10], [], 2, []),
-        ([0], [], 1, []),
     ],
 )
 def test_stale_checkpoints_are_counted_without_damaged_ones(tmp_path, whole, torn, keep, stale):
-    saved = make(tmp_path, whole=whole, torn=torn)
-    assert saved.stale(keep) == [tmp_path / f"step-{step}" for step in stale]
+    for step in (*whole, *torn):
+        path = write(tmp_path / f"step-{step}")
+        if step in torn:
+            (path / "data").write_bytes(b"")
+    assert Checkpoints(tmp_path).stale(keep) == [tmp_path / f"step-{step}" for step in stale]
 
 
 def test_what_is_wrong_is_named_and_does_not_hide_the_others(tmp_path):
-    make(tmp_path, whole=[5], torn=[10])
-    (tmp_path / "step-15").mkdir()
+    write(tmp_path / "step-5")
+    shorten(write(tmp_path / "step-10") / "data")
     (tmp_path / "step-20").mkdir()
     (tmp_path / "step-20" / ".metadata").touch()
     write(tmp_path / "step-25", step=5)
-    write(tmp_path / "step-30")
-    (tmp_path / "step-30" / "manifest.json").write_text("[" * 100_000)
-    saved = Checkpoints(tmp_path)
-    assert list(saved.whole) == [5]
-    assert saved.problems.pop("step-20").startswith("it has no manifest.json: TorchTitan itself or an older mxtrain")
-    assert saved.problems == {
-        "step-10": "data has 0 bytes instead of 7",
-        "step-15": "manifest.json is missing",
-        "step-25": "it is a copy of step-5",
-        "step-30": "manifest.json is not valid JSON: it is nested too deep",
-    }
-    assert Checkpoints(tmp_path, {"step-5": "bad"}).problems["step-5"] == "bad"
-    assert [path.name for path in saved.after(10)] == ["step-15", "step-20", "step-25", "step-30"]
-
-
-def test_only_folders_named_after_a_step_are_checkpoints(tmp_path):
-    for name in ("step-10-mine", "step-010", "step-10.bak", ".saving/step-20", ".removing/step-5", "set_aside/step-30"):
+    for name in ("step-10-mine", "step-010", ".saving/step-20", "set_aside/step-30"):
         write(tmp_path / name, step=10)
-    assert Checkpoints(tmp_path).found == [] and Checkpoints(tmp_path / "none").found == []
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file is not a folder"):
-        Checkpoints(tmp_path / "file")
+    saved = Checkpoints(tmp_path)
+    assert list(saved.whole) == [5] and saved.newest == tmp_path / "step-5"
+    assert saved.problems.pop("step-20").startswith("it has no manifest.json: TorchTitan itself or an older mxtrain")
+    assert saved.problems == {"step-10": "data has 6 bytes instead of 7", "step-25": "it is a copy of step-5"}
+    assert [path.name for path in saved.after(10)] == ["step-20", "step-25"]
+    assert Checkpoints(tmp_path / "none").found == [] and Checkpoints(tmp_path / "none").newest is None
+    with pytest.raises(ConfigError, match="data is not a folder"):
+        Checkpoints(tmp_path / "step-5" / "data")
 
 
-def test_a_new_checkpoint_replaces_none(tmp_path):
+def test_a_new_checkpoint_replaces_none_and_nothing_is_removed_from_what_was_set_aside(tmp_path):
     publish(write(tmp_path / ".saving" / "step-5", content=b"first"), tmp_path / "step-5")
     with pytest.raises(OSError, match="not empty"):
         publish(write(tmp_path / ".saving" / "step-5", content=b"second"), tmp_path / "step-5")
-    assert (tmp_path / "step-5" / "data").read_bytes() == b"first"
-
-
-def test_nothing_is_removed_from_what_was_set_aside(tmp_path):
-    for content in (b"first", b"second", b"third"):
-        set_aside(write(tmp_path / "step-5", content=content))
+    set_aside(tmp_path / "step-5")
+    set_aside(write(tmp_path / "step-5", content=b"third"))
     aside = {path.parent.name: path.read_bytes() for path in (tmp_path / "set_aside").rglob("data")}
-    assert aside == {"step-5": b"first", "step-5-2": b"second", "step-5-3": b"third"}
+    assert aside == {"step-5": b"first", "step-5-2": b"third"}
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path):
@@ -99,20 +166,3 @@ def test_leftovers_of_a_kill_are_removed(tmp_path):
     kept = set_aside(path)
     clear_leftovers(tmp_path / "run")
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["set_aside"] and kept.is_dir()
-
-
-def test_nothing_is_removed_behind_a_link(tmp_path):
-    other = write(tmp_path / "other" / "step-5", content=b"precious")
-    path = write(tmp_path / "run" / "step-5")
-    for name in (".saving", ".removing"):
-        (tmp_path / "run" / name).symlink_to(other.parent)
-    clear_leftovers(tmp_path / "run")
-    withdraw(path)
-    assert (other / "data").read_bytes() == b"precious"
-
-
-def test_a_folder_with_nothing_but_leftovers_is_removed(tmp_path):
-    write(tmp_path / "run" / ".saving" / "step-10")
-    clear_leftovers(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    clear_leftovers(tmp_path / "run")

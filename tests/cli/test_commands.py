@@ -24,7 +24,7 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--help"])
     assert exit.value.code == 0
-    names = "train prepare configs init cache plot compare export import generate eval doctor"
+    names = "train prepare configs init plot compare export import generate eval doctor"
     commands = names.split()
     text = capsys.readouterr().out
     assert all(re.search(rf"^    {command}\s", text, re.MULTILINE) for command in commands)
@@ -40,6 +40,7 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
 @pytest.mark.parametrize(
     "line, error",
     [
+        ("cache --verify", "'mxtrain cache' no longer exists: the folder of prepared texts"),
         ("completion bash", "'mxtrain completion' no longer exists: 'mxtrain train --help' lists all settings"),
         ("doctor --timeout 60 --nccl llama3_debug", "'mxtrain doctor --nccl' no longer exists: all_reduce_perf"),
     ],

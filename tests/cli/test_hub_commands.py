@@ -12,7 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mxtrain import cli
 from mxtrain.cli import hub_commands
-from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.model_config import REPORT_FILE
@@ -25,7 +24,7 @@ def folder(tmp_path_factory):
     """A model, a text and files that are none."""
     folder = tmp_path_factory.mktemp("commands")
     text = "def main():\n    return 1\n"
-    train_tokenizer([text], 300, folder / "model", Progress(lambda line: None))
+    train_tokenizer([text], 300, folder / "model", lambda line: None)
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                          num_attention_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1)  # fmt: skip

@@ -30,21 +30,16 @@ def prose():
 
 @pytest.fixture
 def python_machine(tmp_path, monkeypatch):
-    """``python_machine({"json/decoder.py": text}, {"numpy/core.py": text})`` replaces this machine's Python files.
+    """``python_machine({"json/decoder.py": text}, {"numpy/core.py": text})`` replaces this machine's Python files."""
 
-    ``system`` holds the files of SYSTEM_FOLDERS: {"man/man1/ls.1": text}.
-    """
-
-    def build(standard: dict, installed: dict | None = None, system: dict | None = None):
+    def build(standard: dict, installed: dict | None = None):
         library, packages = tmp_path / "lib", tmp_path / "lib" / "site-packages"
-        for root, files in ((library, standard), (packages, installed or {}), (tmp_path, system or {})):
+        for root, files in ((library, standard), (packages, installed or {})):
             for name, text in files.items():
                 path = root / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(text if isinstance(text, bytes) else text.encode())
         monkeypatch.setattr(python_source.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
-        system_folders = {root: str(tmp_path / root) for root in python_source.SYSTEM_FOLDERS}
-        monkeypatch.setattr(python_source, "SYSTEM_FOLDERS", system_folders)
         monkeypatch.setattr(sys, "path", [str(tmp_path), str(packages), str(packages)])
         return library
 

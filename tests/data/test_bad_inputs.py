@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mxtrain.data import DataConfig, prepare, store
+from mxtrain.data import DataConfig, prepare
+from mxtrain.data import prepared as prepared_module
 from mxtrain.errors import ConfigError
 
 
@@ -131,7 +132,7 @@ def test_files(files, path, settings, message, tmp_path, cache):
     config = DataConfig(dataset="files", path=full, vocab_size=300, **settings)
     with refused(message.replace("{path}", full)):
         prepare(config, silent)
-    assert not cache.exists() or list(cache.iterdir()) == []
+    assert not cache.exists() or all(path.suffix == ".lock" for path in cache.iterdir())
 
 
 def test_unknown_dataset(cache):
@@ -171,7 +172,7 @@ def test_tokenizers(tokenizer, config, message, tmp_path, cache):
     with refused(message) as caught:
         prepare(DataConfig(dataset="files", path=str(tmp_path / "a.txt"), tokenizer_path=str(folder)), silent)
     assert str(caught.value).startswith(f"model.hf_assets_path = {str(folder)!r}")
-    assert not cache.exists() or list(cache.iterdir()) == []
+    assert not cache.exists() or all(path.suffix == ".lock" for path in cache.iterdir())
 
 
 def test_the_tokenizer_of_these_tests_is_good(tmp_path):
@@ -214,18 +215,19 @@ def test_a_full_disk(text, cache, limit, full_disk):
     with full_disk(limit), refused(f"data.cache_dir = '': cannot write '{cache}/files-") as caught:
         prepare(DataConfig(**text), silent)
     assert "(File too large); make room" in str(caught.value)
-    assert list(cache.iterdir()) == []
+    assert all(path.suffix == ".lock" for path in cache.iterdir())
 
 
 def test_a_file_that_vanishes_while_it_is_read(text, cache, tmp_path, monkeypatch):
     def late(*args):
         (tmp_path / "a.txt").unlink()
-        return store.tokenize(*args)
+        return tokenize(*args)
 
-    monkeypatch.setattr("mxtrain.data.prepared.tokenize", late)
+    tokenize = prepared_module._tokenize
+    monkeypatch.setattr(prepared_module, "_tokenize", late)
     with refused(f"cannot read {text['path']} as text: [Errno 2] No such file or directory"):
         prepare(DataConfig(**text), silent)
-    assert list(cache.iterdir()) == []
+    assert all(path.suffix == ".lock" for path in cache.iterdir())
 
 
 def test_a_python_file_that_changes_while_it_is_read(python_machine, cache, monkeypatch):
@@ -233,12 +235,13 @@ def test_a_python_file_that_changes_while_it_is_read(python_machine, cache, monk
 
     def late(*args):
         (library / "a.py").write_bytes(b"\xff")
-        return store.tokenize(*args)
+        return tokenize(*args)
 
-    monkeypatch.setattr("mxtrain.data.prepared.tokenize", late)
+    tokenize = prepared_module._tokenize
+    monkeypatch.setattr(prepared_module, "_tokenize", late)
     with refused(f"training.dataset = 'python': {library / 'a.py'} changed while it was read"):
         prepare(DataConfig(vocab_size=300), silent)
-    assert list(cache.iterdir()) == []
+    assert all(path.suffix == ".lock" for path in cache.iterdir())
 
 
 def test_a_few_rows_without_text_are_counted(tmp_path):

@@ -8,8 +8,6 @@ import pytest
 from mxtrain.data import DataConfig, documents
 from mxtrain.data.documents import (
     PATIENCE_ROWS,
-    TICK_SECONDS,
-    Progress,
     StreamedText,
     fraction,
     hub_texts,
@@ -43,22 +41,6 @@ def test_a_larger_validation_share_contains_a_smaller_one():
     assert abs(len(small) / len(KEYS) - 0.1) < 0.02
     assert small < large
     assert not any(is_held_out(key, 0.0) for key in KEYS)
-
-
-def test_ticks_are_throttled_but_other_lines_are_not(monkeypatch):
-    now, lines = [0.0], []
-    monkeypatch.setattr(documents.time, "monotonic", lambda: now[0])
-    assert TICK_SECONDS == 2.0
-    reporter = Progress(lines.append)
-    for second in range(10):
-        now[0] = second / 2
-        reporter.tick(lambda second=second: f"tick {second}")
-    assert lines == ["tick 4", "tick 8"]
-    reporter.say("a")
-    reporter.say("b")
-    now[0] += 1.0
-    reporter.tick(lambda: "too soon after another line")
-    assert lines[2:] == ["a", "b"]
 
 
 # Streams

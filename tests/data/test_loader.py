@@ -11,7 +11,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from mxtrain.data.loader import TokenDataset, ignore_stop_signals
-from mxtrain.data.token_file import TokenFile
+from mxtrain.data.token_files import Tokens
 from mxtrain.errors import ConfigError
 from mxtrain.launched import stop_signals
 
@@ -20,11 +20,10 @@ CHUNKS = 40
 
 
 @pytest.fixture
-def tokens(tmp_path):
+def tokens():
     """Every token is its own position, which identifies the chunk of a sample. The last 5 tokens fill no chunk."""
-    count = CHUNKS * (SEQ_LEN + 1) + 5
-    np.arange(count, dtype="<u2").tofile(tmp_path / "train.bin")
-    return TokenFile(tmp_path / "train.bin", "<u2", count)
+    ids = np.arange(CHUNKS * (SEQ_LEN + 1) + 5, dtype="<u2")
+    return Tokens(np.split(ids, [100, 203]), "<u2", "")
 
 
 def dataset(tokens, **options) -> TokenDataset:
@@ -43,14 +42,6 @@ def take(batches, count) -> list[list[int]]:
 
 def chunks_of(loader) -> list[list[int]]:
     return [(labels[:, 0] // (SEQ_LEN + 1)).tolist() for _, labels in loader]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_file_that_is_removed_can_still_be_read(tokens, workers):
-    expected = chunks_of(loader(tokens, infinite=False))
-    validation = loader(tokens, workers, infinite=False)
-    tokens.path.unlink()
-    assert chunks_of(validation) == chunks_of(validation) == expected
 
 
 def test_labels_are_the_inputs_shifted_by_one_token(tokens):
@@ -90,7 +81,7 @@ def test_each_epoch_reads_every_chunk_once_in_a_new_order(tokens):
 
 
 def test_a_text_of_whole_chunks_is_read_to_its_end(tokens):
-    whole = TokenFile(tokens.path, "<u2", CHUNKS * (SEQ_LEN + 1))
+    whole = Tokens([tokens[: CHUNKS * (SEQ_LEN + 1)]], "<u2", "")
     assert sorted(sequence(whole, CHUNKS)) == list(range(CHUNKS))
     assert dataset(whole, batch_size=CHUNKS).chunks == CHUNKS
 
@@ -160,9 +151,8 @@ def test_text_too_short_for_one_step_is_a_config_error(tokens):
         dataset(tokens, rank=(0, 14), section="validation")
 
 
-def test_token_ids_above_16_bits(tmp_path):
-    np.full(80, 100_000, "<u4").tofile(tmp_path / "wide.bin")
-    inputs, _ = next(iter(dataset(TokenFile(tmp_path / "wide.bin", "<u4", 80))))
+def test_token_ids_above_16_bits():
+    inputs, _ = next(iter(dataset(Tokens([np.full(80, 100_000, "<u4")], "<u4", ""))))
     assert inputs["input"].tolist() == [100_000] * SEQ_LEN
 
 

@@ -6,16 +6,20 @@ import json
 import os
 import shutil
 import struct
+from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from filelock import FileLock
 from pyarrow import feather
 
-from mxtrain.data import DataConfig, documents, prepare
+from mxtrain.data import DataConfig, prepare
 from mxtrain.data import prepared as prepared_module
-from mxtrain.data.documents import megabytes
-from mxtrain.data.tokenizer import load_tokenizer, tokenizer_hash
+from mxtrain.data.documents import is_held_out, megabytes
+from mxtrain.data.prepared import TextReport, differences, load_text
+from mxtrain.data.token_files import token_dtype
+from mxtrain.data.tokenizer import EOS_TOKEN, load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 
 
@@ -35,22 +39,54 @@ def config_of(path, **fields) -> DataConfig:
     return DataConfig(dataset="files", path=str(path), **{"vocab_size": 300, "validation_share": 0.2, **fields})
 
 
-def texts(file, tokenizer) -> list[str]:
-    decoded = load_tokenizer(tokenizer).encoder.decode(file.open(), skip_special_tokens=False)
+def texts(tokens, tokenizer) -> list[str]:
+    decoded = load_tokenizer(tokenizer).encoder.decode(tokens[:], skip_special_tokens=False)
     return [part.removeprefix("<|begin_of_text|>") for part in decoded.split("<|end_of_text|>")[:-1]]
 
 
-def test_local_text_is_split_and_tokenized(corpus, prose, cache):
-    prepared = prepare(config_of(corpus), silent)
-    train, validation = (texts(file, prepared.tokenizer) for file in (prepared.train, prepared.validation))
-    assert len(validation) > 2 and sorted(train + validation) == sorted(prose(i) for i in range(30))
+@pytest.mark.parametrize("processes", [1, 3])
+def test_both_splits_hold_their_documents_in_order(corpus, prose, cache, monkeypatch, processes):
+    """In rows of 5,000 characters, which one process tokenizes, or several."""
+    monkeypatch.setattr(prepared_module, "BATCH_CHARACTERS", 5000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processes)))
+    lines, all_texts = [], [prose(i) for i in range(30)] + [f"a{EOS_TOKEN[:-1]}\u2028é"]
+    with corpus.open("a") as file:
+        file.write(json.dumps({"text": all_texts[-1]}) + "\n")
+    prepared = prepare(config_of(corpus), lines.append)
+    for split, held_out in ((prepared.train, False), (prepared.validation, True)):
+        expected = [text for text in all_texts if is_held_out(text, 0.2) == held_out]
+        assert texts(split, prepared.tokenizer) == expected and len(expected) > 2
+        assert (split[:1], split[len(split) - 1 :]) == (0, 1) and split.dtype == "<u2"
     report = prepared.report
-    assert report.files == 1 and report.documents == 30 and report.validation_documents == len(validation)
-    assert report.bytes == sum(len(prose(i)) for i in range(30))
-    assert (report.train_tokens, report.validation_tokens) == (prepared.train.count, prepared.validation.count)
+    assert (report.files, report.documents, report.validation_documents) == (1, 31, len(expected))
+    assert report.bytes == sum(len(text.encode()) for text in all_texts)
+    assert (report.train_tokens, report.validation_tokens) == (len(prepared.train), len(prepared.validation))
     assert report.vocab_size == report.requested_vocab_size == 300
-    assert report.folder == str(prepared.tokenizer.parent) and prepared.tokenizer.is_relative_to(cache)
-    assert "documents             30\n" in str(report)
+    assert report.folder == str(prepared.folder) and prepared.tokenizer.is_relative_to(cache)
+    assert {path.name for path in prepared.folder.iterdir()} == {"prepared.json", "tokenizer", "tokens"}
+    assert lines[0] == f"preparing dataset 'files' in {prepared.folder}" and lines[-1] == "prepared dataset 'files'"
+    assert f"tokenizing {megabytes(report.bytes)} of text in {processes} process(es)" in lines
+
+
+def test_the_hash_of_a_long_text_is_that_of_its_parts(corpus, monkeypatch):
+    """Fixed values: checkpoints name their text by them."""
+    whole = prepare(config_of(corpus), silent)
+    assert whole.identity["train"].startswith("e7ccb233d0ff")
+    monkeypatch.setattr(prepared_module, "BATCH_CHARACTERS", 2500)
+    monkeypatch.setattr(prepared_module, "PART_BYTES", 3000)
+    monkeypatch.setattr(prepared_module, "CACHE_VERSION", 0)
+    parts = prepare(config_of(corpus), silent)
+    assert np.array_equal(parts.train[:], whole.train[:])
+    assert parts.identity["train"].startswith("e1672a20ad47") and parts.identity["validation"].startswith(
+        "5ea2aedafc4b"
+    )
+
+
+def test_ids_are_stored_in_the_narrowest_type_that_holds_them():
+    assert [token_dtype(size) for size in (300, 1 << 16, (1 << 16) + 1)] == ["<u2", "<u2", "<u4"]
+
+
+# Kinds of files
 
 
 def arrow(write):
@@ -134,35 +170,35 @@ def test_json_of_one_row_and_text_that_looks_like_json_at_first(tmp_path):
         (folder / name).write_text(content)
     prepared = prepare(config_of(folder, validation_share=0.0), silent)
     expected = ["one row", '{"lint": true}\n', '{\n"text": "of several lines"\n}\n', "{} is empty\n{} too\n"]
-    assert texts(prepared.train, prepared.tokenizer) == expected
+    assert texts(prepared.train, prepared.tokenizer) == expected and len(prepared.validation) == 0
     assert "; files: 1 json, 3 text; " in prepared.report.line
 
 
-def test_a_build_reports_its_progress_and_the_second_call_loads_without_building(corpus, monkeypatch):
-    monkeypatch.setattr(documents, "TICK_SECONDS", 0.0)
-    lines = []
-    first = prepare(config_of(corpus), lines.append)
-    assert lines[0] == f"preparing dataset 'files' in {first.folder}" and lines[-1] == "prepared dataset 'files'"
-    assert any(line.startswith("read ") and line.endswith(" of text for the tokenizer") for line in lines)
-    assert f"tokenized {megabytes(first.report.bytes)} of about {megabytes(corpus.stat().st_size)}" in lines
-    lines.clear()
+# The cache
+
+
+def same(one, two) -> bool:
+    return (one.identity, one.report, one.folder, one.tokenizer) == (
+        two.identity, two.report, two.folder, two.tokenizer
+    )  # fmt: skip
+
+
+def test_a_second_call_loads_and_an_edited_file_or_a_changed_setting_is_built_again(corpus, prose, monkeypatch):
+    first, build = prepare(config_of(corpus), silent), prepared_module._build
     monkeypatch.setattr(prepared_module, "_build", None)
-    assert prepare(config_of(corpus), lines.append) == first
-    assert lines == []
-
-
-def test_an_edited_file_or_a_changed_setting_is_built_again(corpus, prose, monkeypatch):
-    first = prepare(config_of(corpus), silent)
+    assert same(prepare(config_of(corpus), None), first)
+    monkeypatch.setattr(prepared_module, "_build", build)
     assert prepare(config_of(corpus, seed=7), silent).tokenizer != first.tokenizer
     with corpus.open("a") as file:
         file.write(json.dumps({"text": prose(99)}) + "\n")
     second = prepare(config_of(corpus), silent)
-    assert second.report.documents == 31
+    assert second.report.documents == 31 and second.identity["train"] != first.identity["train"]
     os.utime(corpus, ns=(0, 0))
     third = prepare(config_of(corpus), silent)
     monkeypatch.setattr(prepared_module, "CACHE_VERSION", 0)
     fourth = prepare(config_of(corpus), silent)
-    assert len({result.report.folder for result in (first, second, third, fourth)}) == 4
+    assert len({result.folder for result in (first, second, third, fourth)}) == 4
+    assert second.identity == third.identity == fourth.identity
 
 
 def test_a_process_waits_for_another_one_and_takes_its_text(corpus):
@@ -176,52 +212,90 @@ def test_a_process_waits_for_another_one_and_takes_its_text(corpus):
         away.rename(first.folder)
         lock.release()
 
-    assert prepare(config_of(corpus), note) == first
+    assert same(prepare(config_of(corpus), note), first)
     assert lines == [f"another process is preparing {first.folder}; waiting"]
     assert [path.name for path in first.folder.parent.iterdir() if path.is_dir()] == [first.folder.name]
 
 
-def test_where_locks_do_not_work_there_is_no_lock(corpus, monkeypatch):
-    def no_locks(*args):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(prepared_module.fcntl, "flock", no_locks)
-    assert prepare(config_of(corpus), silent).report.documents == 30
-
-
-def test_an_existing_tokenizer_is_used(corpus, tmp_path, prose):
-    trained = prepare(config_of(corpus), silent)
-    other = tmp_path / "other.jsonl"
-    other.write_text(json.dumps({"text": "other text"}) + "\n")
-    config = config_of(other, vocab_size=350, tokenizer_path=str(trained.tokenizer), validation_share=0.0)
-    prepared = prepare(config, silent)
-    assert prepared.tokenizer == trained.tokenizer
-    assert texts(prepared.train, trained.tokenizer) == ["other text"]
-    assert (prepared.report.vocab_size, prepared.report.requested_vocab_size) == (300, 0)
+def test_what_a_killed_process_left_is_removed_and_a_folder_without_report_replaced(corpus):
+    first = prepare(config_of(corpus), silent)
+    (first.folder / "prepared.json").unlink()
+    left = first.folder.with_name(f"{first.folder.name}.building-0123")
+    left.mkdir()
+    assert same(prepare(config_of(corpus), silent), first) and not left.exists()
 
 
-def test_text_is_tokenized_again_when_the_tokenizer_changes(corpus, tmp_path):
-    folder = tmp_path / "tokenizer"
-    config = config_of(corpus, vocab_size=0, tokenizer_path=str(folder), unseparated=True)
+DAMAGES = [
+    (lambda folder: shutil.rmtree(folder / "tokens"), "cannot be read \\('shards'\\): remove it, and the next start"),
+    (lambda folder: (folder / "prepared.json").write_text("[]"), "cannot be read .*prepared.json holds list"),
+    (lambda folder: (folder / "prepared.json").write_text('{"report": {}}'), "cannot be read .*TextReport"),
+    (lambda folder: (folder / "tokenizer/tokenizer.json").write_text("{}"), "is not the tokenizer of the prepared"),
+]
+
+
+@pytest.mark.parametrize("damage, message", DAMAGES)
+def test_a_damaged_text_is_one_line(corpus, damage, message):
+    folder = prepare(config_of(corpus), silent).folder
+    damage(folder)
+    for config in (config_of(corpus), DataConfig(dataset="files", prepared=folder.name)):
+        with pytest.raises(ConfigError, match=message) as caught:
+            prepare(config, silent)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_chosen_text_is_loaded_without_its_source(corpus, tmp_path, monkeypatch):
+    first = prepare(config_of(corpus), silent)
+    corpus.unlink()
+    by_name = DataConfig(dataset="files", prepared=first.folder.name)
+    by_path = DataConfig(dataset="files", prepared=str(first.folder))
+    assert same(prepare(by_name, silent), first) and same(prepare(by_path, silent), first)
+    with pytest.raises(ConfigError, match="is a text of training.dataset = 'files', not 'python'; set the dataset"):
+        prepare(DataConfig(prepared=first.folder.name), silent)
+    monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(ConfigError, match=f"data.prepared = '{first.folder.name}': there is no folder '.*/empty/files"):
+        prepare(by_name, silent)
+
+
+def test_a_text_that_an_earlier_version_prepared_can_be_chosen(corpus):
+    """Its tokens are in shards of their own."""
+    first = prepare(config_of(corpus), silent)
+    summary = json.loads((first.folder / "prepared.json").read_text())
+    summary["report"]["cut"] = {"torch": 5}
+    for split in ("train", "validation"):
+        tokens, half = getattr(first, split)[:], len(getattr(first, split)) // 2
+        tokens[:half].tofile(first.folder / f"{split}.bin"), tokens[half:].tofile(first.folder / f"{split}.1.bin")
+        counts = {f"{split}.bin": half, f"{split}.1.bin": len(tokens) - half}
+        shards = [{"name": name, "start": 0, "count": count, "sha256": ""} for name, count in counts.items()]
+        summary["tokens"][split] |= {"shards": shards, "count": len(tokens)}
+    shutil.rmtree(first.folder / "tokens")
+    (first.folder / "prepared.json").write_text(json.dumps(summary))
+    old = load_text(first.folder)
+    assert same(old, first)
+    assert all(np.array_equal(getattr(old, split)[:], getattr(first, split)[:]) for split in ("train", "validation"))
+
+
+# Tokenizers
+
+
+def test_an_existing_tokenizer_is_used_and_its_changes_are_noticed(corpus, tmp_path):
+    trained, folder = prepare(config_of(corpus), silent), tmp_path / "tokenizer"
+    config = config_of(corpus, vocab_size=350, tokenizer_path=str(folder))
     with pytest.raises(ConfigError, match="model.hf_assets_path = .* is not a folder"):
         prepare(config, silent)
-    counts = []
-    for size in (300, 350):
-        trained = prepare(config_of(corpus, vocab_size=size), silent)
-        folder.mkdir(exist_ok=True)
-        (folder / "tokenizer.json").write_bytes((trained.tokenizer / "tokenizer.json").read_bytes())
-        counts.append(prepare(config, silent).train.count)
-    assert counts[0] > counts[1]
-
-
-def test_text_is_tokenized_again_when_special_tokens_change_that_stand_elsewhere(corpus, tmp_path):
-    trained, folder = prepare(config_of(corpus), silent), tmp_path / "tokenizer"
     shutil.copytree(trained.tokenizer, folder)
-    (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
-    config = config_of(corpus, vocab_size=0, tokenizer_path=str(folder))
     both = prepare(config, silent)
+    assert both.tokenizer == folder and both.identity == trained.identity
+    assert (both.report.vocab_size, both.report.requested_vocab_size) == (300, 0)
+    (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
+    again = prepare(config, silent)
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<|end_of_text|>"}')
-    assert prepare(config, silent).train.count < both.train.count == trained.train.count
+    ends = prepare(config, silent)
+    assert len(ends.train) < len(again.train) == len(both.train) and len({p.folder for p in (both, again, ends)}) == 3
+    larger = prepare(config_of(corpus, vocab_size=350), silent)
+    shutil.copy(larger.tokenizer / "tokenizer.json", folder)
+    assert len(prepare(config, silent).train) < len(ends.train)
+    with pytest.raises(ConfigError, match="model.hf_assets_path = '.*tokenizer' is not the tokenizer of the prepared"):
+        prepare(DataConfig(dataset="files", prepared=ends.folder.name), silent)
 
 
 def test_a_stream_trains_a_tokenizer_and_is_not_tokenized(prose):
@@ -235,15 +309,12 @@ def test_a_stream_trains_a_tokenizer_and_is_not_tokenized(prose):
     prepared = prepare(config, silent, stream=stream)
     assert load_tokenizer(prepared.tokenizer).size == 300
     assert prepared.train is None and prepared.validation is None and prepared.report.streamed
-    assert prepare(config, silent, stream=stream) == prepared and len(opened) == 1
+    assert same(prepare(config, silent, stream=stream), prepared) and len(opened) == 1
     existing = DataConfig(dataset="elsewhere", vocab_size=0, tokenizer_path=str(prepared.tokenizer))
     assert prepare(existing, silent, stream=stream).report.vocab_size == 300
     assert len(opened) == 1  # an existing tokenizer opens no stream
-
-
-def test_an_empty_stream_is_a_config_error():
     with pytest.raises(ConfigError, match="training.dataset = 'elsewhere' holds no text to train a tokenizer on"):
-        prepare(DataConfig(dataset="elsewhere", vocab_size=300), silent, stream=lambda: ["", " \n"])
+        prepare(replace(config, seed=1), silent, stream=lambda: ["", " \n"])
 
 
 def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):
@@ -252,15 +323,11 @@ def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):
     assert report.vocab_size < 300 and "requested vocab size  2,048\n" in str(report)
 
 
-@pytest.mark.parametrize("is_compressed", [False, True])
-def test_a_long_text_is_thinned_for_the_tokenizer(corpus, monkeypatch, is_compressed):
-    """Its size on disk does not matter."""
-    if is_compressed:
-        corpus.write_bytes(gzip.compress(corpus.read_bytes()))
-    config, progress = config_of(corpus), documents.Progress(silent)
+def test_a_long_text_is_thinned_for_the_tokenizer(corpus, monkeypatch):
+    config = config_of(corpus)
 
     def sample():
-        return prepared_module._training_texts(config, prepared_module.LocalFiles(config), progress)
+        return prepared_module._training_texts(config, prepared_module.LocalFiles(config))
 
     everything, read = sample(), prepared_module.LocalFiles(config).documents()
     assert everything == [document.text for document in read if not document.is_held_out(0.2)]
@@ -273,9 +340,39 @@ def test_a_long_text_is_thinned_for_the_tokenizer(corpus, monkeypatch, is_compre
     assert len(sample()) == 1
 
 
-def test_the_tokenizer_is_not_trained_on_validation_text(corpus, prose, tmp_path):
+def test_the_tokenizer_is_not_trained_on_validation_text(corpus, tmp_path):
     prepared = prepare(config_of(corpus), silent)
     only_train = tmp_path / "train.jsonl"
     only_train.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts(prepared.train, prepared.tokenizer)))
     again = prepare(config_of(only_train, validation_share=0.0), silent)
     assert tokenizer_hash(again.tokenizer) == tokenizer_hash(prepared.tokenizer)
+
+
+def test_report_of_a_tokenized_text():
+    counts = {"files": 1790, "documents": 1717, "bytes": 30_500_000, "train_tokens": 10_013_521}
+    dropped, formats = {"duplicate": 19, "machine-made": 22, "unreadable": 0}, {"json": 1_000, "text": 790}
+    report = TextReport("python", "/cache/python-1", 2048, 4096, **counts, dropped=dropped, formats=formats)
+    report = replace(report, separators="begins with '<s>'")
+    assert str(report).splitlines() == [
+        "dataset               python",
+        "folder                /cache/python-1",
+        "vocab size            2,048",
+        "requested vocab size  4,096",
+        "files                 1,790",
+        "documents             1,717",
+        "bytes                 30,500,000",
+        "train tokens          10,013,521",
+        "dropped               19 duplicate, 22 machine-made",
+        "formats               1,000 json, 790 text",
+        "separators            begins with '<s>'",
+    ]
+    files = "1,717 documents, 30.5 MB; files: 1,000 json, 790 text"
+    assert report.line == f"{files}; each document begins with '<s>'; left out: 19 duplicate, 22 machine-made"
+
+
+def test_differences_name_the_parts():
+    one, two = {"tokenizer": "a" * 64, "train": "b" * 64}, {"tokenizer": "c" * 64}
+    assert (
+        differences(one, two)
+        == "tokenizer cccccccccccc instead of aaaaaaaaaaaa, training text none instead of bbbbbbbbbbbb"
+    )

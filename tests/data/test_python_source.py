@@ -1,4 +1,3 @@
-import gzip
 import os
 import sysconfig
 import zlib
@@ -8,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mxtrain.data import DataConfig, prepare, python_source
-from mxtrain.data.documents import Progress, fraction
+from mxtrain.data import DataConfig
+from mxtrain.data.documents import fraction
 from mxtrain.data.python_source import (
+    PACKAGE_SHARE,
     PythonSource,
     SourceFile,
     cap_packages,
@@ -20,17 +20,17 @@ from mxtrain.data.python_source import (
 )
 from mxtrain.errors import ConfigError
 
-SILENT = Progress(lambda line: None)
 
-
-def scanned(**fields) -> PythonSource:
-    source = PythonSource(DataConfig(**fields))
-    source.scan(SILENT)
-    return source
+def source_of(**fields) -> PythonSource:
+    return PythonSource(DataConfig(**fields))
 
 
 def keys(source: PythonSource) -> list[str]:
     return [document.key for document in source.documents()]
+
+
+def size(source: PythonSource) -> int:
+    return sum(document.size for document in source.documents())
 
 
 def test_the_standard_library_is_listed_without_packages(python_machine):
@@ -59,12 +59,12 @@ def test_duplicates_empty_undecodable_and_machine_made_files_are_dropped(python_
         {"a.py": text, "copy.py": text, "empty.py": "", "blank.py": " \n\n", "latin.py": "é".encode("latin-1"),
          "table.py": table, "b.py": prose(1)}
     )  # fmt: skip
-    source = scanned()
+    source = source_of()
     kept = set(keys(source))
     assert len(kept) == 2 and "stdlib/b.py" in kept and kept & {"stdlib/a.py", "stdlib/copy.py"}
     expected = {"duplicate": 1, "empty": 2, "unreadable": 1, "machine-made": 1, "over the package share": 0}
     assert source.dropped == expected
-    assert source.text_bytes == len(text.encode()) + len(prose(1))
+    assert size(source) == len(text.encode()) + len(prose(1))
     assert sorted(document.text for document in source.documents()) == sorted([text, prose(1)]), "byte for byte"
 
 
@@ -84,27 +84,26 @@ def test_machine_made_files_are_large_and_compress_below_0_17_at_level_1(prose):
 
 def test_the_seed_decides_the_order_and_new_files_do_not_change_it(python_machine, prose):
     python_machine({f"m{i}.py": prose(i) for i in range(30)})
-    order = keys(scanned(seed=1))
-    assert order == keys(scanned(seed=1))
-    assert order != keys(scanned(seed=2))
+    order = keys(source_of(seed=1))
+    assert order == keys(source_of(seed=1))
+    assert order != keys(source_of(seed=2))
     by_key = sorted(order, key=lambda key: fraction(key, "order 1"))
     assert order == by_key != sorted(order), "the same wherever the folders lie"
     python_machine({f"more{i}.py": prose(100 + i) for i in range(10)})
-    assert [key for key in keys(scanned(seed=1)) if "more" not in key] == order
+    assert [key for key in keys(source_of(seed=1)) if "more" not in key] == order
 
 
 def test_max_bytes_limits_the_text(python_machine, prose):
     python_machine({f"m{i}.py": prose(i) for i in range(20)})
-    source = scanned(max_bytes=10_000)
-    assert 5_000 < source.text_bytes <= 10_000
-    assert source.text_bytes == sum(len(document.text) for document in source.documents())
+    source = source_of(max_bytes=10_000)
+    assert 5_000 < size(source) <= 10_000
     assert source.dropped["over max_bytes"] == 20 - len(keys(source))
 
 
 def test_no_usable_file_is_a_config_error(python_machine, prose):
     python_machine({"a.py": prose(0)})
     with pytest.raises(ConfigError, match="training.dataset = 'python' found no usable text .* data.max_bytes = 10"):
-        scanned(max_bytes=10)
+        keys(source_of(max_bytes=10))
 
 
 def test_a_large_package_is_cut_to_its_share(python_machine, prose):
@@ -112,11 +111,10 @@ def test_a_large_package_is_cut_to_its_share(python_machine, prose):
         {f"m{i}.py": prose(i) for i in range(4)},
         {**{f"big/{i}.py": prose(100 + i) for i in range(40)}, "small.py": prose(50)},
     )
-    source = scanned(installed=True, package_share=0.3)
+    source = source_of(installed=True)
     big = [document for document in source.documents() if "/big/" in document.key]
-    assert 0 < sum(len(document.text) for document in big) <= 0.3 * source.text_bytes
+    assert 0 < sum(len(document.text) for document in big) <= PACKAGE_SHARE * size(source)
     assert "site-packages/small.py" in keys(source)
-    assert list(source.cut) == ["big"]
     assert source.dropped["over the package share"] == 40 - len(big)
 
 
@@ -133,16 +131,14 @@ def made(package: str | None, number: int, size: int) -> SourceFile:
 def test_no_package_exceeds_its_share_and_others_are_not_cut(standard, packages, share):
     files = [made(None, i, size) for i, size in enumerate(standard)]
     files += [made(name, i, size) for name, sizes in packages.items() for i, size in enumerate(sizes)]
-    kept, cut = cap_packages(files, share)
+    kept = cap_packages(files, share)
     total = sum(file.size for file in kept)
+    ideal = package_limit(sum(standard), [sum(sizes) for sizes in packages.values()], share)
     for name, sizes in packages.items():
         size = sum(file.size for file in kept if file.package == name)
-        assert size <= share * total * (1 + 1e-9)
-        assert size + cut.get(name, 0) == sum(sizes)
+        assert size <= share * total * (1 + 1e-9) and (sum(sizes) <= ideal or size < sum(sizes))
     assert [file for file in files if file in set(kept)] == kept
     assert sum(file.size for file in kept if file.package is None) == sum(standard)
-    ideal = package_limit(sum(standard), [sum(sizes) for sizes in packages.values()], share)
-    assert ideal == float("inf") or all(sum(sizes) <= ideal or name in cut for name, sizes in packages.items())
 
 
 @pytest.mark.parametrize(
@@ -158,64 +154,3 @@ def test_no_package_exceeds_its_share_and_others_are_not_cut(standard, packages,
 )
 def test_package_limit_by_hand(standard, sizes, share, limit):
     assert package_limit(standard, sizes, share) == pytest.approx(limit)
-
-
-# Other files
-
-
-@pytest.fixture
-def machine(python_machine, prose):
-    """A machine with Python, headers, documentation and manual pages."""
-    packages = {"numpy/core.py": prose(1), "numpy/a.h": prose(2), "numpy/b.so": b"\0", "numpy/README.md": prose(3)}
-    system = {
-        "include/stdio.h": prose(4), "include/c++/vector": "no suffix", "doc/bash/README.md": prose(5),
-        "doc/bash/copy.md": prose(5), "doc/bash/NEWS.gz": "", "doc/bash/page.html": "<p>",
-        "man/man1/ls.1.gz": gzip.compress(prose(6).encode()), "man/man3/printf.3posix": prose(7), "man/index.db": "x",
-    }  # fmt: skip
-    python_machine({"a.py": prose(0), "LICENSE.txt": "free"}, packages, system)
-
-
-def test_other_files_come_to_those_that_are_read(machine):
-    assert [file.key for file in list_files(installed=False)] == ["stdlib/a.py"]
-    own, system = ["stdlib/LICENSE.txt", "stdlib/a.py"], ["include/stdio.h", "doc/bash/README.md", "doc/bash/copy.md"]
-    system += ["man/man1/ls.1.gz", "man/man3/printf.3posix"]
-    packages = [f"site-packages/numpy/{name}" for name in ("README.md", "a.h", "core.py")]
-    assert [file.key for file in list_files(False, True)] == own + system
-    assert [file.key for file in list_files(True, True)] == own + packages + system
-
-
-def test_compressed_text_is_read_and_duplicates_are_dropped(machine, prose):
-    source = scanned(other_files=True, package_share=1.0)
-    assert "man/man1/ls.1.gz" in keys(source) and sum(key.startswith("doc/") for key in keys(source)) == 1
-    assert prose(6) in [document.text for document in source.documents()]
-    assert source.dropped["duplicate"] == 1
-    assert 0 < scanned(other_files=True, package_share=1.0, max_bytes=5_000).text_bytes <= 5_000
-    assert source.text_bytes == sum(len(document.text) for document in source.documents())
-
-
-def test_files_that_are_no_text_or_too_long_are_dropped(python_machine, prose, monkeypatch):
-    monkeypatch.setattr(python_source, "MAX_FILE_BYTES", 9_000)
-    long = prose(1, 3000)
-    assert len(long) > 9_000
-    python_machine(
-        {"a.py": prose(0), "b.py": long, "c.py": prose(2) + "\0"},
-        system={
-            "doc/x/long.txt": long, "man/man1/long.1.gz": gzip.compress(long.encode()), "doc/x/font.txt": "a\1b" * 9,
-            "doc/x/latin.txt": "é".encode("latin-1"), "man/man1/cut.1.gz": gzip.compress(b"abc" * 99)[:-20],
-            "man/man1/no.1.gz": b"no gzip", "doc/x/color.txt": "\x1b[1mbold\x1b[0m\f\v é\u2028", "doc/x/nul.txt": "a\0",
-        },
-    )  # fmt: skip
-    source = scanned(other_files=True, package_share=1.0)
-    python = ["stdlib/a.py", "stdlib/b.py", "stdlib/c.py"]
-    assert sorted(keys(source)) == ["doc/x/color.txt", *python], "Python is as it was"
-    assert +source.dropped == {"over 0.0 MB": 2, "not text": 2, "unreadable": 3}
-
-
-def test_other_files_have_the_split_of_their_path_and_a_key_of_their_own_in_the_cache(machine, prose):
-    def prepared(**fields):
-        return prepare(DataConfig(vocab_size=300, validation_share=0.3, package_share=1.0, **fields), lambda line: None)
-
-    alone, more = prepared(), prepared(other_files=True)
-    assert alone.folder != more.folder and more.report.documents == 6
-    assert 0 < more.report.validation_documents < 6
-    assert prepared(other_files=True).identity == more.identity

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, prepare
 from mxtrain.data import loader as data_loader
-from mxtrain.data.documents import Progress, is_held_out
+from mxtrain.data.documents import is_held_out
 from mxtrain.data.streams import Stream
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
@@ -80,7 +80,7 @@ def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
 def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
     """Whatever the tokenizer's files tell other programs to cut, to pad and to add."""
     folder = tmp_path / "tokenizer"
-    train_tokenizer([text(0)], VOCABULARY, folder, Progress(print))
+    train_tokenizer([text(0)], VOCABULARY, folder, print)
     (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
     encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoder.enable_truncation(4)
@@ -93,7 +93,7 @@ def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
     prepared = prepare(config, lambda line: None)
     job = hf_job(f"--model.hf_assets_path={folder}")
     ids = build_tokenizer(job).encode(text(1), add_bos=True, add_eos=True)
-    assert ids == prepared.train.open().tolist() and ids.count(0) == ids.count(1) == 1 and len(ids) > 300
+    assert ids == prepared.train[:].tolist() and ids.count(0) == ids.count(1) == 1 and len(ids) > 300
     assert (
         prepare_from_job(job).report.line
         == "streamed; each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from mxtrain.data import tokenizer as tokenizer_module
-from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import (
     BOS_TOKEN,
     EOS_TOKEN,
@@ -22,13 +21,15 @@ from mxtrain.data.tokenizer import (
 )
 from mxtrain.errors import ConfigError
 
-SILENT = Progress(lambda line: None)
+
+def silent(line: str) -> None:
+    pass
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, prose):
     folder = tmp_path_factory.mktemp("trained") / "tokenizer"
-    train_tokenizer([prose(seed) for seed in range(10)], 400, folder, SILENT)
+    train_tokenizer([prose(seed) for seed in range(10)], 400, folder, silent)
     return folder
 
 
@@ -44,9 +45,9 @@ def test_the_vocabulary_has_the_requested_size(trained):
 
 
 def test_the_same_text_gives_the_same_tokenizer(folder, tmp_path, prose):
-    train_tokenizer([prose(seed) for seed in range(10)], 400, tmp_path / "again", SILENT)
+    train_tokenizer([prose(seed) for seed in range(10)], 400, tmp_path / "again", silent)
     assert tokenizer_hash(tmp_path / "again") == tokenizer_hash(folder)
-    train_tokenizer([prose(seed) for seed in range(9)], 400, tmp_path / "other", SILENT)
+    train_tokenizer([prose(seed) for seed in range(9)], 400, tmp_path / "other", silent)
     assert tokenizer_hash(tmp_path / "other") != tokenizer_hash(folder)
     (tmp_path / "again" / "tokenizer_config.json").write_text("{}")  # no bos, no eos
     assert tokenizer_hash(tmp_path / "again") != tokenizer_hash(folder)
@@ -67,20 +68,20 @@ def test_the_spelling_of_a_special_token_is_plain_text(trained):
 
 
 def test_indentation_is_one_token(tmp_path):
-    train_tokenizer(["if a:\n    if b:\n        pass\n" * 20], 300, tmp_path / "code", SILENT)
+    train_tokenizer(["if a:\n    if b:\n        pass\n" * 20], 300, tmp_path / "code", silent)
     encoder = load_tokenizer(tmp_path / "code").encoder
     assert encoder.encode("a\n        b").tokens == ["a", "Ċ", "ĠĠĠĠĠĠĠ", "Ġb"]
 
 
 def test_training_reads_no_more_than_the_sample_limit(tmp_path, prose, monkeypatch):
     texts = [prose(seed) for seed in range(10)]
-    train_tokenizer(texts[:3], 300, tmp_path / "three", SILENT)
+    train_tokenizer(texts[:3], 300, tmp_path / "three", silent)
     monkeypatch.setattr(tokenizer_module, "SAMPLE_BYTES", sum(map(len, texts[:3])))
     unread = iter(texts)
-    train_tokenizer(unread, 300, tmp_path / "sample", SILENT)
+    train_tokenizer(unread, 300, tmp_path / "sample", silent)
     assert tokenizer_hash(tmp_path / "sample") == tokenizer_hash(tmp_path / "three")
     assert len(list(unread)) == 6
-    train_tokenizer(["".join(texts)], 300, tmp_path / "one", SILENT)
+    train_tokenizer(["".join(texts)], 300, tmp_path / "one", silent)
     assert load_tokenizer(tmp_path / "one").size == 300
 
 
@@ -89,15 +90,15 @@ def test_training_cuts_long_runs_and_the_tokenizer_does_not(tmp_path, monkeypatc
     runs = ["".join(random.Random(seed).choices("ACGT", k=2560)) for seed in range(3)]
     parts = [run[start : start + LONGEST_RUN] for run in runs for start in range(0, len(run), LONGEST_RUN)]
     for name, texts in (("runs", runs), ("parts", parts)):
-        train_tokenizer(texts, 400, tmp_path / name, SILENT)
+        train_tokenizer(texts, 400, tmp_path / name, silent)
     assert tokenizer_hash(tmp_path / "runs") == tokenizer_hash(tmp_path / "parts")
     encoder = load_tokenizer(tmp_path / "runs").encoder
     assert len(encoder.pre_tokenizer.pre_tokenize_str(runs[0])) == 1
     # Other texts have the tokenizer that they had.
     texts = [f"{run[:255]}! {run[:200]}\n" for run in runs]
-    train_tokenizer(texts, 400, tmp_path / "bounded", SILENT)
+    train_tokenizer(texts, 400, tmp_path / "bounded", silent)
     monkeypatch.setattr(tokenizer_module, "TRAINING_PATTERN", SPLIT_PATTERN)
-    train_tokenizer(texts, 400, tmp_path / "whole", SILENT)
+    train_tokenizer(texts, 400, tmp_path / "whole", silent)
     assert tokenizer_hash(tmp_path / "bounded") == tokenizer_hash(tmp_path / "whole")
 
 

@@ -35,8 +35,7 @@ def test_two_rows_by_hand():
     assert figures["output_max_over_bound"] == pytest.approx(1.0)  # a single element reaches the bound
 
 
-@pytest.mark.parametrize("p", (1, 2))
-@pytest.mark.parametrize("estimator", ("pre_round", "post_round", "exact"))
+@pytest.mark.parametrize("p, estimator", [(1, "pre_round"), (2, "post_round"), (2, "exact")])
 def test_figures_of_two_halves_are_those_of_all_rows(p, estimator):
     """Against NumPy, and against the inverse RMS that training uses."""
     torch.manual_seed(0)

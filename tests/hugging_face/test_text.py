@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mxtrain import ConfigError
-from mxtrain.data.documents import Progress
 from mxtrain.data.tokenizer import load_tokenizer, train_tokenizer
 from mxtrain.hugging_face.text import load
 
@@ -21,7 +20,7 @@ def folder(tmp_path_factory):
     """The folder of a Llama with random weights, and of a tokenizer that mxtrain trained."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     text = ["def main():\n    return 'naïve café'\n" * 5, "import sys  # 😀\n"]
-    train_tokenizer(text, 320, folder, Progress(lambda line: None))
+    train_tokenizer(text, 320, folder, lambda line: None)
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         max_position_embeddings=48, bos_token_id=0, eos_token_id=1,

@@ -175,6 +175,12 @@ def test_what_is_not_finite_stays_in_its_row_and_is_as_torch_has_it(plan):
         assert_same_bits(c[others], clean[others])
 
 
+def test_large_numbers_in_an_epilogue():
+    a, b = torch.tensor([[1000.0], [-1000.0], [88.0], [-88.0]]), torch.tensor([[1.0, -1.0, 0.5]])
+    for epilogue in EPILOGUES:
+        check(a, b, None, epilogue, plan=PLAN)
+
+
 @pytest.mark.parametrize(("plan", "dtype"), zip((None, PLANS["no tensor cores"], None), DTYPES), ids=str)
 def test_no_larger_an_error_than_torchs(dtype, plan):
     """PyTorch also sums over K in fp32. On tensor cores, which truncate sums, its product uses them too."""

@@ -97,6 +97,15 @@ def test_every_shape(fmt):
         fmt.check(draw(*shape, dtype=dtype), form=form)
 
 
+@formats
+def test_images_of_long_rows_with_the_exact_rms(fmt):
+    """Two parts, of which the second is not full."""
+    columns = 7168 + fmt.block
+    x, residual = ugly(11, columns), (ugly if fmt is MXFP8 else draw)(11, columns, seed=1)
+    fmt.check(x, form="image", estimator="exact")
+    fmt.check(draw(11, columns), form="image", estimator="exact", residual=residual)
+
+
 @pytest.mark.parametrize(
     ("fmt", "p", "estimator", "form"),
     [

@@ -56,6 +56,12 @@ def test_outputs_and_gradients_match_autograd_in_fp64(dtype, epilogue, bias_dtyp
         assert (got - want).norm() <= max(tolerance, 1e-6) * want.norm()
 
 
+def test_relu_stops_infinite_gradients_as_in_pytorch():
+    a, b = torch.eye(2).requires_grad_(), torch.tensor([[1.0], [-1.0]])
+    decompose_k_mm(a, b, epilogue="relu").backward(torch.tensor([[2.0], [torch.inf]]))
+    assert a.grad.tolist() == [[2.0, -2.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_gradcheck(epilogue):
     """The formulas, in fp64, which plain PyTorch computes on every device."""

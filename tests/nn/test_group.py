@@ -353,6 +353,23 @@ def test_outputs_may_be_written_to():
     assert_near(found, expected, 1e-6)
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_outputs_whose_gradients_are_none():
+    block, (x, dys) = block_of(mode="reference"), inputs()
+    x.requires_grad_()
+    torch.autograd.backward([x.sum(), *map(NoGradient.apply, block(x))], [None, *dys])
+    assert torch.equal(x.grad, torch.ones_like(x)) and block.norm.weight.grad is None
+
+
 def test_no_grad_and_outputs_that_are_made_again_because_they_are_not_kept():
     block, (x, _) = block_of(mode="reference"), inputs()
     expected = block_of(mode="reference", grouped=False)(x)

@@ -159,6 +159,12 @@ def test_a_layer_and_its_copy_draw_the_bits_of_two_calls(compile_backend):
     assert got[0] == want[0] and got[1] not in want
 
 
+def test_compiled_calls_with_one_input_are_not_merged(compile_backend):
+    layer = Show()
+    together, _ = drawn_by_two_calls(compiled(lambda x, _: (layer(x), layer(x)), compile_backend))
+    assert together == [sum(pair) for pair in zip(*drawn_by_two_calls(repeated(layer)))]
+
+
 @pytest.mark.parametrize("kind", CHECKPOINTING)
 def test_compiled_checkpointing_repeats_the_bits_of_every_microbatch(kind, compile_backend):
     """In a pipeline: all forwards before all backwards."""

@@ -69,6 +69,11 @@ def test_non_finite_rows_are_never_silent():
 
 
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
+def test_results_have_no_gradients(mode):
+    assert not any(result.requires_grad for result in mxnorm_cast(draw(2, 64).requires_grad_(), mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
 @pytest.mark.parametrize("estimator", ["pre_round", "exact"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_rows_up_to_the_largest_number(recipe, estimator, mode):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.folder import Manifest, write_manifest
 from mxtrain.files import hash_file
 
 

@@ -65,6 +65,8 @@ FLAGS = {
     '--training.steps=9 --mxnorm.schedule {from_step=10,recipe="bf16"}': "mxnorm.schedule[0].from_step = 10 | to 9",
     '--model.converters=mx_linear --mxnorm.schedule {from_step=1,norm="rmsnorm"}': "mxnorm.schedule[0].norm | not 'mx_",
     # Settings of earlier versions
+    "--data.other_files": "data.other_files no longer exists: remove it; training.dataset = 'files'",
+    "--data.package_share=0.5": "data.package_share no longer exists: remove it; with data.installed",
     "--mxnorm.combine_backward=quantized": "mxnorm.combine_backward no longer exists: gradients",
     "--model.converters=fused_rmsnorm": "model.converters = ['fused_rmsnorm'] has 'fused_rmsnorm' | 'fused_norm'",
     "--fused_rmsnorm.filter_fqns=norm": "fused_rmsnorm.filter_fqns no longer exists: | [fused_norm]",

@@ -5,7 +5,7 @@ import json
 import pytest
 import tomli_w
 
-from mxtrain.checkpoints.manifest import Manifest, write_manifest
+from mxtrain.checkpoints.folder import Manifest, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings
@@ -155,6 +155,7 @@ def kept(converters: list[str], **tables) -> dict:
             kept(["fused_rmsnorm"], fused_rmsnorm={"filter_fqns": ["norm"]}, fused_norm={"filter_fqns": ["w"]}),
             kept(["fused_norm"], fused_norm={"filter_fqns": ["norm"]}),
         ),
+        (kept([], data={"package_share": 0.5, "other_files": True, "seed": 1}), kept([], data={"seed": 1})),
         (kept(["mxnorm"], fused_rmsnorm={"when_compiled": "kernel"}), kept(["mxnorm"])),
         (kept([], mxnorm={"guard": {"p": 1}, "combine_backward": "quantized", "p": 1}), kept([], mxnorm={"p": 1})),
         (

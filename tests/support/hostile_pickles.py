@@ -4,8 +4,7 @@ import os
 import pickle
 from dataclasses import replace
 
-from mxtrain.checkpoints.folder import DCP_METADATA
-from mxtrain.checkpoints.manifest import read_manifest, write_manifest
+from mxtrain.checkpoints.folder import DCP_METADATA, read_manifest, write_manifest
 from mxtrain.files import hash_file
 
 

@@ -21,6 +21,8 @@ class WandbServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.runs: dict[str, dict] = {}
         """Variables of the first request for each run, by id: displayName, groupName, tags, project, config"""
+        self.config: dict = {}
+        """The run's config, as last sent"""
         self.later_names: list = []
         """Display names of all later requests for a run"""
         self.history: dict[int, dict] = {}
@@ -34,6 +36,7 @@ class WandbServer(ThreadingHTTPServer):
             if name in self.runs:
                 self.later_names.append(variables["displayName"])
             self.runs.setdefault(name, variables)
+            self.config |= {key: part["value"] for key, part in json.loads(variables.get("config") or "{}").items()}
             return {"upsertBucket": {"bucket": self._bucket(name), "inserted": True}}
         if operation == "RunResumeStatus":
             known = self._bucket(name) if name in self.runs else None

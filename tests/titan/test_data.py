@@ -26,7 +26,7 @@ def test_tokenizer_loads_in_torchtitan_with_one_bos_and_one_eos(corpus):
 def test_batches_are_training_text(corpus):
     config = files_job(corpus)
     tokenizer = build_tokenizer(config)
-    train = prepare_from_job(config).train.open()
+    train = prepare_from_job(config).train
     inputs, labels = take(build_dataloader(1, 0, tokenizer, config), 1)[0]
     assert inputs["input"].shape == labels.shape == (4, 16)
     assert inputs["input"].dtype == labels.dtype == torch.int64
@@ -45,7 +45,7 @@ def test_a_text_that_is_read_more_than_once_is_one_line(corpus, monkeypatch, ste
     flags = [f"--training.steps={steps}", f"--training.global_batch_size={batch}", "--data.validation_share=0"]
     config = files_job(corpus, *flags)
     build_dataloader(2, 0, build_tokenizer(config), config)
-    has = prepare_from_job(config).train.count // 17 * 16
+    has = len(prepare_from_job(config).train) // 17 * 16
     ends = "each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
     more = f"the text has {has} tokens, and {steps} steps take {asked}: it is read {asked / has:.1f} times"
     assert lines == [f"text: 1 documents, 0.0 MB; files: 1 json; {ends}", *([more] if asked else [])]
@@ -101,7 +101,7 @@ def test_validation_files_of_their_own_are_read_whole(corpus, tmp_path):
     flags = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={own}")
     tokenizer = build_tokenizer(files_job(corpus, *flags))
     tokens = titan_data._held_out(files_job(corpus, *flags))
-    decoded = tokenizer.decode(tokens.open().tolist(), skip_special_tokens=True)
+    decoded = tokenizer.decode(tokens[:].tolist(), skip_special_tokens=True)
     assert decoded == "".join(text(1000 + i) for i in range(3))
     missing = files_job(
         corpus, "--validation.enable", "--validation.dataset=files", "--validation.dataset_path=/nowhere"
@@ -114,19 +114,18 @@ def test_validating_on_python_takes_its_held_out_part(corpus):
     config = files_job(corpus, "--validation.enable", "--validation.dataset=python", "--data.max_bytes=600000")
     tokens = titan_data._held_out(config)
     own = prepare_from_job(job("--training.dataset=python", "--data.max_bytes=600000"))
-    assert 0 < tokens.count and tokens.path.name == "validation.bin"
-    assert tokens.path.parent != own.tokenizer.parent  # tokenized with the training text's tokenizer
+    assert 0 < len(tokens) and tokens.sha256 != own.validation.sha256, "it has the training text's tokenizer"
 
 
 def test_files_without_a_validation_setting_are_validated_on_their_held_out_part(corpus, tmp_path):
     config = files_job(corpus, "--validation.enable")
     tokens = titan_data._held_out(config)
-    assert tokens == prepare_from_job(config).validation and tokens.count > 0
-    assert prepare_from_job(files_job(corpus)).folder == tokens.path.parent  # the prepared text stays the same
+    assert tokens is prepare_from_job(config).validation and len(tokens) > 0
+    assert prepare_from_job(files_job(corpus)).validation is tokens  # the prepared text stays the same
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"text": text(1000)}) + "\n")
     other = titan_data._held_out(files_job(corpus, "--validation.enable", f"--validation.dataset_path={own}"))
-    assert other.path.parent != tokens.path.parent and other.path.name == "train.bin"
+    assert other.sha256 != tokens.sha256 and len(other) > len(text(1000)) / 4
 
 
 def test_nothing_held_out_is_a_config_error(corpus):

@@ -32,7 +32,7 @@ from mxtrain.parallel.activation_checkpoint import knows_own_operations, multipl
 from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers
-from mxtrain.reports.terminal import note_model
+from mxtrain.reports.terminal import show_line
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.titan import settings_of
@@ -53,7 +53,7 @@ def checked_parallelize(parallelize_fn):
         check_layout(parallel_dims, job_config)
         prepare_context_parallelism(parallel_dims, job_config)
         if not parallel_dims.pp_enabled:
-            note_model(describe_model(job_config, model))  # here, while the model is whole
+            show_line(describe_model(job_config, model))  # here, while the model is whole
         gates = find_gates(model) if parallel_dims.tp_enabled else {}
         splits = parallel_dims.tp_enabled or parallel_dims.ep_enabled
         plans = plans_with_own_styles() if splits else nullcontext(set())
@@ -89,7 +89,7 @@ def checked_pipeline(pipelining_fn):
     @functools.wraps(pipelining_fn)
     def pipeline(model, parallel_dims, job_config, *args, **kwargs):
         check_layout(parallel_dims, job_config)
-        note_model(describe_model(job_config, model))  # here, while the model is not yet split into stages
+        show_line(describe_model(job_config, model))  # here, while the model is not yet split into stages
         return pipelining_fn(model, parallel_dims, job_config, *args, **kwargs)
 
     return pipeline

@@ -32,7 +32,7 @@ from mxtrain.parallel.activation_checkpoint import knows_own_operations, multipl
 from mxtrain.parallel.expert_dispatch import SentRows, choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
-from mxtrain.reports.terminal import note_model
+from mxtrain.reports.terminal import show_line
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.metrics import describe_model
@@ -109,7 +109,7 @@ def _of_whole_sequences(inputs: tuple, split: SplitSequences) -> tuple:
 
 def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
     def parallelize(model: nn.Module, *, parallel_dims, **configs) -> nn.Module:
-        note_model(describe_model(job_config, model))
+        show_line(describe_model(job_config, model))
         if parallel_dims.tp_enabled:
             split_layers(model, parallel_dims.get_mesh("tp"), parallel_dims.ep_enabled)
         with knows_own_operations():

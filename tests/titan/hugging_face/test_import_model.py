@@ -12,10 +12,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from mxtrain.checkpoints.manifest import check_sizes, read_manifest
+from mxtrain.checkpoints.folder import check_sizes, read_manifest
 from mxtrain.checkpoints.start import find_start
+from mxtrain.checkpoints.storage import read_index
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import Progress
 from mxtrain.data.local_files import LocalFiles
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
@@ -144,7 +144,7 @@ def flavors(monkeypatch):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizers") / "tokenizer"
-    train_tokenizer(["def main(a, b):\n    return a + b\n" * 50], saved_runs.VOCABULARY, folder, Progress(print))
+    train_tokenizer(["def main(a, b):\n    return a + b\n" * 50], saved_runs.VOCABULARY, folder, print)
     return folder
 
 
@@ -263,7 +263,10 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     assert manifest.files.keys() == {path.name for path in checkpoint.iterdir()} - {"manifest.json"}
     check_sizes(checkpoint, manifest)
     expected = saved_runs.random_weights("qwen3", "small_tied")
-    assert manifest.tensors == {n: {"shape": [*w.shape], "dtype": "float32"} for n, w in expected.items()}
+    saved = read_index(checkpoint).state_dict_metadata
+    assert {name: (tensor.size, tensor.properties.dtype) for name, tensor in saved.items()} == {
+        name: (weight.shape, torch.float32) for name, weight in expected.items()
+    }
     assert manifest.settings == tomli.loads((run / "config.toml").read_text())
     assert manifest.versions["torch"] == version("torch") and len(manifest.tokenizer_sha256) == 64
 
@@ -318,7 +321,7 @@ def test_other_names_are_the_same_tensors(name, models, tmp_path):
     assert (note in lines) == (name[0] == "deepseek_v3")
     import_model(models[name], tmp_path / "expected")
     weights, expected = (open_run(tmp_path / run).weights for run in ("run", "expected"))
-    names = read_manifest(tmp_path / "expected" / "checkpoint" / "step-0").tensors
+    names = read_index(tmp_path / "expected" / "checkpoint" / "step-0").state_dict_metadata
     assert all(torch.equal(weights[fqn], expected[fqn]) for fqn in names) and len(names) > 20
 
 

@@ -89,7 +89,7 @@ def test_a_model_with_a_gate_that_no_style_reaches_is_refused_under_tensor_paral
             super().__init__()
             self.gate, self.top_k = nn.Linear(8, 4, bias=False), 2
 
-    monkeypatch.setattr(parallelize, "note_model", lambda *args: None)
+    monkeypatch.setattr(parallelize, "show_line", lambda *args: None)
     monkeypatch.setattr(parallelize, "describe_model", lambda *args: None)
     monkeypatch.setattr(parallelize.torch.distributed, "get_backend", lambda: "fake")
     monkeypatch.setattr(parallelize, "choose_gathers", lambda *args: None)

@@ -1,7 +1,6 @@
 """The trainer: early steps, and losses of pipelines."""
 
 import json
-from math import prod
 
 import pytest
 import torch
@@ -10,7 +9,8 @@ from torchtitan.config.job_config import Parallelism
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
-from mxtrain.checkpoints.manifest import read_manifest
+from mxtrain.checkpoints.folder import read_manifest
+from mxtrain.checkpoints.storage import read_index
 from mxtrain.titan import pipeline_stage
 from mxtrain.titan.check_job import modules_of_stages
 from mxtrain.titan.v02.trainer import LossPerToken, SharedLoss
@@ -149,18 +149,22 @@ def test_a_resumed_pipeline_is_the_uninterrupted_one_bit_for_bit(found):
     assert figures["step"] == 3 and len(found["wgrad_error"]) == 14 and len(found["rms_r2"]) == 4
 
 
+def shapes(outcome) -> dict[str, torch.Size]:
+    """The weights in the last checkpoint by name."""
+    found = read_index(outcome.folder / "checkpoint" / "step-5").state_dict_metadata.items()
+    return {name: tensor.size for name, tensor in found if name.startswith(("layers.", "tok_", "norm.", "output."))}
+
+
 def test_a_checkpoint_holds_all_stages(expected, found):
-    ours, theirs = (
-        read_manifest(outcome.folder / "checkpoint" / "step-5")
-        for outcome in (found["interleaved, nvfp4"], expected["nvfp4"])
-    )
-    assert ours.tensors == theirs.tensors and ours.processes == 2
+    ours = found["interleaved, nvfp4"]
+    assert shapes(ours) == shapes(expected["nvfp4"])
+    assert read_manifest(ours.folder / "checkpoint" / "step-5").processes == 2
 
 
 def test_rank_0_reports_the_whole_model_and_the_loss_of_the_last_stage(expected, found):
     ours, theirs = found["interleaved, nvfp4"], expected["nvfp4"]
     assert json.loads((ours.folder / "run.json").read_text())["world_size"] == 2
-    count = sum(prod(tensor["shape"]) for tensor in read_manifest(theirs.folder / "checkpoint/step-5").tensors.values())
+    count = sum(shape.numel() for shape in shapes(theirs).values())
     assert f"{count:,} parameters" in ours.output[0] and "4 norms and 14 linears swapped" in ours.output[0]
     assert f"loss {ours.losses[0]:.4f}" in ours.output[0]
     assert not ours.output[1].strip()

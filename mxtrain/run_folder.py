@@ -1,20 +1,41 @@
-"""The lock on a run's folder, which keeps a second run out while a first one writes.
+"""The names of a run's files, and the lock on its folder, which keeps a second run out while a first one writes.
 
-``mxtrain train`` holds it, whose workers end with it; without it the first worker does. It is a ``flock``: the kernel
-releases it when the process that holds it ends, however it ends.
+``mxtrain train`` holds the lock, whose workers end with it; without it the first worker does. It is a ``flock``: the
+kernel releases it when the process that holds it ends, however it ends.
 """
 
 import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as, reason
 
+CONFIG_FILE = "config.toml"
+FACTS_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+DATA_FILE = "data.json"
+PICTURE_FILE = "loss.png"
+NUMERICS_FILE = "numerics.png"
+LOG_FILE = "train.log"
+CONVERSION_FILE = "conversion.txt"
+WORKER_LOGS = "worker_logs"
 LOCK_FILE = ".lock"
+
+# TorchTitan's defaults of settings that a run's config.toml leaves out
+CHECKPOINT_INTERVAL = 500  # steps
+CHECKPOINT_FOLDER = "checkpoint"
+LEARNING_RATE = 8e-4
+LOG_FREQ = 10  # steps
+STEPS = 10_000
+
+SETTING_CHANGES = " changes from "
+"""In the event of a run that resumes with another setting, after the setting's name"""
+PROCESSES = "the number of processes"
+"""In the place of a setting's name"""
 
 
 @contextmanager
@@ -32,8 +53,7 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
     not_writable = f"{setting} = {str(folder)!r} cannot be written: {path}"
     with os_errors_as(not_writable):
         folder.mkdir(parents=True, exist_ok=True)
-        # A link could name any file of the user's, which would lose its content.
-        file = open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+        file = open(path, "a+b", buffering=0)
     with file:
         warning = None
         try:
@@ -42,7 +62,7 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
             os.register_at_fork(after_in_child=file.close)
         except BlockingIOError as error:
             raise ConfigError(
-                f"{setting} = {str(folder)!r} is in use by {_owner(file)}; wait until that run ends, stop it, or "
+                f"{setting} = {str(folder)!r} is in use by {_owner(folder)}; wait until that run ends, stop it, or "
                 "choose another folder"
             ) from error
         except OSError as error:
@@ -56,14 +76,11 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
 def lock_owner(folder: Path) -> str | None:
     """Return what the lock of a folder says about the process that took it last, or None if there is no lock."""
     try:
-        return (folder / LOCK_FILE).read_text()
+        return (folder / LOCK_FILE).read_text(errors="replace")
     except OSError:
         return None
 
 
-def _owner(file) -> str:
-    with suppress(OSError, ValueError):
-        file.seek(0)
-        process, host = file.read(1000).decode().split()
-        return f"process {process} on {host}"
-    return "another run"
+def _owner(folder: Path) -> str:
+    process, *host = (lock_owner(folder) or "").split() or [""]
+    return f"process {process} on {host[0]}" if host else "another run"

@@ -4,6 +4,7 @@ import os
 import random
 import struct
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,8 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
-from mxtrain.cli.cache_command import _entry
-from mxtrain.data import DataConfig, prepare, tokenized
-from mxtrain.data.documents import Progress
-from mxtrain.data.store import DamagedText, load_text
+from mxtrain.data import DataConfig, prepare, token_files
+from mxtrain.data.token_files import Tokens
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan.data import build_dataloader, build_tokenizer
@@ -33,7 +32,7 @@ CODES = {"<i4": 4, "<i8": 5, "<u2": 8}
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory, prose) -> Path:
     folder = tmp_path_factory.mktemp("tokenized") / "tokenizer"
-    train_tokenizer([prose(0)], VOCABULARY, folder, Progress(lambda line: None))
+    train_tokenizer([prose(0)], VOCABULARY, folder, lambda line: None)
     return folder
 
 
@@ -67,31 +66,37 @@ def prepared_from(path, tokenizer, **fields):
     return prepare(config(path, tokenizer, **fields), lambda line: None)
 
 
-@pytest.fixture
-def small_shards(monkeypatch):
-    monkeypatch.setattr(tokenized, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(tokenized, "PIECE", 300)
+def test_tokens_in_pieces_are_sliced_as_one_array():
+    whole = np.arange(100, dtype="<u2")
+    tokens = Tokens(np.split(whole, [3, 3, 40, 99]), "<u2", "")
+    assert len(tokens) == 100 and tokens[:].dtype == "<u2"
+    for start, stop in ((0, 100), (0, 3), (3, 4), (2, 41), (39, 99), (99, 500), (50, 50), (100, 101)):
+        assert np.array_equal(tokens[start:stop], whole[start:stop])
+    assert len(Tokens([], "<u2", "")) == len(Tokens([], "<u2", "")[:]) == 0
 
 
 @pytest.mark.parametrize("write", [flat, megatron])
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
-def test_files_of_ids_stay_where_they_lie(texts, tokenizer, write, dtype, small_shards):
-    path = write(texts, dtype)
-    prepared = prepared_from(path, tokenizer)
-    train, validation = prepared.train.open()[:], prepared.validation.open()[:]
-    assert [*train, *validation] == IDS and len(prepared.train.shards) > 3
-    if write is megatron:
-        assert list(validation) == sum(DOCUMENTS[-len(DOCUMENTS) // 10 :], [])
-    else:
-        assert len(validation) == int(len(IDS) * SHARE)
-    assert {file.resolve() for file in prepared.folder.iterdir()} == {path, prepared.folder / "prepared.json"}
-    assert load_text(prepared.folder, again=True) == prepared == prepared_from(path, tokenizer)
+def test_files_of_ids_stay_where_they_lie(texts, tokenizer, write, dtype, monkeypatch):
+    path, whole = write(texts, dtype), []
+    monkeypatch.setattr(token_files, "PIECE", 300)
+    for part_bytes in (1 << 28, 1000):
+        monkeypatch.setattr(token_files, "PART_BYTES", part_bytes)
+        monkeypatch.setenv("MXTRAIN_CACHE", str(texts.parent / f"cache{part_bytes}"))
+        prepared = prepared_from(path, tokenizer)
+        assert [*prepared.train[:], *prepared.validation[:]] == IDS
+        whole.append(prepared.identity)
+    assert whole[0]["train"] == sha256(prepared.train[:]).hexdigest() != whole[1]["train"]
     assert prepared.identity == prepared_from(texts, tokenizer).identity
+    if write is megatron:
+        assert list(prepared.validation[:]) == sum(DOCUMENTS[-len(DOCUMENTS) // 10 :], [])
+    else:
+        assert len(prepared.validation) == int(len(IDS) * SHARE)
+    assert {file.resolve() for file in prepared.folder.iterdir()} == {path, prepared.folder / "prepared.json"}
     said = "100 documents, " if write is megatron else f"{len(IDS):,} tokens, "
     assert prepared.report.line.startswith(said) and prepared.report.bytes == path.stat().st_size
-    assert _entry(prepared.folder, verify=False).size == (prepared.folder / "prepared.json").stat().st_size
     again = prepared_from(path, tokenizer, validation_share=0.0)
-    assert again.train.open()[:].tolist() == IDS and again.validation.count == 0
+    assert again.train[:].tolist() == IDS and len(again.validation) == 0
     os.utime(texts / ("text.idx" if write is megatron else "text.bin"), (0, 0))
     assert prepared_from(path, tokenizer).folder != prepared.folder
 
@@ -108,8 +113,8 @@ def test_files_of_ids_stay_where_they_lie(texts, tokenizer, write, dtype, small_
 def test_megatrons_documents_of_several_sequences_stay_whole(texts, tokenizer, ends, documents, held_out, begin):
     prepared = prepared_from(megatron(texts, "<u2", ends=ends), tokenizer)
     assert (prepared.report.documents, prepared.report.validation_documents) == (documents, held_out)
-    assert prepared.train.open()[:].tolist() == sum(DOCUMENTS[:begin], [])
-    assert prepared.validation.open()[:].tolist() == sum(DOCUMENTS[begin:], [])
+    assert prepared.train[:].tolist() == sum(DOCUMENTS[:begin], [])
+    assert prepared.validation[:].tolist() == sum(DOCUMENTS[begin:], [])
 
 
 CACHED = [f"{'0123456789abcdef' * 2}-GPTDataset-train-{part}" for part in ("document_index.npy", "description.txt")]
@@ -163,7 +168,7 @@ def test_columns_of_ids_are_split_as_text_is(texts, tokenizer, kind):
     other.mkdir()
     pq.write_table(pa.table({"input_ids": rows}), other / "b.parquet")
     assert prepared_from(other, tokenizer, text_key="input_ids").identity == prepared.identity
-    sides = [split.open().tolist() for split in (prepared.train, prepared.validation)]
+    sides = [split[:].tolist() for split in (prepared.train, prepared.validation)]
     for document in DOCUMENTS:
         found = [any(side[i : i + len(document)] == document for i in range(len(side))) for side in sides]
         assert sum(found) == 1
@@ -189,51 +194,44 @@ def test_a_run_trains_and_validates_on_ids(texts, tokenizer):
         assert rows and set(rows) <= {tuple(ids[i : i + 17]) for i in range(0, len(ids), 17)}
 
 
-def test_changed_files_are_noticed(texts, tokenizer, small_shards, monkeypatch):
+def test_a_prepared_text_whose_files_are_gone_or_shorter_is_one_line(texts, tokenizer):
     path = flat(texts, "<u2")
-    first = prepared_from(path, tokenizer)
-    ids = np.array(IDS, "<u2")
-    ids[len(IDS) // 2] ^= 1
-    ids.tofile(path)
-    with pytest.raises(DamagedText, match="the contents of 0-text.bin have changed"):
-        load_text(first.folder, again=True)
-    monkeypatch.setattr("mxtrain.data.store.SHARDS_AT_START", 2)
-    opened = load_text(first.folder, reads_tokens=True).train.open()
-    with pytest.raises(ConfigError, match="is damaged: the contents of 0-text.bin have changed"):
-        opened[:]
-    second = prepared_from(path, tokenizer)
-    assert second.identity["train"] != first.identity["train"] and second.folder != first.folder
-    path.unlink()
-    with pytest.raises(ConfigError, match="is damaged .0-text.bin cannot be read: No such file"):
-        prepare(DataConfig("files", prepared=second.folder.name), lambda line: None)
+    name = prepared_from(path, tokenizer).folder.name
+    for change, message in (
+        (lambda: path.write_bytes(path.read_bytes()[:100]), "greater than"),
+        (path.unlink, "No such"),
+    ):
+        change()
+        with pytest.raises(ConfigError, match=f"^the prepared text .* cannot be read .*{message}.*remove it, and the"):
+            prepare(DataConfig("files", prepared=name), lambda line: None)
 
 
 def test_max_bytes_and_many_files(texts, tokenizer):
     for name in ("a", "b", "c"):
         flat(texts, "<u2").rename(texts / f"{name}.bin")
     whole = prepared_from(texts, tokenizer)
-    assert whole.train.count + whole.validation.count == 3 * len(IDS) and whole.report.files == 3
-    assert whole.validation.open()[:].tolist() == 3 * IDS[-int(SHARE * len(IDS)) :]
+    assert len(whole.train) + len(whole.validation) == 3 * len(IDS) and whole.report.files == 3
+    assert whole.validation[:].tolist() == 3 * IDS[-int(SHARE * len(IDS)) :]
     part = prepared_from(texts, tokenizer, max_bytes=2 * len(IDS) + 200, validation_share=0.0)
-    assert part.train.open()[:].tolist() == IDS + IDS[:100]
+    assert part.train[:].tolist() == IDS + IDS[:100]
     part = prepared_from(megatron(texts, "<u2", [[1, 2, 3]] * 40), tokenizer, max_bytes=60)
-    assert (part.train.count + part.validation.count, part.report.documents) == (30, 10)
+    assert (len(part.train) + len(part.validation), part.report.documents) == (30, 10)
 
 
 @pytest.mark.parametrize("dtype", ["<u4", "<i4", "<i8"])
 def test_ids_of_more_bytes_than_they_need(texts, tokenizer, dtype):
     """NumPy writes 8 bytes unless it is told otherwise."""
     prepared = prepared_from(flat(texts, dtype), tokenizer)
-    assert [*prepared.train.open()[:], *prepared.validation.open()[:]] == IDS
+    assert [*prepared.train[:], *prepared.validation[:]] == IDS
 
 
 def test_ids_above_16_bits(texts):
     """With so many tokens a flat file has 32 bits, or 64."""
     np.array([70_000, 5], "<i8").tofile(texts / "wide.bin")
-    assert tokenized._layout(texts / "wide.bin", 70_001)[0] == "<i8"
+    assert token_files._layout(texts / "wide.bin", 70_001)[0] == "<i8"
     np.array([70_000, 5], "<u4").tofile(texts / "wide.bin")
-    assert tokenized._layout(texts / "wide.bin", 70_001)[0] == "<u4"
-    assert tokenized._layout(texts / "wide.bin", 65_536)[0] == "<u2"
+    assert token_files._layout(texts / "wide.bin", 70_001)[0] == "<u4"
+    assert token_files._layout(texts / "wide.bin", 65_536)[0] == "<u2"
 
 
 def index(change):
@@ -338,7 +336,7 @@ def test_bad_files_are_one_line(texts, tokenizer, cache, write, message):
     with pytest.raises(ConfigError) as caught:
         prepared_from(write(texts), tokenizer, text_key="input_ids")
     assert message.replace("{folder}", str(texts)) in str(caught.value) and "\n" not in str(caught.value)
-    assert list(cache.glob("*")) == []
+    assert all(path.suffix == ".lock" for path in cache.glob("*"))
 
 
 @pytest.mark.parametrize("write", [lambda folder: flat(folder, "<u2"), rows(DOCUMENTS)])

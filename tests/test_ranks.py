@@ -11,11 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from mxtrain import ranks
-from mxtrain.data import DataConfig, prepare, prepared
-from mxtrain.data.agreement import prepare_together
-from mxtrain.data.store import differences
+from mxtrain.data import DataConfig, prepared
 from mxtrain.errors import ConfigError
 from mxtrain.ranks import is_first, run_on_all_ranks
+from mxtrain.titan import data as titan_data
 from tests.support.forked import forking_context
 from tests.support.training_worker import free_port
 
@@ -79,13 +78,8 @@ def prepared_on(node: int, folder: Path, local_rank: int, **fields) -> dict:
 
     prepared.LocalFiles._find, prepared._build = counted("listed", find), counted("built", build)
     config = DataConfig(dataset="files", path=str(folder / f"node{node}" / "a.jsonl"), vocab_size=300, **fields)
-
-    def work(name: str):
-        own = DataConfig(**{**vars(config), "prepared": name}) if name else config
-        return prepare(own, lambda line: None)
-
-    result = prepare_together(work, SETTING)
-    assert result.train.open()[0] == 0
+    result = titan_data._prepare(config, lambda line: None)
+    assert result.train[:1] == [0]
     return {"identity": result.identity, **calls}
 
 
@@ -101,11 +95,7 @@ def a_missing_file(node, local_rank, folder):
     return prepared_on(node, folder, local_rank)
 
 
-def one_cache_without_locks(node, local_rank, folder):
-    def no_locks(*args):
-        raise OSError(38, "Function not implemented")
-
-    prepared.fcntl.flock = no_locks
+def one_cache(node, local_rank, folder):
     return prepared_on(0, folder, local_rank, cache_dir=str(folder / "shared"))
 
 
@@ -140,8 +130,8 @@ def two_nodes(tmp_path_factory):
     """Name of each scenario -> its folder, and what both ranks of a run on two nodes returned."""
     folder = tmp_path_factory.mktemp("two nodes")
     write(folder / "a_missing_file" / "node0" / "a.jsonl")
-    write(folder / "one_cache_without_locks" / "node0" / "a.jsonl")
-    scenarios = [before_the_group, unexpected, slow_rank_0, a_missing_file, one_cache_without_locks]
+    write(folder / "one_cache" / "node0" / "a.jsonl")
+    scenarios = [before_the_group, unexpected, slow_rank_0, a_missing_file, one_cache]
     results = ranks_of(scenarios, 2, 1, folder)
     names = [scenario.__name__ for scenario in scenarios]
     return {name: (folder / name, result) for name, result in zip(names, results, strict=True)}
@@ -172,10 +162,10 @@ def test_a_missing_file_on_one_node_is_the_same_error_everywhere(two_nodes):
     assert errors[0].endswith(f"(on node {socket.gethostname()} (node 1))")
 
 
-def test_two_nodes_share_a_cache_on_a_file_system_without_locks(two_nodes):
-    folder, (one, two) = two_nodes["one_cache_without_locks"]
+def test_two_nodes_share_a_cache(two_nodes):
+    folder, (one, two) = two_nodes["one_cache"]
     assert one["identity"] == two["identity"]
-    assert len(list((folder / "shared").glob("files-*"))) == 1  # no unfinished folder is left
+    assert len(list((folder / "shared").glob("files-*/"))) == 1  # no unfinished folder is left
 
 
 def test_a_bug_on_one_rank_does_not_leave_the_others_waiting(two_nodes):
@@ -207,14 +197,6 @@ def test_one_process_needs_no_group():
     with pytest.raises(ConfigError, match="^my own words$"):
         run_on_all_ranks(lambda: (_ for _ in ()).throw(ConfigError("my own words")))
     assert run_on_all_ranks(lambda: {"a": 1})[0]["result"] == {"a": 1}
-
-
-def test_differences_name_the_parts():
-    one, two = {"tokenizer": "a" * 64, "train": "b" * 64}, {"tokenizer": "c" * 64}
-    assert (
-        differences(one, two)
-        == "tokenizer cccccccccccc instead of aaaaaaaaaaaa, training text none instead of bbbbbbbbbbbb"
-    )
 
 
 def test_the_first_rank_is_known_before_and_after_the_ranks_have_met(monkeypatch):

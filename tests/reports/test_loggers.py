@@ -1,0 +1,230 @@
+"""Metrics in metrics.jsonl, on the terminal and in wandb. tests/titan/test_metrics.py has them under TorchTitan."""
+
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import wandb
+
+from mxtrain.analysis import read_metrics
+from mxtrain.reports import loggers
+from mxtrain.reports.loggers import (
+    MetricsFileLogger,
+    ProgressLogger,
+    WandbLogger,
+    default_names,
+    earlier_wandb_run,
+    started,
+    sync_command,
+    wandb_facts,
+    wandb_variables,
+)
+from tests.support.wandb_server import wandb_server
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+FACTS = {"model": "llama3", "flavor": "125m", "precision": "bfloat16 compute, float32 parameters"}
+FACTS |= {"converter": "mxnorm", "converters": ["mxnorm"], "recipe": "mxfp8", "p": 2, "estimator": "pre_round"}
+
+
+def test_progress_shows_speed_and_the_time_left_from_the_steps_after_the_first(monkeypatch):
+    shown, clock = [], iter([100.0, 160.0, 161.0, 201.0])
+    monkeypatch.setattr(loggers.time, "perf_counter", lambda: next(clock))
+    for name in ("show_status", "show_line"):
+        monkeypatch.setattr(loggers, name, shown.append)
+    progress = ProgressLogger(steps=1000, processes=2)
+    row = {"loss_metrics/global_avg_loss": float("nan"), "throughput(tps)": 1234.5, "tflops": 1212.3}
+    progress.log(row, 1)
+    progress.log({**row, "grad_norm": 0.12345, "mfu(%)": 41.25}, 11)
+    progress.log({"validation_metrics/loss": 2.0}, 11)
+    progress.log({"loss_metrics/global_avg_loss": 1.0, "throughput(tps)": 10.0, "tflops": 0.012345}, 1000)
+    assert shown == [
+        "step    1/1000  loss nan  1,234 tokens/s per device  1,212 TFLOP/s per device",
+        "step   11/1000  loss nan  grad norm 0.123  1,234 tokens/s per device  1:38:54 left  1,212 TFLOP/s per device"
+        "  MFU 41.2 %",
+        "step   11/1000  validation loss 2.0000",
+        "step 1000/1000  loss 1.0000  10 tokens/s per device  0.01235 TFLOP/s per device",
+    ]
+
+
+def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, caplog, full_disk):
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.write_text("a file in place of the folder")
+    with_room = MetricsFileLogger(path)
+    row = {"loss_metrics/global_avg_loss": 9.0}
+    with_room.log(row, 1)
+    with_room.log(row, 2)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"step 1: {path} cannot be written: ")
+    path.parent.unlink()
+    caplog.set_level(logging.INFO)
+    with_room.log(row, 3)
+    assert caplog.messages[1:] == [f"step 3: {path} is complete again"]
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+    with full_disk(0):
+        with_room.log(row, 4)
+        with_room.close()
+    assert caplog.messages[-1].endswith("cannot be written: File too large; the last rows are lost")
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch, tmp_path):
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name == "NETRC" or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
+    wandb.teardown()
+    yield
+    wandb.teardown()  # its settings are global to the process
+
+
+@pytest.fixture
+def server(monkeypatch):
+    with wandb_server() as server:
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "20")
+        yield server
+
+
+def build(folder, earlier=None):
+    """A logger as TorchTitan builds it, in a process of its own."""
+    wandb.teardown()
+    job = {"model": {"flavor": "125m"}, "metrics": {}}
+    return WandbLogger(lambda: TitansLogger(folder / "tb", job), job, FACTS, folder, earlier)
+
+
+class TitansLogger:
+    """As TorchTitan's own, without importing TorchTitan."""
+
+    def __init__(self, folder, config):
+        env = {"project": "PROJECT", "name": "RUN_NAME", "id": "RUN_ID", "group": "RUN_GROUP", "tags": "RUN_TAGS"}
+        folder.mkdir(parents=True, exist_ok=True)
+        wandb.init(dir=folder, config=config, **{key: os.getenv(f"WANDB_{name}") for key, name in env.items()})
+
+    def log(self, metrics, step):
+        wandb.log(metrics, step=step)
+
+    def close(self):
+        wandb.finish()
+
+
+def mode_of(run):
+    run.finish()
+    return wandb_facts(run, Path(run.dir))["mode"]
+
+
+def test_a_run_is_offline_where_wandb_cannot_be_online(monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: pytest.fail("asked for a key"))
+    monkeypatch.setenv("WANDB_RUN_TAGS", "first,try")
+    before = dict(os.environ)
+    run = build(tmp_path).run
+    assert os.environ == before and mode_of(run) == "offline" and "cannot be online" not in caplog.text
+    assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (30, 120, True)
+    assert run.tags == ("first", "try"), "words and not letters"
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # which never answers
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+        start = time.monotonic()
+        assert mode_of(build(tmp_path).run) == "offline" and time.monotonic() - start < 15
+    assert "; the run is offline" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["disabled", "online", None])
+def test_the_users_mode_stands(monkeypatch, tmp_path, server, mode):
+    """A run whose first part is not uploaded stays offline unless the user wants it online."""
+    if mode is not None:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    assert mode_of(started(lambda: wandb.init(dir=tmp_path), stays_offline=mode != "disabled")) == (mode or "offline")
+    assert (server.runs == {}) == (mode != "online")
+
+
+def test_an_online_run_and_its_continuation(tmp_path, server):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first = build(folder)
+    for step in (1, 2, 3):
+        first.log({"loss_metrics/global_avg_loss": 10.0 - step, "numerics/layers.3.wq/fprop_error": 0.5}, step)
+    first.close()
+    assert wandb_facts(first.run, folder)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
+    run = server.runs[first.run.id]
+    assert (run["displayName"], run["groupName"]) == ("llama3 125m mxnorm mxfp8 p=2", "llama3 125m")
+    assert run["tags"] == ["llama3", "125m", "mxnorm", "mxfp8", "p=2"] and run["project"] == "mxtrain"
+    assert server.history[3]["numerics layers.03/wq fprop_error"] == 0.5
+
+    second = build(folder, (first.run.id, 2))
+    assert second.last_step == 3, "a server knows more than the run's folder"
+    for step in (3, 4):
+        second.log({"loss_metrics/global_avg_loss": 5.0}, step)
+    second.close()
+    losses = {step: row["loss_metrics/global_avg_loss"] for step, row in server.history.items()}
+    assert losses == {1: 9.0, 2: 8.0, 3: 7.0, 4: 5.0}, "wandb cannot replace steps"
+    assert set(server.later_names) == {None}, "a name that the user gave it on the server stays"
+
+
+def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
+    one = build(tmp_path)
+    for name, error in (("log", ConnectionResetError("Connection lost")), ("close", TimeoutError("Timed out"))):
+        monkeypatch.setattr(one.logger, name, mock.Mock(side_effect=error))
+    one.log({"lr": 1.0}, 1)
+    one.log_event(2, "another recipe")
+    one.close()
+    assert [record.getMessage() for record in caplog.records if record.name == "root"] == [
+        "wandb failed: Connection lost; training goes on, metrics are in metrics.jsonl, and 'wandb sync "
+        f"{Path(one.run.dir).resolve().parent}' uploads what is missing"
+    ]
+
+
+def test_names_come_from_what_the_run_trains():
+    for facts, name, tags in (
+        ({}, "mxnorm mxfp8 p=2", ["mxnorm", "mxfp8", "p=2"]),
+        ({"estimator": "exact"}, "mxnorm mxfp8 exact", ["mxnorm", "mxfp8", "exact"]),
+        ({"converter": "mx_linear", "converters": ["mx_linear"]}, "mx_linear mxfp8", ["mx_linear", "mxfp8"]),
+        ({"converter": "none", "converters": []}, "bf16", ["bf16"]),
+        ({"recipe": "x" * 99}, f"mxnorm {'x' * 99} p=2", ["mxnorm", "x" * 64, "p=2"]),
+    ):
+        found = default_names({**FACTS, **facts})
+        assert found == {"name": f"llama3 125m {name}", "group": "llama3 125m", "tags": ["llama3", "125m", *tags]}
+
+
+def names(run_id=None, **metrics):
+    found = wandb_variables(metrics, FACTS, run_id)
+    keys = ("PROJECT", "RUN_NAME", "RUN_GROUP", "TAGS", "RUN_ID", "RESUME")
+    return [found.get(f"WANDB_{key}") for key in keys]
+
+
+def test_the_settings_override_the_environment_which_overrides_the_facts(monkeypatch):
+    own = ["mxtrain", "llama3 125m mxnorm mxfp8 p=2", "llama3 125m", "llama3,125m,mxnorm,mxfp8,p=2"]
+    assert names() == [*own, None, None]
+    # A run that continues keeps its names unless the settings say others.
+    assert names("abc") == ["mxtrain", None, None, None, "abc", "allow"]
+    assert names("abc", wandb_name="new")[1] == "new"
+    for key, value in {"PROJECT": "P", "RUN_NAME": "N", "RUN_GROUP": "G", "RUN_TAGS": "c,d"}.items():
+        monkeypatch.setenv(f"WANDB_{key}", value)
+    assert names()[:4] == ["P", "N", "G", "c,d"]
+    metrics = {"wandb_project": "1", "wandb_name": "2", "wandb_group": "3", "wandb_tags": ["4", "5"]}
+    assert names(**metrics)[:4] == ["1", "2", "3", "4,5"] and names(wandb_tags=[])[3] is None
+
+
+def test_the_sync_command_has_the_parts_that_are_not_uploaded_in_their_order(tmp_path):
+    assert earlier_wandb_run(tmp_path) is None and sync_command(tmp_path, "abc") is None
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 8, "validation_loss": 9.0}\n')
+    for content, found in (('{"wandb": {"id": "abc"}}', ("abc", 8)), ('{"wandb": null}', None), ("nonsense", None)):
+        (tmp_path / "run.json").write_text(content)
+        assert earlier_wandb_run(tmp_path) == found
+    run = tmp_path / "my run"
+    # A second start within a second gets a number, or a folder of the next minute.
+    starts = (("3", "1", ""), ("2", "2", ""), ("2", "2", "-1"), *((tb, "3", "") for tb in "45"))
+    names = [f"tb/{tb}/wandb/offline-run-2026010{day}_000000-abc{number}" for tb, day, number in starts]
+    for name, run_id in [*((name, "abc") for name in names), ("tb/2/wandb/offline-run-20260101_000000-abcd", "abcd")]:
+        (run / name).mkdir(parents=True)
+        (run / name / f"run-{run_id}.wandb").write_text("")
+    places = [f"'{run / name}'" for name in names]
+    assert sync_command(run, "abc") == " ".join(["wandb sync", *places])
+    (run / names[0] / "run-abc.wandb.synced").write_text("")
+    assert sync_command(run, "abc") == " ".join(["wandb sync", *places[1:]])
