@@ -32,6 +32,7 @@ LAYERS = [
     {"train"},
     {""},  # mxtrain/__init__.py, which imports for type checkers only
 ]
+METHOD = {"recipes", "rng", "reference", "kernels", "ops", "nn", "compile", "conversion", "parallel", "diagnostics"}
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -89,6 +90,8 @@ def test_only_titan_imports_torchtitan():
     for module in FILES:
         if part(module) != "titan":
             assert not any(name.split(".")[0] == "torchtitan" for name in imported(module)), module
+        if part(module) in METHOD:
+            assert "torchtitan." not in FILES[module].read_text(), f"{module} names a module of TorchTitan"
 
 
 HAS_KERNELS, ORACLES = {"formats", "rng", "norms", "nn"}, {"mx", "mxnorm", "hadamard", "swiglu", "philox", "reference"}

@@ -10,8 +10,8 @@ import mxtrain.titan  # noqa: F401  registers flavors
 from mxtrain.config import dump_config, load_config
 from mxtrain.data.config import DATASETS
 from mxtrain.settings.titan import settings_of
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import engine
 from tests.support.releases import only_022
 
 FOLDER = Path(__file__).parents[1] / "train_configs"

@@ -42,8 +42,8 @@ def report(arguments: list[str]) -> str:
 
 def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.titan.converters import convert_on_meta
-    from mxtrain.titan.engine import engine
     from mxtrain.titan.job_config import check_model, job_config_of
+    from mxtrain.titan.releases import engine
 
     settings = read_settings(words)
     check_model(settings.values)
@@ -52,8 +52,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     engine().check_model_layout(settings, has_gpus=True)
     raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes
     model, name = engine().build_on_meta(job_config), job_config.model.name
-    needed = ("tok_embeddings", "layers", engine().HEAD)
-    if missing := [part for part in needed if getattr(model, part, None) is None]:
+    if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules_of(model)]:
         raise ConfigError(
             f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
         )
@@ -89,7 +88,7 @@ def parameters(model: nn.Module) -> list[tuple[str, str]]:
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model by their names in settings and checkpoints."""
-    from mxtrain.titan.engine import engine
+    from mxtrain.titan.releases import engine
 
     return {engine().saved_name(name): module for name, module in model.named_modules()}
 
@@ -106,7 +105,7 @@ def memory_table(model: nn.Module, job_config) -> str:
 
     In a pipeline it is that of the rank with most weights.
     """
-    from mxtrain.titan.engine import engine
+    from mxtrain.titan.releases import engine
 
     training, parallelism = job_config.training, job_config.parallelism
     names = training.dtype, training.mixed_precision_param, training.mixed_precision_reduce
@@ -162,7 +161,7 @@ def groups_of_ranks(model: nn.Module, parallelism) -> list[list[nn.Module]]:
 
     The final norm, which is gathered with the head, is left out.
     """
-    from mxtrain.titan.model_layout import modules_of_stages
+    from mxtrain.titan.check_job import modules_of_stages
 
     ranks, modules = parallelism.pipeline_parallel_degree, modules_of(model)
     head, embedding = modules["output"], modules["tok_embeddings"]

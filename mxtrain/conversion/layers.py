@@ -6,20 +6,15 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
 
-# TorchTitan's modules of mixtures, by name, in releases 0.2 and 0.3: this folder knows its models without its code.
-_PLACES = ("torchtitan.models.moe.moe", "torchtitan.models.common.moe")
 EXPERTS = "GroupedExperts"
-"""Name of the class of stacked experts that are swapped"""
+"""Name of the class of stacked experts that are swapped, as TorchTitan calls it"""
 # Of mixtures of them, whose use of their input is known: their parts read it, and nothing else but its shape and dtype.
-_PARTS = [
-    *(f"{_PLACES[0]}.{name}" for name in (EXPERTS, "TokenChoiceTopKRouter", "TokenReorderer", "FeedForward")),
-    *(f"{_PLACES[1]}.{name}" for name in ("RoutedExperts", "TokenChoiceTopKRouter")),
-    "torchtitan.models.common.feed_forward.FeedForward",
-]
+_MIXTURE, _PARTS = "MoE", {EXPERTS, "RoutedExperts", "TokenChoiceTopKRouter", "TokenReorderer", "FeedForward"}
 # Names of the output head in TorchTitan's models and in Hugging Face's.
 HEAD_NAMES = ("output", "lm_head")
 
@@ -31,7 +26,7 @@ class LinearFacts:
     Attributes:
         in_features, out_features: of experts, the last two dimensions of their first weight.
         kind: name of its class; with its module if the class has the name of a class that is swapped.
-        is_plain: whether its class is ``nn.Linear`` or TorchTitan's ``EXPERTS`` itself.
+        is_plain: whether its class is ``nn.Linear`` itself, or the module is one of ``are_plain_experts``.
         is_gate: whether it is the gate of a router.
         shares_weight: whether another module owns its weight, too.
         is_in_gate: whether it lies in a module that is called as a gate is.
@@ -99,7 +94,7 @@ def find_experts(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
 
 @dataclass(frozen=True)
 class MixtureFacts:
-    """A mixture of experts of TorchTitan's own class.
+    """A mixture of experts whose use of its input is known.
 
     Attributes:
         gate, experts: FQNs of the gate of its router and of its stacked experts.
@@ -114,7 +109,7 @@ class MixtureFacts:
 
 
 def find_mixtures(modules: Mapping[str, nn.Module]) -> dict[str, MixtureFacts]:
-    """Every mixture of TorchTitan's own class ``MoE``."""
+    """Every mixture that has class, parts and names of TorchTitan's ``MoE``."""
     return {
         fqn: MixtureFacts(
             gate=f"{fqn}.router.gate",
@@ -123,17 +118,22 @@ def find_mixtures(modules: Mapping[str, nn.Module]) -> dict[str, MixtureFacts]:
             scores_first=getattr(module, "score_before_experts", False),
         )
         for fqn, module in modules.items()
-        if _is_titans(module, "MoE") and all(_full_name(type(part)) in _PARTS for part in module.children())
+        if type(module).__name__ == _MIXTURE
+        and {f"{fqn}.router.gate", f"{fqn}.experts"} <= modules.keys()
+        and all(type(part).__name__ in _PARTS for part in module.children())
     }
 
 
 def are_plain_experts(module: nn.Module) -> bool:
-    """Whether the class of a module is TorchTitan's ``EXPERTS`` itself."""
-    return _is_titans(module, EXPERTS)
+    """Whether a module has the class name and the arguments of TorchTitan's stacked experts.
 
-
-def _is_titans(module: nn.Module, name: str) -> bool:
-    return _full_name(type(module)) in [f"{place}.{name}" for place in _PLACES]
+    They are SwiGLU networks, W2 (silu(W1 x) * W3 x). A subclass may compute something else.
+    """
+    kind = type(module)
+    if [base for base in kind.__mro__ if base.__name__ == EXPERTS] != [kind]:
+        return False
+    _, *arguments = signature(kind.forward).parameters
+    return len(arguments) == 2 and arguments[1].startswith("num_tokens_per_expert")
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> Counter[int]:

@@ -120,15 +120,6 @@ class Exporter:
         self._norms = {fqn: norm for fqn, norm in norms.items() if norm and self._folds(norm, fold_gain)}
         self._ignored: list[str] = []
 
-    def values(self, fqn: str) -> torch.Tensor:
-        """Return what the exported model multiplies in place of a parameter, rows in TorchTitan's order."""
-        weight, recipe = self._weight(fqn), self._recipes.get(fqn)
-        if recipe is None:
-            return weight.to(self._dtype(fqn))
-        ops = recipe.ops
-        values = [ops.dequantize(ops.encode(matrix, recipe), torch.float32) for matrix in _matrices(weight)]
-        return values[0] if weight.ndim == 2 else torch.stack(values)
-
     def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
 

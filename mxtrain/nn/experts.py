@@ -251,7 +251,7 @@ def _empty(kind: type[nn.Module]) -> QuantizedExperts:
 
 
 def weight_names(experts: nn.Module) -> tuple[str, ...]:
-    """The names of w1, w2 and w3 in stacked experts: TorchTitan 0.3 adds the dimensions ("w1_EFD")."""
+    """The names of w1, w2 and w3 in stacked experts, which may name the dimensions, too: "w1_EFD"."""
     return tuple(next((own for own in experts._parameters if own.startswith(name)), name) for name in WEIGHTS)
 
 

@@ -155,7 +155,7 @@ class NormedInput(NamedTuple):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         values = torch.utils._pytree.tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, cls))
         normed = next(value for value in values if isinstance(value, cls))
-        if function is torch.zeros_like and normed.feeds_mixture:  # where TorchTitan 0.3 adds up what experts return
+        if function is torch.zeros_like and normed.feeds_mixture:  # for the sum of what experts return
             return torch.zeros_like(normed.h)
         raise TypeError(_refusal(normed, f"cannot be an argument of {torch.overrides.resolve_name(function)}"))
 

@@ -143,4 +143,4 @@ def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
 
 def _engine():
     """What depends on TorchTitan's release. Imported here, because it imports this package."""
-    return import_module("mxtrain.titan.engine").engine()
+    return import_module("mxtrain.titan.releases").engine()

@@ -9,23 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from mxtrain.titan import cpu
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import engine
 
 # First, because TorchTitan's modules copy the device type when they are imported.
 if not torch.cuda.is_available():
     cpu.use_cpu()
 
 # Type checkers see this declaration only: it has the arguments of the other one, too.
-if TYPE_CHECKING or RELEASE == "v03":
+if TYPE_CHECKING:
     from mxtrain.titan.v03.with_mxtrain import with_mxtrain
-
-    if not torch.cuda.is_available():
-        from mxtrain.titan.v03.gloo import use_single_exchanges
-
-        use_single_exchanges()
 else:
-    from mxtrain.titan.v02.models.train_specs import register, with_mxtrain
-
-    register()
+    engine().register()
+    with_mxtrain = engine().with_mxtrain
 
 __all__ = ["with_mxtrain"]

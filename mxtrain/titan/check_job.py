@@ -1,14 +1,21 @@
 """The check of a job against the machine and its model, before a text is read and weights are made."""
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.fields import Settings
-from mxtrain.settings.machine import Machine, check_machine
+from mxtrain.settings.fields import Problems, Settings
+from mxtrain.settings.machine import ONE_STAGE, Machine, check_machine, degree, parts_problem
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import check_data
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import check_model, job_config_of
+from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
+from mxtrain.titan.releases import engine
+
+TENSOR, PIPELINE, EXPERT = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "expert"))
 
 
 def check_job(settings: Settings, machine: Machine) -> None:
@@ -30,3 +37,85 @@ def check_job(settings: Settings, machine: Machine) -> None:
     check_data(job_config)
     if job_config.model.converters:
         convert_on_meta(job_config, engine().build_on_meta(job_config))
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a layout must fit.
+
+    Attributes:
+        n_layers: number of blocks.
+        heads: "heads" and "key-value heads" -> their number; None for the same number as the other.
+        experts: their number in a block; 0 for a dense model.
+        is_tied: whether the embedding is the head's weight.
+        has_stages: whether TorchTitan can divide it into stages.
+    """
+
+    n_layers: int
+    heads: Mapping[str, int | None]
+    experts: int
+    is_tied: bool
+    has_stages: bool
+
+
+def layout_problems(settings: Settings, facts: ModelFacts) -> Problems:
+    """Degrees that a model does not allow."""
+    model = f"{settings['model.name']} {settings['model.flavor']}"
+    for kind, number in facts.heads.items():
+        if number and number % degree(settings, "tensor"):
+            yield TENSOR, f"does not divide the {number} {kind} of {model}"
+    if degree(settings, "pipeline") > 1:
+        yield from _pipeline_problems(settings, facts, model)
+    if (experts := degree(settings, "expert")) > 1:
+        if not facts.experts:
+            yield EXPERT, f"needs experts, which {model} does not have: allowed is 1"
+        elif facts.experts % experts:
+            yield EXPERT, f"does not divide the {facts.experts} experts of {model}"
+
+
+def _pipeline_problems(settings: Settings, facts: ModelFacts, model: str) -> Problems:
+    """A model that cannot be divided into stages, and stages that would make another model."""
+    if not facts.has_stages:
+        yield PIPELINE, f"does not work with {model}: allowed is 1"
+    if facts.is_tied:
+        apart = f"separates the embedding of {model} from the head, which has the same weight"
+        yield PIPELINE, f"{apart}: allowed is 1"
+    if problem := parts_problem(settings, facts.n_layers):
+        yield "parallelism.module_fqns_per_model_part", problem
+    if problem := _stages_problem(settings, facts.n_layers):
+        yield PIPELINE, problem
+    for name in ("local_batch_size", "seq_len"):
+        allowed = settings[f"training.{name}"]
+        if not FINDS_SHAPES_AGAIN and settings["validation.enable"] and settings[f"validation.{name}"] != allowed:
+            only = f"a pipeline in PyTorch {torch.__version__} allows only {allowed}"
+            yield f"validation.{name}", f"differs from training.{name}: {only}"
+
+
+def _stages_problem(settings: Settings, layers: int) -> str | None:
+    """What is wrong with the number of stages that TorchTitan makes of so many layers; None if all is well."""
+    schedule, ranks = settings["parallelism.pipeline_parallel_schedule"], degree(settings, "pipeline")
+    try:
+        stages = len(modules_of_stages(layers, settings.values.parallelism))
+    except ValueError as error:
+        return f"does not divide {layers} layers: {error}"
+    if stages == ranks if schedule in ONE_STAGE else stages % ranks == 0 and stages > ranks:
+        return None
+    needed = ranks if schedule in ONE_STAGE else f"a multiple of {ranks}, and {2 * ranks} or more"
+    return f"with schedule {schedule} needs {needed} stages, and the settings make {stages} of {layers} layers"
+
+
+def modules_of_stages(layers: int, parallelism) -> list[list[str]]:
+    """Return the names of the modules of every stage, as TorchTitan divides a model of so many layers.
+
+    Raises ValueError for layers that cannot be divided.
+    """
+    if parallelism.module_fqns_per_model_part is not None:
+        return parallelism.module_fqns_per_model_part
+    first = parallelism.pipeline_parallel_first_stage_less_layers
+    last = parallelism.pipeline_parallel_last_stage_less_layers
+    if parallelism.pipeline_parallel_layers_per_stage is not None:
+        stages = math.ceil((layers + first + last) / parallelism.pipeline_parallel_layers_per_stage)
+    else:
+        per_rank = 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE else 2
+        stages = parallelism.pipeline_parallel_degree * per_rank
+    return engine().names_of_stages(stages, layers, first, last)

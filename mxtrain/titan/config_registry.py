@@ -12,8 +12,8 @@ from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.read import read_settings, settings_in
 from mxtrain.settings.titan import settings_of
-from mxtrain.titan.engine import RELEASE
 from mxtrain.titan.job_config import job_config_of
+from mxtrain.titan.releases import RELEASE
 from mxtrain.titan.train import work
 
 if RELEASE == "v02":

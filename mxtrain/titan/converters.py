@@ -21,7 +21,7 @@ from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
-from mxtrain.titan.engine import engine
+from mxtrain.titan.releases import engine
 
 # Stands for debug.seed where that is unset.
 DEFAULT_SEED = 0

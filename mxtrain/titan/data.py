@@ -26,7 +26,7 @@ from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import from_first_rank, is_first, is_first_of_node, run_on_all_ranks, this_node
 from mxtrain.reports.terminal import note, note_progress
-from mxtrain.titan.engine import engine
+from mxtrain.titan.releases import engine
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:

@@ -12,7 +12,7 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.sections import JobConfig
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.engine import engine
+from mxtrain.titan.releases import engine
 
 
 def parse_job_config(args: list[str]):

@@ -36,8 +36,8 @@ from mxtrain.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.engine import engine
 from mxtrain.titan.pipeline_stage import Stage
+from mxtrain.titan.releases import engine
 
 
 class Loggers(LoggerContainer):

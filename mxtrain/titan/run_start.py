@@ -23,8 +23,8 @@ from mxtrain.run_folder import CONFIG_FILE, lock_owner
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
-from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.models import MODELS, require_computed_alike
+from mxtrain.titan.releases import engine
 
 NOT_EXPORTED = "'mxtrain export', 'eval' and 'generate' will refuse this run"
 

@@ -30,8 +30,8 @@ from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
 from mxtrain.titan.check_job import check_job
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import job_config_of
+from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import write_resolved_config
 
 FIRST_WORD_SECONDS, LAST_WORD_SECONDS = 3.0, 1.0

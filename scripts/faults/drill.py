@@ -199,7 +199,7 @@ class Drill:
     def _kill_export(self, moment: Moment, saved: Saved) -> None:
         """Kill an export of the run, at a random time after its folder has appeared."""
         target = self.folder / "exported"
-        command = mxtrain("export", self.run, target, "--loss-tokens", 0)
+        command = mxtrain("export", self.run, target)
         self._victim = Victim(command, self._environment, self.folder / "export.txt")
         while self._victim.status is None and not target.exists():
             self._victim.look_for_children()

@@ -11,8 +11,8 @@ from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import RELEASE, engine
 from tests.support.releases import only_022
 
 GIB = 2**30

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxtrain.compile.complex_products import split_complex_products
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 from tests.support.graph_checks import draw, graph_after, operations
 
 B, S, H, D = 2, 3, 4, 8  # sequences, tokens, heads, features of a head

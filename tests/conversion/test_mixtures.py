@@ -14,7 +14,7 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.ready_weights import ReadyWeights
-from mxtrain.titan.v02.repairs.cpu_histc import histc
+from mxtrain.titan.v02.train_specs import histc
 
 moe = pytest.importorskip("torchtitan.models.moe.moe", reason="mixtures of experts of TorchTitan 0.2.2")
 

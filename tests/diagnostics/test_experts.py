@@ -16,7 +16,7 @@ from mxtrain.analysis.numerics import CAST_FIGURES, FIGURES
 from mxtrain.diagnostics.experts import expert_figures, expert_totals, router_figures, router_totals
 from mxtrain.diagnostics.recording import Numerics, check_patterns
 from mxtrain.diagnostics.totals import combined, numbers
-from mxtrain.titan.v02.repairs.cpu_histc import histc
+from mxtrain.titan.v02.train_specs import histc
 from tests.support.expert_checks import UNEVEN, quantized_experts
 from tests.support.layer_checks import draw
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from mxtrain.parallel.initial_weights import DrawsByName, draw_by_name, plain_name
 from mxtrain.rng.seeds import weight_seed
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 
 CPU = torch.device("cpu")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

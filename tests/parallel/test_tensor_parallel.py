@@ -9,7 +9,7 @@ from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.schedule import LayerState, Timeline
 from mxtrain.nn.split import SplitSequences
 from mxtrain.parallel.tensor_parallel import check_part, choose_gathers
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 from tests.support import oracle, sharded_runs
 
 NEAREST = "--mxnorm.stochastic_rounding=False"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 
 # The ablations and the benchmark of training are for TorchTitan 0.2.2.
 _OF_022 = ["test_benchmarks.py", "test_norm_gradients.py", "test_rms_ablations.py"]

@@ -11,7 +11,7 @@ from mxtrain.formats.mxnorm import inverse_rms, norm_backward
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn import gathered_norm, mxnorm
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.models.on_meta import build_on_meta
+from mxtrain.titan.v02.engine import build_on_meta
 
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
 RECIPE = get_recipe("mxfp8").fprop

@@ -11,7 +11,7 @@ from mxtrain.formats.hardware import MODES
 from mxtrain.norms.row_norm import WHEN_COMPILED
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.titan import NARROWER, RULES, known_fields, titan_fields
-from mxtrain.titan.engine import engine
+from mxtrain.titan.releases import engine
 
 
 def test_every_default_is_allowed():

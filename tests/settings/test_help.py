@@ -9,7 +9,7 @@ import tomli_w
 from mxtrain import cli
 from mxtrain.settings.help import settings_help
 from mxtrain.settings.titan import known_fields, own_fields
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 from tests.settings.test_fields import OWN
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 
 from mxtrain.titan.converters import titan_converter
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import engine
 
 
 def model_and_args(name, flavor, **changes):

@@ -16,7 +16,7 @@ def record_all() -> None:
     """Make every trainer of this process write its full gradients before they are clipped, and follow another run."""
     import torchtitan.distributed.utils as dist_utils
 
-    from mxtrain.titan.engine import engine
+    from mxtrain.titan.releases import engine
 
     Trainer = engine().Trainer
     clip, train_step = dist_utils.clip_grad_norm_, Trainer.train_step
@@ -36,7 +36,7 @@ def record_all() -> None:
 
 def record_perturbed() -> None:
     """Do as ``record_all``, and change the initial weights by normal random shares with a deviation of 1e-7."""
-    from mxtrain.titan.engine import engine
+    from mxtrain.titan.releases import engine
 
     Trainer = engine().Trainer
     record_all()
@@ -74,7 +74,7 @@ def _named_parameters(trainer) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def _named(trainer, of_module) -> list[tuple[str, torch.Tensor]]:
-    from mxtrain.titan.engine import engine
+    from mxtrain.titan.releases import engine
 
     name_of = engine().saved_name
     return [(name_of(name), value) for part in trainer.model_parts for name, value in of_module(part)]

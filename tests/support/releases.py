@@ -5,7 +5,7 @@ import math
 import pytest
 from torchtitan.distributed import ParallelDims
 
-from mxtrain.titan.engine import RELEASE, engine
+from mxtrain.titan.releases import RELEASE, engine
 
 only_022 = pytest.mark.skipif(RELEASE != "v02", reason="TorchTitan 0.3 does not have what this tests")
 Checkpoint = type(engine().JobConfig().checkpoint)

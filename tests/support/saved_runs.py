@@ -15,9 +15,9 @@ from mxtrain.files import hash_file
 from mxtrain.run_folder import CONFIG_FILE
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import prepare_from_job
-from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face.export import SavedRun
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import RELEASE, engine
 
 VOCABULARY = 320
 _QWEN = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 128}
@@ -114,18 +114,21 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
 
 def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
     """Build a run's model in fp32, with its converters or without, and load its weights."""
-    model = run.model.on_meta()
+    model = run.model.on_meta(experts_in_fp32=not has_converters)
     if has_converters:
         convert_on_meta(run.job_config, model)
         set_step(model, max(1, run.step))
-    engine().multiply_experts_in_fp32(model)
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))  # computes buffers; parameters have no memory yet
     model._apply(lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor)
     if run.model.sizes.get("enable_weight_tying"):
-        getattr(model, engine().HEAD).weight = model.tok_embeddings.weight
+        head_of(model).weight = model.tok_embeddings.weight
     run.weights.load_into({fqn: weight for fqn, weight in saved_state(model).items() if fqn in run.weights})
     return model.eval()
+
+
+def head_of(model: torch.nn.Module) -> torch.nn.Linear:
+    return model.output if RELEASE == "v02" else model.lm_head
 
 
 def saved_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ A run's name ends with the name of its recipe.
 
 from pathlib import Path
 
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 from tests.support import oracle
 from tests.support.oracle import RECIPES, layout
 from tests.support.training_runs import SAVE, Outcome, steps, validate

@@ -19,7 +19,7 @@ import tomli_w
 from filelock import FileLock
 
 from mxtrain.analysis import load_run
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 from tests.support.forked import ENVIRONMENT, forking_context
 from tests.support.training_worker import REPOSITORY, Configured, Resumed, Runs, free_port, train_all
 

@@ -155,7 +155,7 @@ def train_all(folder: Path, runs: Runs, environment: dict[str, str], prepare: Ca
 
 def add_tiny_models() -> None:
     """Add the flavor "tiny" to every model: two layers, one of them dense where the others are experts."""
-    from mxtrain.titan.engine import RELEASE
+    from mxtrain.titan.releases import RELEASE
 
     few_heads = {"dim": 128, "n_layers": 2, "n_heads": 4}
     # Feed-forward layers of 384 features, of which a quarter still holds whole blocks.

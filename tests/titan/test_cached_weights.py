@@ -9,8 +9,8 @@ from mxtrain import MXNorm
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.titan.converters import convert_on_meta
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import engine
 
 
 @pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])

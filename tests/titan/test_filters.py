@@ -11,8 +11,8 @@ from mxtrain import (
 )
 from mxtrain.settings.titan import settings_of
 from mxtrain.titan.converters import convert_on_meta, titan_converter
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import engine
 from tests.support.converter_checks import config, converted, count, model_and_args
 from tests.support.releases import only_022
 

@@ -6,7 +6,7 @@ import pytest
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
-from mxtrain.titan.engine import RELEASE
+from mxtrain.titan.releases import RELEASE
 from tests.support.training_runs import NUMERICS, NVFP4, REPOSITORY, done_once, steps
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]

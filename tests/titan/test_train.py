@@ -15,8 +15,8 @@ from mxtrain.analysis import load_run
 from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.folder import Checkpoints
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.engine import RELEASE
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import RELEASE
 from mxtrain.titan.train import train
 from tests.support.training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome
 

@@ -7,9 +7,9 @@ import pytest
 from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.titan.converters import convert_on_meta
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor
+from mxtrain.titan.releases import engine
 from tests.support.training_runs import ACCUMULATE, done_once, load, seeds
 
 EVENTS = [

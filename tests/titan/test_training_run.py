@@ -13,8 +13,8 @@ from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSign
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.engine import engine
 from mxtrain.titan.job_config import job_config_of
+from mxtrain.titan.releases import engine
 from mxtrain.titan.train import _train
 
 Trainer = engine().Trainer

@@ -30,9 +30,9 @@ from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import convert_on_meta
-from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
 from mxtrain.titan.job_config import check_model, job_config_of
+from mxtrain.titan.releases import engine
 
 
 def export(

@@ -12,7 +12,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling, YarnScaling
 from mxtrain.hugging_face.text import from_pretrained, in_one_line
 from mxtrain.settings.model_settings import PLACES, wrong_sizes
-from mxtrain.titan.engine import engine
+from mxtrain.titan.releases import engine
 
 MODELS = {
     "llama": "llama3",
@@ -228,8 +228,8 @@ def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor]
     # With a mask, because jumps of the positions would begin new documents without one.
     with in_one_line(f"{where}: transformers cannot run it"):
         theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
-    module = model.shortened(layers, positions).on_meta()  # the other model's memory is free before this one gets any
-    engine().multiply_experts_in_fp32(module)
+    # The other model's memory is free before this one gets any.
+    module = model.shortened(layers, positions).on_meta(experts_in_fp32=True)
     module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
     module.load_state_dict({name: weights[engine().saved_name(name)] for name in module.state_dict()}, assign=True)
     ours = module(tokens, positions=POSITIONS)

@@ -10,9 +10,9 @@ from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.machine import degree
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import import_own
+from mxtrain.titan.check_job import ModelFacts, layout_problems
 from mxtrain.titan.data import check_datasets
-from mxtrain.titan.model_layout import ModelFacts, layout_problems
-from mxtrain.titan.v02.models.llama3 import is_tied
+from mxtrain.titan.v02.models import is_tied
 
 CONTEXT = "parallelism.context_parallel_degree"
 

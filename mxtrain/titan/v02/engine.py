@@ -1,25 +1,31 @@
 """What the rest of mxtrain uses of TorchTitan 0.2.2."""
 
 import copy
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 import torch.nn as nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import JobConfig as JobConfig
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
 
 from mxtrain.parallel.initial_weights import plain_name
 from mxtrain.titan.v02.check_job import check_model_layout as check_model_layout
 from mxtrain.titan.v02.check_job import check_names as check_names
-from mxtrain.titan.v02.models.model_args import check_model_args as check_model_args
-from mxtrain.titan.v02.models.model_args import vocab_size as vocab_size
-from mxtrain.titan.v02.models.on_meta import build_on_meta as build_on_meta
-from mxtrain.titan.v02.models.on_meta import example_inputs as example_inputs
-from mxtrain.titan.v02.models.sized_model import SizedModel as SizedModel
-from mxtrain.titan.v02.models.sized_model import multiply_experts_in_fp32 as multiply_experts_in_fp32
+from mxtrain.titan.v02.models import check_model_args as check_model_args
+from mxtrain.titan.v02.models import is_tied, sizes_in
+from mxtrain.titan.v02.models import vocab_size as vocab_size
 from mxtrain.titan.v02.parallelize import try_plan as try_plan
+from mxtrain.titan.v02.train_specs import register as register
+from mxtrain.titan.v02.train_specs import with_mxtrain as with_mxtrain
 from mxtrain.titan.v02.trainer import Trainer as Trainer
 
 hugging_face_tokenizer = HuggingFaceTokenizer
@@ -28,26 +34,128 @@ saved_name = plain_name
 
 GONE: dict[str, str] = {}
 """Settings of TorchTitan 0.2.2 that this release does not have"""
-HEAD = "output"
-"""The name of the output head in a model"""
 FSDP_ON_ONE_PROCESS = False
-"""Whether one process gathers weights, too"""
 
 
 def convertible(model: nn.Module) -> nullcontext:
-    """Context in which converters know the modules of ``model``."""
     return nullcontext()
 
 
 def wandb_logger(folder, job_config) -> WandBLogger:
-    """TorchTitan's logger for wandb, whose files are in ``folder``."""
     return WandBLogger(str(folder), job_config)
 
 
 def metrics_processor(job_config, parallel_dims) -> MetricsProcessor:
-    """TorchTitan's metrics of a job, without its logger for wandb."""
     others = copy.copy(job_config)
     others.metrics = replace(job_config.metrics, enable_wandb=False)
     processor = MetricsProcessor(others, parallel_dims)
     processor.job_config = job_config
     return processor
+
+
+def build_on_meta(job_config) -> nn.Module:
+    spec = get_train_spec(job_config.model.name)
+    args = spec.model_args[job_config.model.flavor]
+    args.update_from_config(job_config)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+        return spec.model_cls(args)
+
+
+def example_inputs(model: nn.Module) -> tuple:
+    """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention takes."""
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
+    if attn_type == "flex":
+        causal = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, device="cpu")
+        return tokens, causal
+    if attn_type == "varlen":
+        offsets = torch.tensor([0, 32], dtype=torch.int32)
+        return tokens, VarlenMetadata(offsets, offsets, 32, 32)
+    return (tokens,)
+
+
+_IN_TRANSFORMERS = {
+    "qwen3": {
+        "num_shared_experts": 0,
+        "score_func": "softmax",
+        "route_scale": 1.0,
+        "score_before_experts": False,
+        "gate_bias": False,
+        "num_expert_groups": None,
+    },
+    "deepseek_v3": {"score_before_experts": False, "gate_bias": False},
+}
+"""Model -> TorchTitan's arguments of experts, with the values that give what transformers compute"""
+
+
+@dataclass(frozen=True)
+class SizedModel:
+    """A model with causal attention and without data.
+
+    Attributes:
+        name: TorchTitan's.
+        args: TorchTitan's model arguments.
+    """
+
+    name: str
+    args: object
+
+    def __post_init__(self):
+        if getattr(self.args, "attn_type", "sdpa") != "sdpa":
+            self.args.attn_type, self.args.attn_mask_type = "sdpa", "causal"
+        vars(self.args).setdefault("moe_impl", "standard")  # no field: a job's settings add it
+
+    @staticmethod
+    def flavors(name: str) -> list[str]:
+        """The flavors of a model."""
+        return list(get_train_spec(name).model_args)
+
+    @classmethod
+    def of_flavor(cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0) -> "SizedModel":
+        """A flavor with settings of ``[model_args]``, and another vocabulary if it is not 0."""
+        args = get_train_spec(name).model_args[flavor]  # a copy
+        args.set_model_args(given)
+        args.vocab_size = vocab_size or args.vocab_size
+        return cls(name, args)
+
+    @classmethod
+    def of_job(cls, job_config) -> "SizedModel":
+        """The model of a job."""
+        args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
+        args.update_from_config(job_config)
+        return cls(job_config.model.name, args)
+
+    @property
+    def sizes(self) -> dict[str, object]:
+        """Sizes by their names in ``[model_args]``, "vocab_size" and "seq_len"; "num_experts" only if it has any."""
+        own = {"vocab_size": self.args.vocab_size, "seq_len": self.args.max_seq_len}
+        return {**sizes_in(self.name, self.args), **own}
+
+    def shortened(self, n_layers: int, seq_len: int) -> "SizedModel":
+        """The same model with so many layers and positions."""
+        return replace(self, args=replace(self.args, n_layers=n_layers, max_seq_len=seq_len))
+
+    def on_meta(self, experts_in_fp32: bool = False) -> nn.Module:
+        """The model without converters on the meta device, fp32.
+
+        TorchTitan's grouped product of experts rounds to bf16. With ``experts_in_fp32`` they are multiplied one by one.
+        """
+        args = copy.deepcopy(self.args)
+        if experts_in_fp32 and hasattr(args, "moe_args"):
+            args.moe_args.use_grouped_mm = False
+        with torch.device("meta"):
+            return get_train_spec(self.name).model_cls(args)
+
+    def adapter(self):
+        """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""
+        args = replace(self.args, enable_weight_tying=False) if is_tied(self.args) else self.args
+        return get_train_spec(self.name).state_dict_adapter(args, None)
+
+    def unlike_transformers(self) -> Iterator[str]:
+        """What transformers do not compute, as "name = value"."""
+        if not getattr(self.args, "qk_norm", True):
+            yield "qk_norm = False"
+        if getattr(self.args, "moe_enabled", hasattr(self.args, "moe_args")):
+            found = vars(self.args.moe_args)
+            expected = _IN_TRANSFORMERS[self.name]
+            yield from (f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name])

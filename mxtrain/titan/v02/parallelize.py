@@ -8,15 +8,18 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.expert_parallel import ExpertParallel
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
@@ -35,13 +38,8 @@ from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.titan import settings_of
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v02.check_job import check_model_layout
-from mxtrain.titan.v02.repairs.context_parallel import prepare_context_parallelism
-from mxtrain.titan.v02.repairs.expert_gradients import boundary, inner_style, is_boundary
-from mxtrain.titan.v02.repairs.patches import in_every_module, meshes_on_cpu
-from mxtrain.titan.v02.repairs.qwen3_heads import with_local_heads
-from mxtrain.titan.v02.repairs.replicas import Layout
-from mxtrain.titan.v02.repairs.tied_weights import shared_group, stays_tied
-from mxtrain.titan.v02.styles import style_for
+from mxtrain.titan.v02.context_parallel import prepare_context_parallelism
+from mxtrain.titan.v02.tensor_parallel import boundary, inner_style, is_boundary, style_for, with_local_heads
 
 
 def checked_parallelize(parallelize_fn):
@@ -101,7 +99,7 @@ def check_layout(parallel_dims, job_config) -> None:
     """Check a layout that another trainer than mxtrain's, which has checked its own, has made.
 
     With ``-m torchtitan.train`` nobody divides a pipeline's loss by the number of tokens, and replicas average their
-    gradients (``mxtrain.titan.v02.repairs``).
+    gradients.
 
     Raises:
         ConfigError: the layout does not fit the processes or the model, or gives wrong gradients.
@@ -210,3 +208,97 @@ def try_plan(model: nn.Module, job_config) -> None:
         check_gates(tensor, gates, inner)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# Fault: DDP averages gradients of a loss that is divided by all tokens. Mended in TorchTitan 0.3.0. Here replicas run
+# FSDP2 with a single shard.
+
+
+class Layout(ParallelDims):
+    """TorchTitan's layout, with FSDP on every layout of several processes, also where there is nothing to shard.
+
+    With replicas only, TorchTitan 0.2.2 uses DDP, which averages gradients, although the loss is already divided by the
+    tokens of all replicas: with two replicas gradients are half as large as in one process. FSDP on a mesh of
+    (replicas, 1 shard) adds them up, because TorchTitan switches FSDP's own division off.
+
+    With pipeline or tensor parallelism only, TorchTitan 0.2.2 ignores ``training.mixed_precision_param``. FSDP on a
+    mesh of 1 shard applies it there as on every other layout, and needs no communication.
+    """
+
+    @property
+    def fsdp_enabled(self) -> bool:
+        return self.world_size > 1
+
+    def _mesh_exist(self, name: str, degree: int) -> bool:
+        # The group of a mesh that does not exist is a fake one.
+        return (name == "fsdp" and self.fsdp_enabled) or super()._mesh_exist(name, degree)
+
+
+# Fault: FSDP2 and tensor parallelism make two weights of a tied embedding and head. Mended in TorchTitan 0.3.0.
+
+
+@contextmanager
+def shared_group(model: nn.Module) -> Iterator[None]:
+    """Context in which TorchTitan's parallelize functions shard embedding, last norm and head as one group, if tied.
+
+    FSDP2 allows a weight in one group only. TorchTitan 0.2.2 puts the embedding and the head into two groups, which
+    PyTorch refuses in the first step, its own tied Qwen3 included.
+    """
+    if not _is_tied(model):
+        yield
+        return
+
+    def fully_shard_tied(module, **settings):
+        if module is model.tok_embeddings:
+            return module  # sharded with the head
+        if module == [model.norm, model.output]:
+            module = [model.tok_embeddings, *module]
+        return fully_shard(module, **settings)
+
+    with in_every_module("fully_shard", fully_shard, fully_shard_tied):
+        yield
+
+
+@contextmanager
+def stays_tied(model: nn.Module) -> Iterator[None]:
+    """Context that ends with one weight for head and embedding, if they shared one before tensor parallelism split it.
+
+    TorchTitan's plans give every process the same tokens of the vocabulary in both. Without this context, FSDP2 would
+    gather and reduce two weights.
+    """
+    tied = _is_tied(model)
+    yield
+    if not tied:
+        return
+    parts = [getattr(module.weight, "placements", None) for module in (model.output, model.tok_embeddings)]
+    if parts[0] != parts[1]:
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree splits a head with the embedding's weight into {parts[0]}, and the "
+            f"embedding into {parts[1]}: allowed is 1, or model_args.enable_weight_tying = false"
+        )
+    model.output.weight = model.tok_embeddings.weight
+
+
+def _is_tied(model: nn.Module) -> bool:
+    """Whether head and embedding share their weight. A stage of a pipeline has None in the place of one or both."""
+    head, embedding = getattr(model, "output", None), getattr(model, "tok_embeddings", None)
+    return head is not None and embedding is not None and head.weight is embedding.weight
+
+
+@contextmanager
+def in_every_module(name: str, function: Callable, replacement: Callable) -> Iterator[None]:
+    """While active, every module that has imported ``function`` by its name has ``replacement`` in its place.
+
+    These are TorchTitan's modules and those of a user's own models. mxtrain's and PyTorch's keep the function.
+    """
+    with ExitStack() as patches:
+        for module, holder in list(sys.modules.items()):
+            is_own = module.split(".")[0] in ("mxtrain", "torch")
+            if not is_own and vars(holder).get(name) is function:
+                patches.enter_context(patch.object(holder, name, replacement))
+        yield
+
+
+def meshes_on_cpu() -> AbstractContextManager:
+    """A mesh of GPUs may not span other numbers of them than this machine has."""
+    return patch("torchtitan.distributed.parallel_dims.device_type", "cpu")

@@ -39,7 +39,7 @@ DEFAULTS = {
     ),
     "qwen3": dict(
         norm_eps=1e-6, rope_theta=1000000.0, n_heads=16, n_kv_heads=8, head_dim=128, enable_weight_tying=False,
-        vocab_size=151936, load_balance_coeff=1e-3, route_norm=True,
+        vocab_size=151936, load_balance_coeff=1e-3, score_func="softmax", route_norm=True,
     ),
     "deepseek_v3": dict(
         norm_eps=1e-5, rope_theta=10000.0, rope_factor=40.0, rope_original_seq_len=4096, n_dense_layers=1,
@@ -116,7 +116,7 @@ def _std(layer: int) -> float:
     return 0.02 / (2 * (layer + 1)) ** 0.5
 
 
-def _norm(size: int, eps: float) -> RMSNorm.Config:
+def _norm(size: int, eps: float | None) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=eps, param_init=_NORM)
 
 
@@ -138,14 +138,20 @@ def _attention(s: dict, layer: int, rope, head_dim: int | None = None, qk_norm=N
     )
 
 
-def _mixture(s: dict, layer: int, score_func: str, route_norm: bool, **router):
+def _mixture(s: dict, layer: int):
     std, shared = _std(layer), s.get("num_shared_experts")
     draws = {name: _drawn(own)["weight"] for name, own in (("w1_EFD", 0.02), ("w2_EDF", std), ("w3_EFD", std))}
-    sizes = dict(dim=s["dim"], num_experts=s["num_experts"], top_k=s["top_k"])
+    sizes = {name: s[name] for name in ("dim", "num_experts", "top_k")}
     return make_moe_config(
         num_experts=s["num_experts"],
         router=make_router_config(
-            **sizes, gate_param_init=_drawn(std), score_func=score_func, route_norm=route_norm, **router
+            **sizes,
+            gate_param_init=_drawn(std),
+            score_func=s["score_func"],
+            route_norm=s["route_norm"],
+            route_scale=s.get("route_scale", 1.0),
+            num_expert_groups=s.get("groups"),
+            num_limited_groups=s.get("limited_groups"),
         ),
         routed_experts=make_routed_experts_config(
             **sizes, hidden_dim=s["moe_inter_dim"], param_init=draws, comm_backend="standard"
@@ -155,23 +161,7 @@ def _mixture(s: dict, layer: int, score_func: str, route_norm: bool, **router):
     )
 
 
-def _decoder(kind: type, s: dict, layers: list):
-    dim, vocabulary, std = s["dim"], s["vocab_size"], s["dim"] ** -0.5
-    head = {"weight": partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std)}
-    return kind.Config(
-        dim=dim,
-        vocab_size=vocabulary,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=vocabulary, embedding_dim=dim, param_init={"weight": nn.init.normal_}
-        ),
-        norm=_norm(dim, s["norm_eps"]),
-        lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=head),
-        layers=layers,
-        enable_weight_tying=s.get("enable_weight_tying", False),
-    )
-
-
-def _llama3(s: dict) -> Llama3Model.Config:
+def _llama3(s: dict) -> Callable:
     rope = ComplexRoPE.Config(
         dim=s["dim"] // s["n_heads"],
         max_seq_len=s["seq_len"],
@@ -182,34 +172,15 @@ def _llama3(s: dict) -> Llama3Model.Config:
         high_freq_factor=s["rope_high_freq_factor"],
         original_max_position_embeddings=s["rope_original_seq_len"],
     )
-    blocks = [
-        Llama3TransformerBlock.Config(
-            attention_norm=_norm(s["dim"], s["norm_eps"]),
-            ffn_norm=_norm(s["dim"], s["norm_eps"]),
-            attention=_attention(s, layer, rope),
-            feed_forward=_feed_forward(s["dim"], s["hidden_dim"], layer),
-        )
-        for layer in range(s["n_layers"])
-    ]
-    return _decoder(Llama3Model, s, blocks)
+    return lambda layer: _attention(s, layer, rope)
 
 
-def _qwen3(s: dict) -> Qwen3Model.Config:
+def _qwen3(s: dict) -> Callable:
     rope = CosSinRoPE.Config(dim=s["head_dim"], max_seq_len=s["seq_len"], theta=s["rope_theta"])
-    blocks = [
-        Qwen3TransformerBlock.Config(
-            attention_norm=_norm(s["dim"], s["norm_eps"]),
-            ffn_norm=_norm(s["dim"], s["norm_eps"]),
-            attention=_attention(s, layer, rope, s["head_dim"], _norm(s["head_dim"], s["norm_eps"])),
-            feed_forward=None if "num_experts" in s else _feed_forward(s["dim"], s["hidden_dim"], layer),
-            moe=_mixture(s, layer, "softmax", s["route_norm"]) if "num_experts" in s else None,
-        )
-        for layer in range(s["n_layers"])
-    ]
-    return _decoder(Qwen3Model, s, blocks)
+    return lambda layer: _attention(s, layer, rope, s["head_dim"], _norm(s["head_dim"], s["norm_eps"]))
 
 
-def _deepseek_v3(s: dict) -> DeepSeekV3Model.Config:
+def _deepseek_v3(s: dict) -> Callable:
     rope = ComplexRoPE.Config(
         dim=s["qk_rope_head_dim"],
         max_seq_len=s["seq_len"],
@@ -219,9 +190,9 @@ def _deepseek_v3(s: dict) -> DeepSeekV3Model.Config:
         original_seq_len=s["rope_original_seq_len"],
     )
     names = ("dim", "n_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    blocks = []
-    for layer in range(s["n_layers"]):
-        attention = make_mla_attention_config(
+
+    def attention(layer: int):
+        config = make_mla_attention_config(
             layer_id=layer,
             **{name: s[name] for name in names},
             mscale=s["mscale"],
@@ -231,32 +202,51 @@ def _deepseek_v3(s: dict) -> DeepSeekV3Model.Config:
             depth_init=lambda layer: _drawn(_std(layer)),
             rope=rope,
         )
-        attention.inner_attention = ScaledDotProductAttention.Config()
-        for norm in (attention.q_norm, attention.kv_norm):
+        config.inner_attention = ScaledDotProductAttention.Config()
+        for norm in (config.q_norm, config.kv_norm):
             norm.eps = s["norm_eps"]
-        dense = layer < s["n_dense_layers"]
-        router = dict(
-            route_scale=s["route_scale"], num_expert_groups=s["groups"], num_limited_groups=s["limited_groups"]
-        )
-        blocks.append(
-            DeepSeekV3TransformerBlock.Config(
-                attention=attention,
-                attention_norm=_norm(s["dim"], s["norm_eps"]),
-                ffn_norm=_norm(s["dim"], s["norm_eps"]),
-                feed_forward=_feed_forward(s["dim"], s["hidden_dim"], layer) if dense else None,
-                moe=None if dense else _mixture(s, layer, s["score_func"], s["route_norm"], **router),
-            )
-        )
-    decoder = _decoder(DeepSeekV3Model, s, blocks)
-    decoder.norm.eps = None  # as in 0.2.2, which gives PyTorch none
-    return decoder
+        return config
+
+    return attention
 
 
 _MODELS = {
-    "llama3": (_llama3, parallelize_llama, Llama3StateDictAdapter),
-    "qwen3": (_qwen3, parallelize_qwen3, Qwen3StateDictAdapter),
-    "deepseek_v3": (_deepseek_v3, parallelize_deepseekv3, DeepSeekV3StateDictAdapter),
+    "llama3": (_llama3, Llama3Model, Llama3TransformerBlock, parallelize_llama, Llama3StateDictAdapter),
+    "qwen3": (_qwen3, Qwen3Model, Qwen3TransformerBlock, parallelize_qwen3, Qwen3StateDictAdapter),
+    "deepseek_v3": (
+        *(_deepseek_v3, DeepSeekV3Model, DeepSeekV3TransformerBlock, parallelize_deepseekv3),
+        DeepSeekV3StateDictAdapter,
+    ),
 }
+
+
+def config_of(name: str, s: dict):
+    """TorchTitan's config of a model with these sizes."""
+    attentions, model, block, *_ = _MODELS[name]
+    dim, vocabulary, std, attention = s["dim"], s["vocab_size"], s["dim"] ** -0.5, attentions(s)
+    dense_layers = s.get("n_dense_layers", 0) if "num_experts" in s else s["n_layers"]
+    layers = [
+        block.Config(
+            attention=attention(layer),
+            attention_norm=_norm(dim, s["norm_eps"]),
+            ffn_norm=_norm(dim, s["norm_eps"]),
+            feed_forward=_feed_forward(dim, s["hidden_dim"], layer) if layer < dense_layers else None,
+            moe=None if layer < dense_layers else _mixture(s, layer),
+        )
+        for layer in range(s["n_layers"])
+    ]
+    head = {"weight": partial(nn.init.trunc_normal_, std=std, a=-3 * std, b=3 * std)}
+    return model.Config(
+        dim=dim,
+        vocab_size=vocabulary,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocabulary, embedding_dim=dim, param_init={"weight": nn.init.normal_}
+        ),
+        norm=_norm(dim, None if name == "deepseek_v3" else s["norm_eps"]),  # as in 0.2.2, which gives PyTorch none
+        lm_head=Linear.Config(in_features=dim, out_features=vocabulary, param_init=head),
+        layers=layers,
+        enable_weight_tying=s.get("enable_weight_tying", False),
+    )
 
 
 def sizes_of(job) -> dict[str, object]:
@@ -267,21 +257,14 @@ def sizes_of(job) -> dict[str, object]:
     return {**DEFAULTS[name], **FLAVORS[name][job.model.flavor], **given, "seq_len": job.training.seq_len}
 
 
-def config_of(name: str, sizes: dict[str, object]):
-    """TorchTitan's config of a model with these sizes."""
-    build, _, _ = _MODELS[name]
-    return build(sizes)
-
-
 def adapter_of(name: str) -> type:
     """TorchTitan's class that translates the names of a model's parameters to those of Hugging Face."""
-    _, _, adapter = _MODELS[name]
-    return adapter
+    return _MODELS[name][-1]
 
 
 def model_spec(job) -> ModelSpec:
     """TorchTitan's spec of a job's model."""
-    _, parallelize, adapter = _MODELS[job.model.name]
+    *_, parallelize, adapter = _MODELS[job.model.name]
     return ModelSpec(
         name=job.model.name,
         flavor=job.model.flavor,

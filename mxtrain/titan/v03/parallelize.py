@@ -2,36 +2,41 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from unittest.mock import patch
 
 import spmd_types as spmd
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.parallel_dims import MeshAxisName
+from torchtitan.models.common import Linear, RMSNorm
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 from torchtitan.tools import utils
 
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput
+from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
-from mxtrain.parallel.expert_dispatch import choose_exchange
+from mxtrain.parallel.expert_dispatch import SentRows, choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
 from mxtrain.reports.terminal import show_line
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.metrics import describe_model
-from mxtrain.titan.v03.expert_dispatch import use_codes
-from mxtrain.titan.v03.modules import plain_modules
+from mxtrain.titan.v03.config import same
 from mxtrain.titan.v03.names import name_in_022, names_of_022
 
 TP = MeshAxisName.TP
@@ -50,13 +55,16 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
 
     class Config(kind):
         def build(self, **kwargs) -> nn.Module:
+            for _, dispatcher, experts, name in self.traverse(AllToAllTokenDispatcher.Config):
+                if type(dispatcher) is AllToAllTokenDispatcher.Config:
+                    setattr(experts, name, same(CodesDispatcher.Config, dispatcher))
             model = kind.build(self, **kwargs)
             with convertible(model):
                 for name in job_config.model.converters:
                     titan_converter(name, job_config).convert(model)
             return model
 
-    spec.model = Config(**{f.name: getattr(spec.model, f.name) for f in fields(kind)})
+    spec.model = same(Config, spec.model)
     spec.parallelize_fn = _parallelized(spec.parallelize_fn, job_config)
     return spec
 
@@ -111,7 +119,6 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
         _redistribute_in_hooks(model, parallel_dims)
         if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
             choose_exchange(model, job_config.mxnorm.dispatch)
-            use_codes(model)
         if parallel_dims.tp_enabled:
             choose_gathers(model, job_config.mxnorm.gather)
         if job_config.activation_checkpoint.mode == "selective":
@@ -151,3 +158,60 @@ def _drawn_as(is_tied: bool, name: str) -> str:
     """The name by which a weight is drawn. ``init_weights`` ties the embedding to the head, 0.2.2's the reverse."""
     name = name_in_022(name)
     return "tok_embeddings.weight" if is_tied and name == "output.weight" else name
+
+
+# Every module of a model must have 0.3's class ``Module``, and its linears and norms are PyTorch's with this class
+# added. Initial values and sharding are attributes of an instance, and a converter moves them to the new module.
+
+_PLAIN = {Linear: nn.Linear, RMSNorm: nn.RMSNorm}
+
+
+@contextmanager
+def plain_modules(model: nn.Module) -> Iterator[None]:
+    """While active, linears and RMSNorms have PyTorch's classes. Afterwards every module has the class ``Module``.
+
+    Flex attention is plain attention meanwhile: without data it takes the features of values to be those of queries.
+    """
+    for module in model.modules():
+        module.__class__ = _PLAIN.get(type(module), type(module))
+    try:
+        with patch.object(FlexAttention, "forward", _plain_attention):
+            yield
+    finally:
+        titan = {plain: kind for kind, plain in _PLAIN.items()}
+        for module in model.modules():
+            if not isinstance(module, Module):
+                module.__class__ = titan.get(type(module)) or _with_module(type(module))
+                module._pos_arg_list = ["input"]  # the name of the argument in TorchTitan's shardings
+
+
+def _plain_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_) -> torch.Tensor:
+    """Attention to all positions, [B, L, heads, features of v]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+@cache
+def _with_module(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (kind, Module), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class CodesDispatcher(AllToAllTokenDispatcher):
+    """``AllToAllTokenDispatcher`` that also takes the result of an MXNorm. For tensors it does the same."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AllToAllTokenDispatcher.Config):
+        pass
+
+    def dispatch(self, x_TD, *routing):
+        rows = x_TD[:] if self.ep_mesh is not None and isinstance(x_TD, NormedInput) else x_TD
+        if not isinstance(rows, RoutedRows):
+            return super().dispatch(rows, *routing)
+        packed, counts, sent = super().dispatch(rows.packed, *routing)
+        index, splits = sent.token_indices_experts_sorted_N, (sent.input_splits, sent.output_splits)
+        h = SentRows.apply(rows.h, index, sent.permuted_indices, *splits, self._group())
+        of_results = replace(sent, input_shape=(packed.shape[0], h.shape[1]))
+        return RoutedRows(h, packed, rows.format), counts, of_results
+
+    def _group(self) -> str:
+        return self.ep_mesh.get_group().group_name

@@ -19,9 +19,9 @@ from mxtrain.hugging_face import export as export_files
 from mxtrain.hugging_face import model_files
 from mxtrain.hugging_face.checkpoint import SavedWeights
 from mxtrain.hugging_face.text import load
-from mxtrain.titan.engine import RELEASE, engine
 from mxtrain.titan.hugging_face import export as export_module
 from mxtrain.titan.hugging_face.export import export, open_run
+from mxtrain.titan.releases import RELEASE, engine
 from tests.support import saved_runs, training_worker
 from tests.support.hostile_pickles import NAME, put_code_into_index
 
@@ -309,7 +309,7 @@ def test_the_second_of_two_tied_weights_may_be_missing(runs, tmp_path):
     saved_runs.save_weights(run / "checkpoint" / "step-4", weights)
     export(run, tmp_path / "out")
     model = saved_runs.load(open_run(run), has_converters=False)
-    head = getattr(model, engine().HEAD)
+    head = saved_runs.head_of(model)
     assert head.weight is model.tok_embeddings.weight
     assert torch.equal(head.weight, weights["tok_embeddings.weight"])
 

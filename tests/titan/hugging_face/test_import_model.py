@@ -23,11 +23,11 @@ from mxtrain.hugging_face.model_config import REPORT_FILE, RopeScaling, read_sha
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.resume import resolved
-from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face import import_model as import_module
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.import_model import import_model
 from mxtrain.titan.hugging_face.models import find_model, require_computed_alike
+from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import write_resolved_config
 from tests.support import saved_runs
 

@@ -6,8 +6,8 @@ import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import ModelShape, RopeScaling
-from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
+from mxtrain.titan.releases import engine
 from tests.support.releases import only_022
 from tests.support.saved_runs import sized
 

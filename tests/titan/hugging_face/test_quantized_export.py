@@ -10,9 +10,9 @@ from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.text import load
 from mxtrain.nn import experts, three_gemms
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.titan.engine import engine
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.models import parameters
+from mxtrain.titan.releases import engine
 from tests.support import saved_runs
 from tests.support.stored_values import VALUES
 

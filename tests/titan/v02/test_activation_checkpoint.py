@@ -23,8 +23,7 @@ from mxtrain.parallel.activation_checkpoint import (
 )
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.parallelize import checked_parallelize
-from mxtrain.titan.v02.repairs.replicas import Layout
+from mxtrain.titan.v02.parallelize import Layout, checked_parallelize
 from tests.support.graph_checks import Calls
 
 TOKENS = 8192

@@ -4,7 +4,7 @@ import pytest
 
 from mxtrain import ConfigError
 from mxtrain.settings.read import read_settings
-from mxtrain.titan import model_layout
+from mxtrain.titan import check_job
 from mxtrain.titan.v02.check_job import check_model_layout
 
 
@@ -96,9 +96,9 @@ def test_llama3s_flavors_have_whole_blocks_on_a_node():
 
 def test_pytorch_2_11_takes_no_other_sizes_in_validation(monkeypatch):
     validated = f"{LLAMA3_8B} {PP}=2 --validation.enable --validation.local_batch_size=8 --validation.seq_len"
-    monkeypatch.setattr(model_layout, "FINDS_SHAPES_AGAIN", True)
+    monkeypatch.setattr(check_job, "FINDS_SHAPES_AGAIN", True)
     check(f"{validated}=1024")
-    monkeypatch.setattr(model_layout, "FINDS_SHAPES_AGAIN", False)
+    monkeypatch.setattr(check_job, "FINDS_SHAPES_AGAIN", False)
     check(f"{validated}=2048")
     check(f"{LLAMA3_8B} {PP}=2 --validation.seq_len=1024")  # not enabled
     with pytest.raises(

@@ -22,7 +22,7 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.titan.converters import active_settings, convert_on_meta, titan_converter
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.models.on_meta import build_on_meta
+from mxtrain.titan.v02.engine import build_on_meta
 from tests.support.converter_checks import config, count, model_and_args
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
@@ -226,36 +226,32 @@ def test_weights_initialise_as_before_the_swap(converters, name, flavor):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_config_builds_its_converters_and_they_convert_its_model(path):
-    job_config = parse_job_config([f"--job.config_file={path}"])
-    spec = get_train_spec(job_config.model.name)
-    args = spec.model_args[job_config.model.flavor]
-    args.update_from_config(job_config)
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    build_model_converters(job_config, None).convert(model)
-    routes = "decompose_k_router" in job_config.model.converters
-    assert any(isinstance(module, DecomposeKRouter) for module in model.modules()) == routes
-    stacks = sum(isinstance(module, QuantizedExperts) for module in model.modules())
-    dense = getattr(args, "n_dense_layers", 0)
-    assert stacks == (args.n_layers - dense if routes and "mxnorm" in job_config.model.converters else 0)
-    mxnorm = {MXNorm: 2, MXNormLinear: 5, MXLinear: 2}
-    if dense:  # latent attention, with a norm of its own, and shared experts
-        mxnorm = {MXNorm: 3, MXNormLinear: 5, MXLinear: 2}
-    elif routes:  # a mixture without shared experts takes the place of three linears
-        mxnorm = {MXNorm: 2, MXNormLinear: 3, MXLinear: 1}
-    expected = {
-        "mxnorm": mxnorm,
-        "mx_linear": {MXNorm: 0, MXNormLinear: 0, MXLinear: 7},
-        "none": {MXNorm: 0, MXNormLinear: 0, MXLinear: 0},
-    }[active_settings(job_config)["converter"]]
-    # The last blocks of NVFP4 stay as they are, and the first one where it is named.
-    left = {6: 1, 12: 2}[args.n_layers] if "nvfp4" in job_config.mxnorm.recipe else 0
-    left += "layers.0" in job_config.mxnorm.recipes
-    assert {kind: count(model, kind) / (args.n_layers - left) for kind in expected} == expected
-    fuses = "fused_norm" in job_config.model.converters
-    assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm))
+# Linears and norms of a layer that a converter swaps, in a plain layer, with latent attention, and with experts.
+SWAPPED = {
+    "mxnorm": {MXNorm: (2, 3, 2), MXNormLinear: (5, 5, 3), MXLinear: (2, 2, 1)},
+    "mx_linear": {MXNorm: (0, 0, 0), MXNormLinear: (0, 0, 0), MXLinear: (7, 7, 7)},
+    "none": {MXNorm: (0, 0, 0), MXNormLinear: (0, 0, 0), MXLinear: (0, 0, 0)},
+}
+
+
+def test_every_config_builds_its_converters_and_they_convert_its_model():
+    """With four layers: what they refuse are the sizes of one."""
+    for path in sorted(CONFIGS.glob("*.toml")):
+        job_config = parse_job_config([f"--job.config_file={path}", "--model_args.n_layers=4"])
+        model, names = build_on_meta(job_config), job_config.model.converters
+        build_model_converters(job_config, None).convert(model)
+        routes, fuses = "decompose_k_router" in names, "fused_norm" in names
+        latent = job_config.model.name == "deepseek_v3"
+        kind = 1 if latent else 2 if routes else 0
+        swapped = {kind_: counts[kind] for kind_, counts in SWAPPED[active_settings(job_config)["converter"]].items()}
+        # The last block of NVFP4 stays as it is, and the first one where it is named.
+        left = ("nvfp4" in job_config.mxnorm.recipe) + ("layers.0" in job_config.mxnorm.recipes)
+        assert {kind_: count(model, kind_) / (4 - left) for kind_ in swapped} == swapped, path
+        mixtures = [DecomposeKRouter] * routes + [QuantizedExperts] * (routes and "mxnorm" in names)
+        for part in (DecomposeKRouter, QuantizedExperts):
+            found = sum(isinstance(module, part) for module in model.modules())
+            assert found == (4 - latent if part in mixtures else 0), path
+        assert bool(count(model, FusedRMSNorm)) == fuses and not (fuses and count(model, nn.RMSNorm)), path
 
 
 TITANS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")

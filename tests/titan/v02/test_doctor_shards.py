@@ -7,8 +7,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 from mxtrain.cli import doctor_model
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.models.on_meta import build_on_meta
-from mxtrain.titan.v02.repairs.replicas import Layout
+from mxtrain.titan.v02.engine import build_on_meta
+from mxtrain.titan.v02.parallelize import Layout
 from tests.support.forked import forking_context
 
 

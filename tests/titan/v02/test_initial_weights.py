@@ -11,8 +11,8 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.parallel.initial_weights import plain_name
 from mxtrain.titan.job_config import parse_job_config
-from mxtrain.titan.v02.models.on_meta import build_on_meta
-from mxtrain.titan.v02.repairs.patches import meshes_on_cpu
+from mxtrain.titan.v02.engine import build_on_meta
+from mxtrain.titan.v02.parallelize import meshes_on_cpu
 from tests.support import training_worker
 from tests.support.forked import forking_context
 

@@ -1,18 +1,61 @@
-"""Repair of 0.2.2: gradients of mixtures of experts under tensor and expert parallelism, and what is refused."""
+"""Styles for swapped modules, right gradients within experts, heads of Qwen3."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch.nn as nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torchtitan.distributed import NoParallel
 from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
 from torchtitan.models.moe.moe import GroupedExperts
 
-from mxtrain import ConfigError
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.nn.experts import QuantizedExperts
-from mxtrain.titan.v02.repairs import expert_gradients
-from mxtrain.titan.v02.repairs.expert_gradients import inner_style
+from mxtrain.titan.v02 import tensor_parallel
+from mxtrain.titan.v02.tensor_parallel import (
+    Columnwise,
+    GatheringNorm,
+    Rowwise,
+    inner_style,
+    style_for,
+    with_local_heads,
+)
 from tests.parallel.test_tensor_parallel import COMPILED
 from tests.support import oracle
+
+TWO_PROCESSES = SimpleNamespace(size=lambda: 2)
+"""In the place of a mesh, which takes a process group"""
+
+
+def linear(kind=MXLinear) -> MXLinear:
+    return kind(128, 192, bias=False, device="meta")
+
+
+def test_styles_follow_the_swapped_modules():
+    norm = MXNorm(128, device="meta")
+
+    def own(module, style):
+        return style_for("layer.part", module, style, TWO_PROCESSES)
+
+    assert type(own(norm, SequenceParallel())) is GatheringNorm
+    column = own(linear(MXNormLinear), ColwiseParallel(use_local_output=False))
+    assert type(column) is Columnwise and not column.use_local_output
+    row = own(linear(), RowwiseParallel(output_layouts=Shard(1)))
+    assert type(row) is Rowwise and row.output_layouts == (Shard(1),)
+    for kept in (nn.RMSNorm(8), nn.Linear(8, 8), None):
+        assert own(kept, style := RowwiseParallel()) is style
+
+    plan = PrepareModuleInput(input_layouts=(Shard(1), Shard(0)), desired_input_layouts=(Shard(0), Shard(0)))
+    attention = nn.ModuleDict({"wq": linear(MXNormLinear)})
+    assert own(attention, plan).input_layouts == (None, Shard(0)) and plan.input_layouts == (Shard(1), Shard(0))
+    assert own(nn.ModuleDict({"wq": linear()}), plan) is plan, "its norm gives tensors"
+    problem = (
+        "degree = 2 splits layer.part by PrepareModuleInput, which works in high precision only, and it is an MXNorm"
+    )
+    with pytest.raises(ConfigError, match=problem):
+        own(norm, plan)
+
 
 SIZES = {"n_layers": 2, "dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 256}
 MODELS = {
@@ -123,7 +166,7 @@ def test_inner_styles_leave_gradients_in_parts():
         ExpertParallel: "CodesExpertParallel",
     }
     for theirs, ours in pairs.items():
-        assert type(inner_style(style := theirs())) is getattr(expert_gradients, ours) and type(style) is theirs
+        assert type(inner_style(style := theirs())) is getattr(tensor_parallel, ours) and type(style) is theirs
     other = object()
     assert inner_style(other) is other
 
@@ -176,3 +219,31 @@ def test_a_bias_that_every_process_would_add_is_refused():
     )
     with pytest.raises(ConfigError, match=message):
         inner_style(RowwiseParallel())._apply(nn.Linear(8, 8), Mesh(tp=2))
+
+
+def plan(**norms):
+    layouts = (Shard(1), Replicate(), None, Replicate())
+    return {
+        "attention": PrepareModuleInput(input_layouts=layouts, desired_input_layouts=(Replicate(), *layouts[1:])),
+        "attention.wq": ColwiseParallel(use_local_output=False),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn.w1": ColwiseParallel(use_local_output=False),
+        "ffn_norm": SequenceParallel(),
+        **{f"attention.{name}": style for name, style in norms.items()},
+    }
+
+
+def test_attention_with_norms_of_heads_gets_local_tensors():
+    given = plan(q_norm=SequenceParallel(sequence_dim=2))
+    own = with_local_heads(given)
+    assert own["attention"].input_layouts == (Shard(1), None, None, None)
+    assert own["attention"].desired_input_layouts == (Replicate(), None, None, None)
+    assert own["attention.wq"].use_local_output and own["attention.q_norm"].use_local_output
+    assert not given["attention.wq"].use_local_output and not given["attention.q_norm"].use_local_output
+    assert own["attention.wo"].output_layouts == (Shard(1),)
+    assert all(own[name] is given[name] for name in ("ffn.w1", "ffn_norm"))
+
+
+def test_plans_without_norms_of_heads_do_not_change():
+    for given in (plan(), plan(q_norm=SequenceParallel())):
+        assert with_local_heads(given) == given

@@ -5,6 +5,9 @@ from dataclasses import replace
 
 import torch
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing as build_balancing_optimizers
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.components.validate import BaseValidator, Validator
+from torchtitan.components.validate import build_validator as build_titan_validator
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.deepseek_v3 import get_train_spec as deepseek_v3_spec
 from torchtitan.models.llama3 import get_train_spec as llama3_spec
@@ -15,15 +18,13 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from mxtrain.conversion.converters import CONVERTERS
+from mxtrain.data.loader import Loader
 from mxtrain.titan.converters import titan_converter
-from mxtrain.titan.data import build_dataloader, build_tokenizer
+from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader, opening, validation_dataset
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.v02.models.llama3 import Llama3, Llama3Adapter
-from mxtrain.titan.v02.models.model_args import EXTRA_FLAVORS, Flavors
+from mxtrain.titan.v02.context_parallel import share_of_validation_loss, use_gathered_attention
+from mxtrain.titan.v02.models import EXTRA_FLAVORS, Flavors, Llama3, Llama3Adapter
 from mxtrain.titan.v02.parallelize import checked_parallelize, checked_pipeline
-from mxtrain.titan.v02.repairs.cpu_attention import use_gathered_attention
-from mxtrain.titan.v02.repairs.cpu_histc import histc
-from mxtrain.titan.v02.validator import build_validator
 
 
 def register() -> None:
@@ -73,3 +74,56 @@ def _with_mxtrain(model: str | None, spec: TrainSpec) -> TrainSpec:
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
     )
+
+
+def build_validator(
+    job_config, dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, **parts
+) -> BaseValidator:
+    """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``.
+
+    Raises ConfigError as ``build_validation_loader``.
+    """
+    parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
+    loader = build_validation_loader(job_config, tokenizer, (dp_rank, dp_world_size))
+    if loader is not None:
+        return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
+    validation = replace(job_config.validation, dataset=validation_dataset(job_config))
+    with opening("validation", validation.dataset, validation.dataset_path):
+        return build_titan_validator(
+            replace(job_config, validation=validation), dp_world_size, dp_rank, tokenizer, **parts
+        )
+
+
+class LoaderValidator(Validator):
+    """TorchTitan's Validator over a given loader, with the attributes that TorchTitan's ``__init__`` stores."""
+
+    def __init__(self, job_config, loader: Loader, **parts):
+        BaseValidator.__init__(self, job_config)
+        self.validation_dataloader = loader
+        self.pp_schedule = self.pp_has_first_stage = self.pp_has_last_stage = None
+        vars(self).update(parts)
+
+    def post_dataloading_process(self, input_dict, labels, model_parts):
+        # DeepSeek V3 and Llama 4 make a mask for every attention, and then their "sdpa" attention refuses the mask.
+        args = getattr(model_parts[0], "model_args", None)
+        if getattr(args, "attn_type", "sdpa") not in ("flex", "varlen"):
+            model_parts = [_ModelWithoutMasks]
+        return super().post_dataloading_process(input_dict, labels, model_parts)
+
+
+class _ModelWithoutMasks:
+    @staticmethod
+    def get_attention_masks(**inputs):
+        raise TypeError("attention takes no mask")  # TorchTitan's validator expects this error
+
+
+# Fault: mixtures of experts count tokens as integers, which PyTorch does on CUDA only. 0.3.0 counts in another way.
+
+_histc = torch.histc
+
+
+def histc(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """``torch.histc`` that also counts integers below 2^24 on a CPU. As on CUDA, counts have the dtype of ``x``."""
+    if x.is_floating_point() or x.is_cuda:
+        return _histc(x, *args, **kwargs)
+    return _histc(x.float(), *args, **kwargs).to(x.dtype)

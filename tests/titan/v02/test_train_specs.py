@@ -1,4 +1,4 @@
-"""TorchTitan 0.2.2's validator on mxtrain's held-out text, and on its own datasets."""
+"""What TorchTitan 0.2.2 is told: specs, the validator over held-out text, counts of tokens on a CPU."""
 
 import json
 import math
@@ -9,16 +9,40 @@ import pytest
 import torch
 from torch import nn
 from torchtitan.components.validate import Validator
+from torchtitan.config import Optimizer
+from torchtitan.models.moe import MoE, MoEArgs
+from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
-import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
+import mxtrain.titan  # noqa: F401  registers the models
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_tokenizer, prepare_from_job
-from mxtrain.titan.v02 import validator as titan_validator
-from mxtrain.titan.v02.validator import build_validator
+from mxtrain.titan.v02 import train_specs
+from mxtrain.titan.v02.train_specs import build_validator, histc
 from tests.support.data_checks import VOCABULARY, files_job, job, rows_of, text
 from tests.support.releases import parallel_dims
+
+
+@pytest.mark.parametrize("name", ["llama4", "qwen3", "deepseek_v3"])
+def test_a_step_balances_the_load_of_experts(name):
+    torch.manual_seed(0)
+    block = nn.Module()
+    block.moe, block.moe_enabled = MoE(MoEArgs(num_experts=4, top_k=1, use_grouped_mm=False), 8, 8), True
+    with torch.no_grad():
+        block.moe.init_weights(0.1, torch.device("cpu"))
+    model = nn.Module()
+    model.layers = nn.ModuleDict({"0": block})
+    layout = SimpleNamespace(get_optional_mesh=lambda name: None, ep_enabled=False, pp_enabled=False)
+    optimizers = get_train_spec(name).build_optimizers_fn([model], Optimizer(implementation="for-loop"), layout)
+    block.moe(torch.randn(1, 10, 8)).sum().backward()
+    counts = block.moe.tokens_per_expert.clone()
+    assert counts.sum() == 10 and not block.moe.expert_bias.any()
+    optimizers.step()
+    moves = 1e-3 * torch.sign(2.5 - counts)
+    torch.testing.assert_close(block.moe.expert_bias, moves - moves.mean())
+    assert not block.moe.tokens_per_expert.any()
+
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -82,7 +106,7 @@ def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
 def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(
-        titan_validator, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
+        train_specs, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
     )
     config = job("--training.dataset=c4", "--validation.enable")
     build_validator(config, 1, 0, None, loss_fn=None, parallel_dims=SimpleNamespace(cp=1))
@@ -101,3 +125,10 @@ def test_torchtitans_own_names_go_to_its_own_validator(tmp_path_factory):
     (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
     with pytest.raises(ConfigError, match=f"^validation.dataset = 'c4_test' cannot be opened at '{folder}': [A-Z]"):
         validator(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])
+def test_histc_counts_integers(dtype):
+    chosen = torch.tensor([[0, 2], [2, 3], [3, 3]])
+    counts = histc(chosen.to(dtype), bins=4, min=0, max=4)
+    assert counts.dtype == dtype and counts.tolist() == [1, 0, 2, 3]

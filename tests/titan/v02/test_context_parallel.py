@@ -1,12 +1,44 @@
-"""Repair of 0.2.2: gathered attention against PyTorch's attention to whole sequences, forward and backward."""
+"""Context parallelism: what is counted, and attention on a CPU."""
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mxtrain.analysis import load_run
+from mxtrain.titan.v02.context_parallel import share_of_validation_loss, tokens_of_other_ranks
+from tests.support import sharded_runs
 from tests.support.forked import ENVIRONMENT, forking_context
+
+
+@pytest.mark.parametrize("name, of_one", [("cp 2, validated, mxfp8", "validated"), ("qwen3, cp 2", "qwen3")])
+def test_rows_and_validation_are_those_of_one_process(base, name, of_one):
+    found, expected = sharded_runs.on_two(base)[name], sharded_runs.on_one_after_two(base)[of_one]
+    assert [row["tokens_seen"] for row in found.rows] == [row["tokens_seen"] for row in expected.rows]
+    for row, expected_row in zip(found.rows, expected.rows, strict=True):
+        assert row["loss"] == pytest.approx(expected_row["loss"], rel=1e-3)
+        # The larger of two halves' losses.
+        assert row["loss"] < row["max_loss"] < 1.1 * row["loss"]
+    validation = [[row["validation_loss"] for row in load_run(run.folder).validation] for run in (found, expected)]
+    assert len(validation[0]) == 2 and validation[0] == pytest.approx(validation[1], rel=1e-3)
+
+
+def test_a_run_goes_on_on_one_process_with_the_same_text_and_token_count(base):
+    rows, expected = sharded_runs.on_one_after_two(base)["resumed"].rows, sharded_runs.on_one_after_two(base)
+    expected = expected["validated"].rows
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["tokens_seen"] for row in rows] == [row["tokens_seen"] for row in expected]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=5e-3)
+
+
+def test_parts_add_up_to_the_whole():
+    labels = torch.zeros(3, 64, dtype=torch.int64)
+    assert tokens_of_other_ranks(labels, 1) == 0 and tokens_of_other_ranks(labels, 4) == 144
+    loss_fn = share_of_validation_loss(lambda predictions, labels: predictions.sum(), 4)
+    assert loss_fn(torch.ones(8), labels).item() == 2.0
+
 
 RANKS, SHAPE = 2, (2, 4, 64, 8)
 
@@ -16,7 +48,7 @@ def _attend(folder, rank: int) -> None:
     os.environ.update(ENVIRONMENT)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     import mxtrain.titan  # noqa: F401
-    from mxtrain.titan.v02.repairs.cpu_attention import GatheredAttention
+    from mxtrain.titan.v02.context_parallel import GatheredAttention
 
     mesh = dist.init_device_mesh("cpu", (RANKS,))
     attention = GatheredAttention(mesh)

@@ -68,5 +68,5 @@ def test_cpu_attention(kind):
 
 def test_memory_that_is_kept_between_asynchronous_saves():
     """PyTorch 2.11, the oldest release that is supported."""
-    project = (Path(__file__).parents[4] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
     assert '"torch>=2.11,' in project

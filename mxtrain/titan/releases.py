@@ -1,0 +1,97 @@
+"""The releases of TorchTitan that mxtrain runs: their versions, and a folder of files for each, behind one interface.
+
+A new release is a row of ``RELEASES`` and a folder, whose file ``engine.py`` is an ``Engine``. Deleting both drops one.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from packaging.specifiers import SpecifierSet
+from torch import nn
+
+from mxtrain.errors import ConfigError
+
+RELEASES = {"v02": ">=0.2.2,<0.3", "v03": ">=0.3,<0.4"}
+"""Folder in this one -> the versions of TorchTitan that it is for"""
+
+
+class Engine(Protocol):
+    """What mxtrain uses of a release. A job stands for TorchTitan 0.2.2's job config, or ``Settings.values``."""
+
+    JobConfig: type
+    """The dataclass of TorchTitan's own settings"""
+    GONE: dict[str, str]
+    """Settings of TorchTitan 0.2.2 that the release does not have -> what takes their place"""
+    Trainer: type
+    """``TrainingRun`` over TorchTitan's trainer"""
+    SizedModel: type
+    """A model by its sizes, as export and import see it"""
+    FSDP_ON_ONE_PROCESS: bool
+    """Whether one process gathers weights, too"""
+    with_mxtrain: Callable
+    """Gives mxtrain to the spec of a user's own model"""
+
+    def register(self) -> None:
+        """Make mxtrain known to TorchTitan, once, when ``mxtrain.titan`` is imported."""
+
+    def check_names(self, job: Any) -> None:
+        """Raise ConfigError for a model, flavor, converter or dataset that nobody has registered."""
+
+    def check_model_args(self, job: Any) -> None:
+        """Raise ConfigError for settings of ``[model_args]`` that the flavor or one another rule out."""
+
+    def check_model_layout(self, settings: Any, has_gpus: bool) -> None:
+        """Raise ConfigError for degrees of parallelism that the model does not allow, with or without GPUs."""
+
+    def vocab_size(self, job: Any) -> int:
+        """The model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0."""
+
+    def names_of_stages(self, stages: int, layers: int, first: int, last: int) -> list[list[str]]:
+        """The modules of every stage of a pipeline, as TorchTitan divides a model of so many layers."""
+
+    def build_on_meta(self, job: Any) -> nn.Module:
+        """A job's model as TorchTitan builds it before converters, on the meta device."""
+
+    def convertible(self, model: nn.Module) -> AbstractContextManager:
+        """Context in which converters know the modules of ``model``, under the names of TorchTitan 0.2.2."""
+
+    def example_inputs(self, model: nn.Module) -> tuple:
+        """Arguments for one forward pass of a language model without data."""
+
+    def try_plan(self, model: nn.Module, job: Any) -> None:
+        """Split a converted model on the meta device by the job's degree of tensor parallelism.
+
+        Raises:
+            ConfigError: training would refuse to split the model.
+        """
+
+    def saved_name(self, name: str) -> str:
+        """The name in checkpoints of a module or parameter."""
+
+    def metrics_processor(self, job: Any, parallel_dims: Any) -> Any:
+        """TorchTitan's metrics of a job, without its logger for wandb."""
+
+    def wandb_logger(self, folder: Any, job: Any) -> Any:
+        """TorchTitan's logger for wandb, whose files are in ``folder``."""
+
+    def hugging_face_tokenizer(self, folder: str) -> Any:
+        """The tokenizer in a folder."""
+
+
+def release_of(found: str) -> str:
+    """Return the release among RELEASES that a version of TorchTitan belongs to. Raises ConfigError if none fits."""
+    for release, versions in RELEASES.items():
+        if SpecifierSet(versions).contains(found, prereleases=True):
+            return release
+    raise ConfigError(f"torchtitan = {found!r} is not a version that mxtrain runs: allowed are 0.2.2 and 0.3")
+
+
+RELEASE = release_of(version("torchtitan"))
+
+
+def engine() -> Engine:
+    """The engine of the installed release. It is imported here and not above, because engines import this package."""
+    return import_module(f"mxtrain.titan.{RELEASE}.engine")
