@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from mxtrain import ConfigError
-from mxtrain.formats import ops as quantize
 from mxtrain.formats.parse import get_recipe
 from mxtrain.hugging_face.export import Exporter, Trained, norm_before
 from mxtrain.hugging_face.model_config import ModelShape, Parameter
+from tests.support.casts import cast
 from tests.support.stored_values import VALUES
 
 NAMES = {
@@ -29,7 +29,7 @@ LAYER = "model.layers.0."
 
 
 def fprop_operand(parts, recipe) -> torch.Tensor:
-    return quantize.cast(parts, recipe, "reference", (1,), is_weight=True)[1].data
+    return cast(parts, recipe, "reference", (1,), role="weight")[1].data
 
 
 class Run:
