@@ -2,7 +2,7 @@
 
 The block maxima that the scales need also give the RMS estimate, so a row is normalized and cast while registers hold
 it. A row too long for that is read twice, the second time mostly from the L2 cache. NVFP4's tensor scale is given:
-MXNorm's output is bounded (``reference.nvfp4.static_tensor_scale``), so the cast needs no maximum over the tensor.
+MXNorm's output is bounded (``formats.nvfp4.static_tensor_scale``), so the cast needs no maximum over the tensor.
 
 Bytes per row of D elements: 2 D or 4 D read; 4 (rho) and 2 D (image) written, or D + D/32 (MXFP8's codes and scales),
 or D/2 + D/16 (NVFP4's).
@@ -427,7 +427,7 @@ def nvfp4_norm(
         estimate: "pre_round" or "exact", over blocks of 16. (The block scales that "post_round" reads would depend on
             the norm itself.)
         tensor_scale: a power of two, at least ``TENSOR_SCALE_MIN``. Elements beyond
-            6 * 448 * tensor_scale saturate, and with ``reference.nvfp4.static_tensor_scale`` none does.
+            6 * 448 * tensor_scale saturate, and with ``formats.nvfp4.static_tensor_scale`` none does.
         form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
             scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
             tensor_scale, exact).

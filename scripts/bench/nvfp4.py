@@ -43,7 +43,7 @@ from mxtrain.formats import mx as casts
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
 from mxtrain.formats.mxnorm import inverse_rms, scale_rows
-from mxtrain.formats.nvfp4 import NVFP4
+from mxtrain.formats.nvfp4 import NVFP4, static_tensor_scale
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words
@@ -100,7 +100,7 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
 
     def estimated(**settings) -> tuple[RMSEstimate, float]:
         rms = RMSEstimate.for_recipe(RECIPE, eps=EPS, **settings)
-        return rms, nvfp4.static_tensor_scale(shape[1], rms.p, rms.estimator, rms.constant)
+        return rms, static_tensor_scale(shape[1], rms.p, rms.estimator, rms.constant)
 
     def entry(name: str, form: str, **settings) -> Entry:
         rms, tensor_scale = estimated(**settings)

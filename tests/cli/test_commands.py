@@ -149,8 +149,8 @@ def test_prepare_prints_progress_and_the_report_and_nothing_else(tmp_path, monke
     assert cli.main(["prepare", "a.toml"]) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
-    assert lines[0].startswith("preparing dataset 'files' in ") and lines[3] == "prepared dataset 'files'"
-    assert "tokens" in "".join(lines[4:]) and "train" in "".join(lines[4:]) and "\x1b" not in out and err == ""
+    assert lines[0].startswith("preparing dataset 'files' in ") and lines[4] == "prepared dataset 'files'"
+    assert "tokens" in "".join(lines[5:]) and "train" in "".join(lines[5:]) and "\x1b" not in out and err == ""
     assert (tmp_path / "cache").is_dir()
     assert cli.main(["prepare", "a.toml", "--training.dataset_path", "gone.txt"]) == 2
     (error,) = capsys.readouterr().err.splitlines()

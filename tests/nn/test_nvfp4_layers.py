@@ -10,6 +10,7 @@ from mxtrain import set_rounding_step
 from mxtrain.formats.hadamard import hadamard, pad
 from mxtrain.formats.mxnorm import norm_backward
 from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.nvfp4 import static_tensor_scale
 from mxtrain.formats.parse import get_recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key
@@ -90,7 +91,7 @@ def test_norm_and_linears_are_the_composition_of_casts(precision, recipe, p, est
     x, dys = draw(tokens, D, seed=0, dtype=dtype), [draw(tokens, N, seed=s, dtype=dtype) for s in (1, 2)]
     rho = block.norm(x).rho
     xhat = x.float() * rho[:, None]
-    tensor_scale = nvfp4.static_tensor_scale(D, p, estimator) if recipe == "nvfp4" else None
+    tensor_scale = static_tensor_scale(D, p, estimator) if recipe == "nvfp4" else None
     gain = block.norm.weight.detach().float()
     outputs, dxhat, dgain, dweights = [], 0, 0, []
     for i, (linear, dy) in enumerate(zip(block.linears, dys)):
@@ -133,7 +134,7 @@ def test_the_tensor_scale_of_the_norm_changes_only_the_forward():
     x[:, :16] *= 5e-5
     static, dynamic = results_of(block_of("nvfp4"), x, *dys), results_of(block_of("nvfp4_dynamic"), x, *dys)
     largest = nvfp4.power_of_two_tensor_scale(x * block_of().norm(x).rho[:, None])
-    assert nvfp4.static_tensor_scale(D) == 2 * largest, "otherwise both recipes cast alike"
+    assert static_tensor_scale(D) == 2 * largest, "otherwise both recipes cast alike"
     assert [torch.equal(a, b) for a, b in zip(static, dynamic)] == [False] * 3 + [True] * 5
     x[:, :16] *= 1e4
     static, dynamic = results_of(block_of("nvfp4"), x, *dys), results_of(block_of("nvfp4_dynamic"), x, *dys)

@@ -8,6 +8,7 @@ from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hadamard import hadamard, pad
 from mxtrain.formats.norm_kernel import nvfp4_norm
 from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.nvfp4 import static_tensor_scale
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
@@ -64,7 +65,7 @@ def check_norm(x, tensor_scale=None, form="codes", residual=None, **estimate) ->
     """Require rho within 2 ulp of the reference, and the exact cast for that rho."""
     estimate = estimate_16(**estimate)
     if tensor_scale is None:
-        tensor_scale = nvfp4.static_tensor_scale(x.shape[1], estimate.p, estimate.estimator)
+        tensor_scale = static_tensor_scale(x.shape[1], estimate.p, estimate.estimator)
     with careful_call(x, residual):
         data, scales, rho, total = nvfp4_norm(x, estimate, tensor_scale, form, residual)
     if residual is None:
