@@ -52,7 +52,7 @@ class Codes(NamedTuple):
 class CastSpec(NamedTuple):
     """What a matrix X [R, C] is, and what happens to it before and after its cast.
 
-    A named tuple, because one is made for every cast: a frozen dataclass takes four times as long.
+    A named tuple, because one is made for every cast: a frozen dataclass takes twice as long.
 
     Attributes:
         role: "input" X, "weight" W or "gradient" dY of a layer. Weights may be cast in tiles.
