@@ -248,7 +248,8 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
     settings = read_settings([f"--job.config_file={run / 'config.toml'}"])
     assert settings["job.dump_folder"] == str(run)
     example = LocalFiles(DataConfig(settings["training.dataset"], settings["training.dataset_path"]))
-    assert 100_000 < example.text_bytes < 1_000_000, "more than a few sequences, tokenized in a second"
+    size = sum(size for _, size, _ in example.listing)
+    assert 100_000 < size < 1_000_000, "more than a few sequences, tokenized in a second"
     assert settings["model.converters"] == ["mxnorm"] and settings["data.vocab_size"] == 320
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (run / "tokenizer" / name).read_bytes() == (source / name).read_bytes()

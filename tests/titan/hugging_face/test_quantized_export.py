@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.ops import FormatOps
 from mxtrain.hugging_face.text import load
-from mxtrain.nn import experts, three_gemms
+from mxtrain.nn import experts
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.models import parameters
@@ -44,11 +45,11 @@ def operands(run, dtype, monkeypatch) -> dict[str, torch.Tensor]:
     model = saved_runs.load(run, has_converters=True)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    found, current, matmul, matmul_rows = {}, [], three_gemms.matmul, experts.matmul_rows
+    found, current, matmul, matmul_rows = {}, [], FormatOps.matmul, experts.matmul_rows
 
-    def recorded(a, b, out_dtype):
+    def recorded(ops, a, b, out_dtype):
         found[f"{current[-1]}.weight"] = b.data
-        return matmul(a, b, out_dtype)
+        return matmul(ops, a, b, out_dtype)
 
     def recorded_rows(a, b, ends, out_dtype):
         stacked = b.data.unflatten(0, (len(ends), -1))
@@ -65,7 +66,7 @@ def operands(run, dtype, monkeypatch) -> dict[str, torch.Tensor]:
         elif hasattr(module, "mode"):
             module.mode = "reference"
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(three_gemms, "matmul", recorded)
+        patch.setattr(FormatOps, "matmul", recorded)
         patch.setattr(experts, "matmul_rows", recorded_rows)
         model(torch.zeros(1, 32, dtype=torch.long))
     return found
