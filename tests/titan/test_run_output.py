@@ -62,12 +62,13 @@ def test_mxtrain_train_prints_what_a_person_reads(command_run):
     out, err = command_run.output
     assert command_run.statuses == [0] and err == "", err
     folder = re.escape(str(command_run.folder))
-    prepared = [r"preparing dataset 'files' in .*", r"training a byte-level BPE .*", r"merging .*", r"prepared .*"]
-    more_text = [r"preparing dataset 'files' in .*", r"prepared .*"]
+    prepared = [r"preparing dataset 'files' in .*", r"training a byte-level BPE .*", r"merging .*"]
+    tokenized = [r"tokenizing .*", r"prepared .*"]
+    more_text = [r"preparing dataset 'files' in .*", *tokenized]
     lines = [
         rf"mxtrain: run folder {folder}",
         r"no checkpoints: nothing can resume or export this run; --checkpoint\.enable saves checkpoints",
-        *begin([*prepared, TEXT]),
+        *begin([*prepared, *tokenized, TEXT]),
         *more_text,
         rf"text for validation{TEXT.removeprefix('text')}",
         step(1, 4, left=False),

@@ -88,7 +88,7 @@ def validator(config, dp_world_size=1, dp_rank=0):
 def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
     config = files_job(corpus, "--validation.enable", "--validation.dataset=files", f"--validation.steps={steps}")
     held_out = validator(config)
-    tokens = prepare_from_job(config).validation.open()
+    tokens = prepare_from_job(config).validation
     chunks = {tuple(tokens[i : i + 17].tolist()) for i in range(0, len(tokens) - 16, 17)}
     rows = rows_of(held_out.validation_dataloader)
     assert set(rows) <= chunks and len(rows) == len(chunks) // 4 * 4
