@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "tests" / "support" / "cross_compile.py"
 HARDWARE_CONVERSION = "cvt.rn.satfinite.e4m3x2.f32"
 FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from mxtrain.nn.decompose_k import kernels as module
 from mxtrain.nn.decompose_k.kernels import Plan, decompose_k, decompose_k_by_plan, kernel_plan, lie_along_k, ranges
 from mxtrain.nn.decompose_k.reference import EPILOGUES, decompose_k_mm
+from tests.formats.kernels.conftest import device  # noqa: F401
 from tests.support.kernel_checks import (
     assert_same_bits,
     careful_call,
