@@ -56,8 +56,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
     arguments = [f"--job.config_file={config_file}", *flags]
-    settings = read_settings(arguments)
     warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
+    settings = read_settings(arguments)
     from mxtrain.titan.check_job import check_job  # takes seconds, and a mistake in a value is found before
 
     with places(arguments):

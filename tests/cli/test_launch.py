@@ -237,6 +237,16 @@ def test_workers_let_memory_segments_grow_unless_the_user_has_set_the_allocator(
     assert found == ["versions", environment | grow]
 
 
+def test_untested_versions_are_named_before_settings_import_torchtitan(monkeypatch):
+    """An import beside another PyTorch may fail."""
+    called = []
+    monkeypatch.setattr(launch, "warn_of_untested_packages", lambda: called.append("versions"))
+    monkeypatch.setattr(launch, "read_settings", mock.Mock(side_effect=ImportError))
+    with pytest.raises(ImportError):
+        launch.train("a.toml", [])
+    assert called == ["versions"]
+
+
 def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
