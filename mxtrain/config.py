@@ -10,10 +10,10 @@ from pathlib import Path
 
 import tomli_w
 
+from mxtrain.checkpoints.run_folder import CONFIG_FILE
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_toml
-from mxtrain.run_folder import CONFIG_FILE
 
 _PACKAGE = Path(__file__).parent
 

@@ -15,7 +15,6 @@ LAYERS = [
     {"errors"},
     {"files"},
     {"launched", "launch", "json_toml", "ranks"},
-    {"run_folder"},
     {"checkpoints"},
     {"config", "rng", "data"},
     {"formats"},

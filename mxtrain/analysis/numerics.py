@@ -18,8 +18,8 @@ import numpy as np
 from mxtrain.analysis.metrics_file import NUMERICS
 from mxtrain.analysis.plots import in_own_style, literal, picture_path, save_picture
 from mxtrain.analysis.runs import Run
+from mxtrain.checkpoints.run_folder import METRICS_FILE
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder import METRICS_FILE
 
 if TYPE_CHECKING:
     import pandas as pd

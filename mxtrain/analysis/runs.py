@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mxtrain.analysis.metrics_file import EVENT, NUMERICS, read_metrics
-from mxtrain.errors import ConfigError
-from mxtrain.json_toml import read_json, read_toml
-from mxtrain.run_folder import (
+from mxtrain.checkpoints.run_folder import (
     CONFIG_FILE,
     DATA_FILE,
     FACTS_FILE,
@@ -20,6 +18,8 @@ from mxtrain.run_folder import (
     SETTING_CHANGES,
     STEPS,
 )
+from mxtrain.errors import ConfigError
+from mxtrain.json_toml import read_json, read_toml
 
 # Types of the facts that tables and plots use. Any may be missing or null.
 FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}

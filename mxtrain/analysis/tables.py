@@ -6,8 +6,8 @@ from textwrap import indent
 
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import Run, load_run, names
+from mxtrain.checkpoints.run_folder import PICTURE_FILE
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder import PICTURE_FILE
 
 
 def table(runs: list[Run]) -> str:

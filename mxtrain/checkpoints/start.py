@@ -28,10 +28,10 @@ from mxtrain.checkpoints.folder import (
     read_whole,
     step_of,
 )
+from mxtrain.checkpoints.run_folder import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.json_toml import parse, read_toml
-from mxtrain.run_folder import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
 
 
 @dataclass(frozen=True)

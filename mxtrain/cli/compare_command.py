@@ -17,12 +17,12 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, locked
 from mxtrain.cli.console import PathParser, positive
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.files import os_errors_as, reason, replace_file
 from mxtrain.json_toml import read_json, read_toml
 from mxtrain.launched import COMPARISON_VARIABLE, import_flags
-from mxtrain.run_folder import CONFIG_FILE, locked
 
 if TYPE_CHECKING:
     from mxtrain.settings.fields import Settings

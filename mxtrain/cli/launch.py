@@ -17,11 +17,11 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
+from mxtrain.checkpoints.run_folder import METRICS_FILE, WORKER_LOGS, locked
 from mxtrain.checkpoints.start import require_folder
 from mxtrain.cli.doctor import nvidia_gpus, warn_of_untested_packages
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE, import_flags, stop_signals
-from mxtrain.run_folder import METRICS_FILE, WORKER_LOGS, locked
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings

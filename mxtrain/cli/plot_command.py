@@ -63,7 +63,7 @@ def _plot_losses(options) -> int:
     from mxtrain.analysis.plots import curves, plot
     from mxtrain.analysis.runs import load_run
     from mxtrain.analysis.tables import notes, table
-    from mxtrain.run_folder import PICTURE_FILE
+    from mxtrain.checkpoints.run_folder import PICTURE_FILE
 
     runs = []
     of_baseline = [] if options.baseline is None else [options.baseline]
@@ -91,7 +91,7 @@ def _plot_numerics(options) -> int:
     """Draw the figures of a run's diagnostics, and print what deserves a look in them."""
     from mxtrain.analysis.numerics import draw_numerics
     from mxtrain.analysis.runs import load_run
-    from mxtrain.run_folder import NUMERICS_FILE
+    from mxtrain.checkpoints.run_folder import NUMERICS_FILE
 
     run = load_run(options.runs[0])
     path, remarks = draw_numerics(run, options.output or run.folder / NUMERICS_FILE)

@@ -9,6 +9,7 @@ import logging
 import re
 from pathlib import Path
 
+from mxtrain.checkpoints.run_folder import DATA_FILE
 from mxtrain.checkpoints.start import resumed_step
 from mxtrain.data.config import held_out_share
 from mxtrain.data.prepared import Prepared, differences
@@ -16,7 +17,6 @@ from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
-from mxtrain.run_folder import DATA_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from unittest.mock import patch
 from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.numerics import wandb_key
 from mxtrain.analysis.runs import variant_of
+from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.files import reason
 from mxtrain.json_toml import read_json
 from mxtrain.reports.terminal import note, show_line, show_status
-from mxtrain.run_folder import FACTS_FILE, METRICS_FILE
 
 logger = logging.getLogger()  # TorchTitan's
 

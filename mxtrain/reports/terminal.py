@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mxtrain.checkpoints.run_folder import CONVERSION_FILE, LOG_FILE, WORKER_LOGS
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
-from mxtrain.run_folder import CONVERSION_FILE, LOG_FILE, WORKER_LOGS
 
 logger = logging.getLogger()  # TorchTitan's
 

@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, FACTS_FILE
 from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
-from mxtrain.run_folder import CONFIG_FILE, FACTS_FILE
 from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.removed import in_this_version

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from pydantic_core import to_jsonable_python
 
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
 from mxtrain.formats.schedule import ScheduleEntry
-from mxtrain.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import beside_batch, global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of

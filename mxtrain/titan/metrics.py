@@ -16,6 +16,7 @@ from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
 from mxtrain.checkpoints.folder import package_versions
+from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.diagnostics.recording import Numerics
 from mxtrain.errors import ConfigError
@@ -32,7 +33,6 @@ from mxtrain.reports.loggers import (
 )
 from mxtrain.reports.terminal import go_on_without, note
 from mxtrain.rng.rounding import step_is_set
-from mxtrain.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings

@@ -13,13 +13,13 @@ from mxtrain.checkpoints.folder import (
     clear_leftovers,
     package_versions,
 )
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, lock_owner
 from mxtrain.checkpoints.start import Start, begins_again, require_folder
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
 from mxtrain.ranks import LATE_SECONDS, from_first_rank, is_first_of_node, run_on_all_ranks
 from mxtrain.reports import terminal
-from mxtrain.run_folder import CONFIG_FILE, lock_owner
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before

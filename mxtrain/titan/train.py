@@ -18,13 +18,13 @@ from mxtrain import ranks
 from mxtrain.analysis import closing_summary
 from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.ending import CONTINUE, SETTING, NonFiniteError, Stop
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, locked
 from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE, report_stop
 from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.run_folder import CONFIG_FILE, locked
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings

@@ -22,6 +22,7 @@ from mxtrain.checkpoints.ending import (
     over_ranks,
 )
 from mxtrain.checkpoints.folder import Manifest, package_versions, set_aside
+from mxtrain.checkpoints.run_folder import METRICS_FILE
 from mxtrain.checkpoints.start import Start
 from mxtrain.checkpoints.states import RandomState, TokenCount, apply_settings
 from mxtrain.conversion.schedule import RecipeSwitch
@@ -30,7 +31,6 @@ from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.ranks import from_first_rank, is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.run_folder import METRICS_FILE
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults

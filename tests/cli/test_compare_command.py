@@ -13,10 +13,10 @@ import pytest
 
 from mxtrain import cli
 from mxtrain.analysis import comparison_figures, load_run
+from mxtrain.checkpoints.run_folder import locked
 from mxtrain.cli import compare_command, launch
 from mxtrain.cli.compare_command import Run, planned, read_all, unpaired_settings, variant_of
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder import locked
 from tests.support.forked import Forked, forking_context
 
 STAND_IN = """

@@ -11,10 +11,10 @@ import torch
 
 from mxtrain import ranks
 from mxtrain.checkpoints.folder import Manifest, file_record, write_manifest
+from mxtrain.checkpoints.run_folder import locked
 from mxtrain.checkpoints.start import Start, find_start
 from mxtrain.errors import ConfigError
 from mxtrain.ranks import CommonError
-from mxtrain.run_folder import locked
 from mxtrain.settings.read import read_settings
 from mxtrain.titan import run_start
 from mxtrain.titan.job_config import parse_job_config

@@ -10,6 +10,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from mxtrain.checkpoints.folder import MANIFEST_FILE, package_versions
+from mxtrain.checkpoints.run_folder import CONFIG_FILE
 from mxtrain.config import dump_config
 from mxtrain.conversion.schedule import set_step
 from mxtrain.data.run_data import TOKENIZER_FOLDER
@@ -23,7 +24,6 @@ from mxtrain.hugging_face.text import require_same_tokens
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.run_folder import CONFIG_FILE
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from mxtrain.checkpoints.folder import package_versions
+from mxtrain.checkpoints.run_folder import CONFIG_FILE
 from mxtrain.config import dump_config
 from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
@@ -19,7 +20,6 @@ from mxtrain.hugging_face.import_model import EMBEDDING, HEAD, SEED, ImportedWei
 from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
 from mxtrain.hugging_face.model_config import GENERATION_FILE, YarnScaling, read_generation, read_shape
 from mxtrain.hugging_face.model_files import SavedTensors, new_target
-from mxtrain.run_folder import CONFIG_FILE
 from mxtrain.settings.model_settings import SECTION
 from mxtrain.titan.hugging_face.models import (
     find_model,

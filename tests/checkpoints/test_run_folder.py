@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from mxtrain import run_folder
+from mxtrain.checkpoints import run_folder
+from mxtrain.checkpoints.run_folder import LOCK_FILE, locked
 from mxtrain.errors import ConfigError
-from mxtrain.run_folder import LOCK_FILE, locked
 from mxtrain.settings.read import known_fields
 
 HOLDER = """
 import os, pathlib, sys, time
-from mxtrain.run_folder import locked
+from mxtrain.checkpoints.run_folder import locked
 with locked(pathlib.Path(sys.argv[1])):
     if os.fork() == 0:  # the child is like a dataloader worker, which outlives a killed parent for a while
         print("locked", flush=True)  # and has closed the lock's file
