@@ -1,14 +1,13 @@
 """The six casts and three GEMMs of a quantized linear, measured on a sample of its input and of its output gradient.
 
+A cast to a block format has noise, saturation, underflow, and a range of block scales.
+
     fprop   Y  = X  W^T     casts "fprop_input", "fprop_weight"
     dgrad   dX = dY W       casts "dgrad_grad", "dgrad_weight"
     wgrad   dW = dY^T X     casts "wgrad_grad", "wgrad_input"
 
 After an MXNorm, X stands for X diag(rho) and fprop's and dgrad's W for W diag(gain). Where wgrad's operands are
 Hadamard-transformed before their cast, values and images are those after the transform.
-
-Linears with the same input (wq, wk, wv; w1, w3) share its sample. The first one measures the casts of the input. The
-others take its figures and operands where they have the same recipe and signs.
 
 The operands come from the functions that training calls (``ThreeGEMMs``). Mode "native" is measured through
 the images of mode "emulated", which hold the same values. A dynamic tensor scale is that of the sample.
@@ -21,19 +20,108 @@ With noise of standard deviation s in each of d elements, the denominator is s s
 "FP4 All the Way: Fully Quantized Training of LLMs", arXiv 2505.19115, find that training stalls below sqrt(3).
 """
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from mxtrain.diagnostics.casts import Matrix, MeasuredCast, cast_figures
-from mxtrain.diagnostics.totals import Totals, norms, ratio
+from mxtrain.diagnostics.totals import Totals, count, norm, ratio
+from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
 from mxtrain.formats.matrices import at_least_fp32
 from mxtrain.formats.mxnorm import scale_rows
+from mxtrain.formats.recipe import Recipe
 from mxtrain.nn.three_gemms import ThreeGEMMs
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A matrix before its casts.
+
+    Attributes:
+        values: [R, C], fp32.
+        group: the name of the process group that holds the matrix together; None for a whole matrix.
+    """
+
+    values: torch.Tensor
+    group: str | None = None
+
+    @cached_property
+    def signal(self) -> torch.Tensor:
+        """The square root of the sum of squares, fp64 []."""
+        return norm(self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredCast:
+    """A cast of a matrix [R, C].
+
+    Attributes:
+        image: [R, C], the values that the cast's codes and scales stand for.
+        recipe: of the cast; has a format.
+        dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
+        tiles: square tiles share a scale.
+        tensor_scale: known before the cast; None if it comes from the values, or the format has none.
+    """
+
+    matrix: Matrix
+    image: torch.Tensor
+    recipe: Recipe
+    dim: int
+    tiles: bool = False
+    tensor_scale: float | None = None
+
+    def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile.
+
+        Args:
+            blocks: magnitudes, of which dimension ``dim`` has become two. The second is the block.
+        """
+        amax = blocks.amax(self.dim + 1)
+        if not self.tiles:
+            return amax
+        across = 1 - self.dim
+        tiles = pad(amax, across).unflatten(across, (-1, self.recipe.block_size))
+        of_tiles = tiles.amax(across + 1, keepdim=True).expand_as(tiles).flatten(across, across + 1)
+        return of_tiles.narrow(across, 0, amax.shape[across])
+
+    @cached_property
+    def totals(self) -> Totals:
+        values, recipe = self.matrix.values, self.recipe
+        blocks = values.abs().unflatten(self.dim, (-1, recipe.block_size))
+        amax, tensor_scale = self.block_maxima(blocks), None
+        if self.tensor_scale is not None:
+            tensor_scale = amax.new_tensor(self.tensor_scale)
+        elif recipe.tensor_scaled:
+            tensor_scale = recipe.ops.tensor_scales(largest(amax.amax(), self.matrix.group))
+        scales, tops = recipe.ops.block_scales(amax, recipe, tensor_scale)
+        is_used = amax > 0  # a block of zeros has the smallest scale there is
+        counts = {"nonzero": values != 0, "saturated": blocks > tops.unsqueeze(self.dim + 1)}
+        counts["kept"] = counts["nonzero"] & (self.image != 0)
+        return Totals(
+            {"elements": float(values.numel()), **{name: count(mask) for name, mask in counts.items()}},
+            {"scale": torch.where(is_used, scales, math.inf).amin()},
+            {"scale": torch.where(is_used, scales, -math.inf).amax()},
+            {"signal": self.matrix.signal, "noise": norm(self.image - values)},
+        )
+
+
+def cast_figures(totals: Totals) -> dict[str, float]:
+    """Return the figures of a cast by name. Exponents are those of the block scales of blocks that are not zero."""
+    sums, least, largest, norms = totals
+    figures = {
+        "saturated": ratio(sums["saturated"], sums["elements"]),
+        "underflowed": ratio(sums["nonzero"] - sums["kept"], sums["nonzero"]),
+    }
+    if norms["signal"] > 0 and norms["noise"] > 0:
+        figures["sqnr_db"] = 20 * math.log10(norms["signal"] / norms["noise"])
+    if math.isfinite(least["scale"]):
+        extremes = {"scale_min_exponent": least["scale"], "scale_max_exponent": largest["scale"]}
+        figures |= {name: float(math.frexp(scale)[1] - 1) for name, scale in extremes.items()}  # log2, rounded down
+    return figures
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +134,6 @@ class Input:
         gain: the norm's gain [D]; None without.
         estimate: the norm's estimate; None without an MXNorm.
         group: as in ``Matrix``.
-        casts: those made so far, by GEMM, recipe, mode and signs.
     """
 
     x: torch.Tensor
@@ -54,7 +141,6 @@ class Input:
     gain: torch.Tensor | None = None
     estimate: RMSEstimate | None = None
     group: str | None = None
-    casts: dict[tuple, MeasuredCast] = field(default_factory=dict)
 
     @cached_property
     def matrix(self) -> Matrix:
@@ -78,10 +164,8 @@ class Gradient:
     draws: torch.Tensor | None = None
 
 
-def products_and_casts(
-    gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
-) -> tuple[dict[str, Totals], dict[str, MeasuredCast]]:
-    """Measure a linear's GEMMs, and make its casts for ``cast_totals``; by name. GEMMs without a format are left out.
+def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient) -> dict[str, Totals]:
+    """Measure a linear's GEMMs ("fprop") and casts ("fprop_input"), by name. GEMMs without a format are left out.
 
     Args:
         gemms: recipe, mode and split of the linear.
@@ -89,16 +173,11 @@ def products_and_casts(
     """
     if gemms.mode == "native":
         gemms = replace(gemms, mode="emulated")
-    by_gemm = _casts(gemms, given, weight, gradient)
-    if not by_gemm:
-        return {}, {}
-    found = product_totals({gemm: tuple(casts.values()) for gemm, casts in by_gemm.items()})
-    casts = {f"{gemm}_{name}": cast for gemm, of_gemm in by_gemm.items() for name, cast in of_gemm.items()}
-    fprop, dgrad, _ = gemms.recipe.gemms
-    if fprop.weight_tiles and fprop == dgrad:
-        # A tile is the same block along either axis: one measurement serves both names.
-        casts["dgrad_weight"] = casts["fprop_weight"]
-    return found, casts
+    found = {}
+    for gemm, casts in _casts(gemms, given, weight, gradient).items():
+        found[gemm] = product_totals(*casts.values())
+        found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items()}
+    return found
 
 
 def linear_figures(found: dict[str, Totals]) -> dict[str, float]:
@@ -126,8 +205,7 @@ def _casts(
     recipe, split = gemms.recipe, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
     fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
-    # Never the weight itself: casts are measured later, and FSDP2 frees the memory of the gathered one.
-    w_values = weight.to(torch.float32, copy=True) if given.gain is None else at_least_fp32(weight) * given.gain
+    w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
     weights = gemms.quantize_weights([weight], given.gain)
     dy_rows, dy_columns = gemms.quantize_gradients([dy], dgrad, wgrad, signs, [draws])
@@ -139,63 +217,37 @@ def _casts(
         of_w = MeasuredCast(w, weights[0].data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
         found["dgrad"] = {"grad": MeasuredCast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
-        grad, of_x = _along_tokens(gemms, given, grad, signs)
-        found["wgrad"] = {"grad": MeasuredCast(grad, dy_columns.data.t(), recipe.wgrad, 0), "input": of_x}
+        x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs)
+        casts = {"grad": (grad, dy_columns), "input": (given.matrix, x_columns)}
+        found["wgrad"] = {
+            name: MeasuredCast(_along_tokens(matrix, recipe.wgrad, signs), operand.data.t(), recipe.wgrad, 0)
+            for name, (matrix, operand) in casts.items()
+        }
     return found
 
 
 def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     """The cast of fprop's input."""
-    fprop, mode, estimate = gemms.recipe.fprop, gemms.mode, given.estimate
-    key = ("fprop", fprop, mode)
-    if key not in given.casts:
-        static = None
-        if estimate is None:
-            operand = gemms.quantize_activation(given.x)
-        else:
-            operand = fprop.ops.normalize(given.x, estimate, fprop, mode)[0]
-            static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
-        given.casts[key] = MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
-    return given.casts[key]
+    fprop, estimate = gemms.recipe.fprop, given.estimate
+    if estimate is None:
+        return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1)
+    operand = fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[0]
+    static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
+    return MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
 
 
-def _along_tokens(
-    gemms: ThreeGEMMs, given: Input, grad: Matrix, signs: torch.Tensor | None
-) -> tuple[Matrix, MeasuredCast]:
-    """The output gradient as wgrad casts it, and the cast of wgrad's input."""
-    wgrad, mode = gemms.recipe.wgrad, gemms.mode
-    key = ("wgrad", wgrad, mode, signs)
-    is_new = key not in given.casts
-    matrices = [grad, given.matrix] if is_new else [grad]
-    if wgrad.hadamard:
-        matrices = _transformed(matrices, signs)
-    if is_new:
-        operand = gemms.quantize_along_tokens(given.x, given.rho, signs)
-        given.casts[key] = MeasuredCast(matrices[1], operand.data.t(), wgrad, 0)
-    return matrices[0], given.casts[key]
+def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:
+    """A matrix as wgrad casts it: after the Hadamard transform if there is one."""
+    if not wgrad.hadamard:
+        return matrix
+    return Matrix(hadamard(pad(matrix.values, 0), unpack_signs(signs), 0), matrix.group)
 
 
-def _transformed(matrices: list[Matrix], signs: torch.Tensor) -> list[Matrix]:
-    """The Hadamard transforms of matrices along tokens, from one calculation."""
-    joined = torch.cat([matrix.values for matrix in matrices], 1)
-    parts = hadamard(pad(joined, 0), unpack_signs(signs), 0).split([m.values.shape[1] for m in matrices], 1)
-    # A single tensor with gaps between its rows would make ``norms`` of all tensors slow.
-    return [Matrix(values.contiguous(), matrix.group) for values, matrix in zip(parts, matrices)]
-
-
-def product_totals(gemms: dict[str, tuple[MeasuredCast, MeasuredCast]]) -> dict[str, Totals]:
-    """Compare the product of the images of two casts with that of their matrices, both fp32; by name of the GEMM."""
-    exact, quantized = [], []
-    for casts in gemms.values():
-        values = (_reduced_last(cast.matrix.values, cast.dim) for cast in casts)
-        images = (_reduced_last(cast.image, cast.dim) for cast in casts)
-        exact.append(matmul(*values, torch.float32))
-        quantized.append(matmul(*images, torch.float32))
-    measured = norms([*exact, *torch._foreach_sub(quantized, exact)])
-    return {
-        gemm: Totals({}, {}, {}, {"signal": signal, "noise": noise})
-        for gemm, signal, noise in zip(gemms, measured, measured[len(gemms) :])
-    }
+def product_totals(a: MeasuredCast, b: MeasuredCast) -> Totals:
+    """Compare the product of the images of two casts with that of their matrices, both fp32."""
+    exact = matmul(*(_reduced_last(cast.matrix.values, cast.dim) for cast in (a, b)), torch.float32)
+    quantized = matmul(*(_reduced_last(cast.image, cast.dim) for cast in (a, b)), torch.float32)
+    return Totals({}, {}, {}, {"signal": norm(exact), "noise": norm(quantized - exact)})
 
 
 def _reduced_last(x: torch.Tensor, dim: int) -> torch.Tensor:

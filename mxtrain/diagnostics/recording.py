@@ -10,8 +10,7 @@ The pass leaves no trace: quantized linears and experts make no gradients of the
 removed; random number generators and buffers get their values back; the trainer sets the position of stochastic
 rounding before every microbatch. Training gives the same bits with diagnostics and without.
 
-A linear makes its casts and products when its output gradient arrives: FSDP2 has its weight gathered then. Linears that
-get the same tensor share its sample until the last of them has done so. Casts of several linears are measured together.
+A linear makes its casts and products when its output gradient arrives: FSDP2 has its weight gathered then.
 
 Hooks see a module's first forward, not the one that checkpointing repeats. So they may not use operations whose results
 selective checkpointing keeps, such as products: it would give them to the repeated forward.
@@ -26,14 +25,12 @@ from functools import lru_cache, partial, reduce
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxtrain.analysis.metrics_file import NUMERICS
 from mxtrain.analysis.numerics import MODEL
 from mxtrain.conversion.survey import matches
-from mxtrain.diagnostics.casts import MeasuredCast, cast_totals
 from mxtrain.diagnostics.experts import expert_figures, expert_totals, router_figures, router_totals
-from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, norm_to_noise, products_and_casts
+from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, linear_totals, norm_to_noise
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
@@ -51,10 +48,6 @@ FQNS = "mxnorm.diagnostics.fqns"
 NORM, EXPERTS, ROUTER = "norm", "experts", "router"
 _FIGURES = {NORM: norm_figures, EXPERTS: expert_figures, ROUTER: router_figures}
 
-CASTS_AT_ONCE = 2**26
-"""
-Casts are measured together once they have this many elements, and the rest at the end. An element takes up to 16 bytes
-"""
 GROUP = LONGEST_BLOCK
 """Tokens in a group. Wgrad casts in blocks along tokens, so groups begin where blocks do"""
 
@@ -106,10 +99,7 @@ class Numerics:
         self._hooks += [(module, partial(self._after_router, fqn)) for fqn, module in watched if fqn in routers]
         self._found: dict[tuple[str, str], Totals] = {}
         self._seen: set[str] = set()
-        # By the tensor that a linear gets; of a norm's result, by its rho, which is new in every forward.
-        self._inputs = WeakTensorKeyDictionary()
         self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
-        self._casts: dict[tuple[str, str], MeasuredCast] = {}  # those not yet measured
 
     def is_due(self, step: int) -> bool:
         return step % self.every == 0
@@ -125,8 +115,7 @@ class Numerics:
         """Measure one forward and backward inside of the context, and undo what they change."""
         self._found, self._seen = {}, set()
         with ExitStack() as stack:
-            for kept in (self._inputs, self._pending, self._casts):
-                stack.callback(kept.clear)
+            stack.callback(self._pending.clear)
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(kept_buffers(self._parts))
@@ -136,7 +125,6 @@ class Numerics:
                 # Before the hooks of tensor parallelism, which make DTensors of the results.
                 stack.callback(module.register_forward_hook(hook, prepend=True, with_kwargs=True).remove)
             yield
-            self._measure_casts()
 
     def _attributes_of_a_pass(self) -> Iterator[tuple[object, str, object]]:
         modules = [module for part in self._parts for module in part.modules()]
@@ -184,25 +172,14 @@ class Numerics:
         index = sampled_tokens(len(rows), self.tokens, rows.device)
         if len(index):
             signs = x.signs if isinstance(x, NormedInput) and x.signs is not None else linear.signs(rows.device)
-            self._pending[fqn] = self._input(linear, x, rows, index), signs
-            # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
-            y.grad_fn.register_prehook(partial(self._at_gradient, fqn, linear, index))
-
-    def _input(
-        self, linear: QuantizedLinear, x: torch.Tensor | NormedInput, rows: torch.Tensor, index: torch.Tensor
-    ) -> Input:
-        """The sample of a linear's input, the same for all linears that get this tensor."""
-        source = x.rho if isinstance(x, NormedInput) else x
-        samples = self._inputs.setdefault(source, {})
-        made_from = (source._version, compute_dtype(source), linear.split.x)
-        if made_from not in samples:
             if isinstance(x, NormedInput):
                 gain = None if x.gain is None else x.gain.clone()  # FSDP2 frees the memory of the gathered one
-                new = Input(rows[index], x.rho[index], gain, x.made_by.estimate, linear.split.x)
+                given = Input(rows[index], x.rho[index], gain, x.made_by.estimate, linear.split.x)
             else:
-                new = Input(rows[index].to(compute_dtype(x)), group=linear.split.x)
-            samples[made_from] = new
-        return samples[made_from]
+                given = Input(rows[index].to(compute_dtype(x)), group=linear.split.x)
+            self._pending[fqn] = given, signs
+            # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
+            y.grad_fn.register_prehook(partial(self._at_gradient, fqn, linear, index))
 
     def _at_gradient(self, fqn: str, linear: QuantizedLinear, index: torch.Tensor, gradients) -> None:
         given, signs = self._pending.pop(fqn)
@@ -213,11 +190,8 @@ class Numerics:
             draws = linear.draws(dy.device)
         with torch.no_grad():
             gradient = Gradient(dy.reshape(-1, dy.shape[-1])[index], signs, draws)
-            found, casts = products_and_casts(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
+            found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
         self._found |= {(fqn, name): totals for name, totals in found.items()}
-        self._casts |= {(fqn, name): cast for name, cast in casts.items()}
-        if sum(cast.image.numel() for cast in {*self._casts.values()}) >= CASTS_AT_ONCE:
-            self._measure_casts()
 
     def _after_experts(self, fqn: str, experts: QuantizedExperts, args: tuple, kwargs: dict, y: torch.Tensor) -> None:
         if y.requires_grad and experts.recipe.quantizes and self._is_new(fqn):
@@ -241,11 +215,6 @@ class Numerics:
                     self._found[fqn, ROUTER] = router_totals(router, x, bias, chosen)
 
             scores.grad_fn.register_prehook(at_gradient)
-
-    @torch.no_grad()
-    def _measure_casts(self) -> None:
-        self._found |= cast_totals(self._casts)
-        self._casts.clear()
 
 
 def router_beside(experts: str) -> str:

@@ -1,7 +1,6 @@
 """What is kept of a measurement: values that can be combined over batches and processes without any error."""
 
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,30 +46,17 @@ def numbers(found: dict[tuple, Totals]) -> dict[tuple, Totals]:
     return {key: Totals(*(as_numbers(values) for values in totals)) for key, totals in found.items()}
 
 
-def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the square root of the sum of squares of every fp32 tensor, fp64 []. No square overflows or underflows.
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """Return the square root of the sum of squares of an fp32 tensor, fp64 []. No square overflows or underflows.
 
-    On a GPU, ``torch.linalg.vector_norm`` would copy every tensor to fp64 first. This function reads them as they are,
-    in one launch.
+    On a GPU, ``torch.linalg.vector_norm`` would copy the tensor to fp64 first.
     """
-    return torch._foreach_norm(tensors, 2, torch.float64)
+    return torch._foreach_norm([x], 2, torch.float64)[0]
 
 
-def count_where(compare: Callable, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return for how many elements ``compare`` (such as ``torch.gt``) holds, for every pair of tensors, fp64 [].
-
-    Args:
-        pairs: the first tensor is fp32, of the shape of the comparison.
-    """
-    # On a GPU, ``torch.count_nonzero`` takes three kernels a mask, and copies the mask to int64. This takes one a mask
-    # and one launch for all sums. A sum of zeros and ones is exact in fp64.
-    masks = [compare(a, b, out=torch.empty_like(a)) for a, b in pairs]
-    return torch._foreach_norm(masks, 1, torch.float64)
-
-
-def maxima(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the largest element of every tensor, [], in one launch on a GPU. Tensors with a NaN give NaN."""
-    return torch._foreach_max(tensors)
+def count(mask: torch.Tensor) -> torch.Tensor:
+    """Return how many elements of a mask are true, fp64 [], exact. ``torch.count_nonzero`` copies the mask to int64."""
+    return torch._foreach_norm([mask.float()], 1, torch.float64)[0]
 
 
 def ratio(part: float, whole: float) -> float:

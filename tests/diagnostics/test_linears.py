@@ -1,28 +1,28 @@
 """The figures of a layer against the layer itself: its forward and backward give what the figures are about."""
 
 import math
-from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-from mxtrain.diagnostics import casts as measured_casts
-from mxtrain.diagnostics.casts import Matrix, MeasuredCast
+from mxtrain.diagnostics import linears
 from mxtrain.diagnostics.linears import (
     Gradient,
     Input,
+    Matrix,
+    MeasuredCast,
+    cast_figures,
     linear_figures,
     norm_to_noise,
     product_totals,
-    products_and_casts,
 )
 from mxtrain.diagnostics.totals import Totals, combined, numbers
-from mxtrain.formats.mxfp8.ops import MXFP8Ops
-from mxtrain.formats.nvfp4.ops import NVFP4Ops
+from mxtrain.formats import mx as casts
+from mxtrain.formats.mxnorm import block_amax
+from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
-from mxtrain.nn.three_gemms import ThreeGEMMs
 from mxtrain.rng.rounding import set_rounding_step
 
 RECIPES = ("mxfp8", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
@@ -38,8 +38,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def linear_totals(linear, given: Input, gradient: Gradient) -> dict[str, Totals]:
-    found, casts = products_and_casts(linear.gemms(gradient.dy.device), given, linear.weight.detach(), gradient)
-    return numbers(found | measured_casts.cast_totals(casts))
+    return numbers(linears.linear_totals(linear.gemms(gradient.dy.device), given, linear.weight.detach(), gradient))
 
 
 def measured(linear, given: Input, dy: torch.Tensor) -> dict[str, float]:
@@ -104,68 +103,9 @@ def test_ranges_of_block_scales_and_shares():
     assert figures["dgrad_grad_scale_max_exponent"] == figures["dgrad_weight_scale_max_exponent"] == 0
 
 
-def counted(calls: list, function, *args):
-    calls.append(args[0])
-    return function(*args)
-
-
-@pytest.mark.parametrize("gain", (None, torch.linspace(0.5, 2, 64)))
-def test_casts_are_measured_alike_after_the_memory_of_the_weight_is_used_again(gain):
-    """FSDP2 does so after the backward of a layer."""
-    torch.manual_seed(0)
-    linear, dy = MXLinear(64, 96, bias=False, mode="reference"), torch.randn(32, 96)
-    given = Input(torch.randn(32, 64), gain=gain)
-    expected = linear_totals(linear, given, Gradient(dy))
-    found, casts = products_and_casts(linear.gemms(dy.device), given, linear.weight.detach(), Gradient(dy))
-    with torch.no_grad():
-        linear.weight.zero_()
-    assert numbers(found | measured_casts.cast_totals(casts)) == expected
-
-
-SHARED = ("mxfp8", "nvfp4", "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4")
-
-
-@pytest.mark.parametrize("recipe", SHARED)
-def test_linears_that_share_an_input_have_the_figures_of_each_alone(recipe, monkeypatch):
-    """The second linear has the first one's recipe and signs, the third other signs, the fourth another recipe."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(64, 64) * torch.logspace(-1, 1, 64), torch.randn(64, 96)
-    norm = MXNorm(64, recipe=recipe, mode="reference")
-    rho, gain = norm(x).rho, norm.weight.detach()
-    linears = [MXNormLinear(64, 96, bias=False, recipe=r, mode="reference") for r in (*[recipe] * 3, "mxfp8")]
-    linears[2].set_seed(0, "another")
-    gradients = [Gradient(dy, linear.signs(dy.device), linear.draws(dy.device)) for linear in linears]
-    gradients[1] = replace(gradients[1], signs=gradients[0].signs)
-
-    alone = [linear_totals(linear, Input(x, rho, gain, norm.estimate), g) for linear, g in zip(linears, gradients)]
-    casts = []
-    for owner, name in ((MXFP8Ops, "normalize"), (NVFP4Ops, "normalize"), (ThreeGEMMs, "quantize_along_tokens")):
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, function=function: counted(casts, function, *args))
-    given = Input(x, rho, gain, norm.estimate)
-    made = []
-    for linear, gradient, expected in zip(linears, gradients, alone):
-        assert linear_totals(linear, given, gradient) == expected
-        made.append(len(casts))
-    first, last = linears[0].recipe, linears[3].recipe
-    of_third, of_fourth = first.wgrad.hadamard, (first.fprop != last.fprop) + (first.wgrad != last.wgrad)
-    assert made == [2, 2, 2 + of_third, 2 + of_third + of_fourth]
-
-
-@pytest.mark.parametrize("recipe, count", [("nvfp4", 5), ("fprop=nvfp4, dgrad=nvfp4_dynamic, wgrad=nvfp4", 6)])
-def test_weights_in_tiles_are_measured_once_for_both_directions(recipe, count, monkeypatch):
-    torch.manual_seed(0)
-    linear, calls = MXLinear(64, 96, bias=False, recipe=recipe, mode="reference"), []
-    monkeypatch.setattr(measured_casts, "_measure", partial(counted, calls, measured_casts._measure))
-    figures = measured(linear, Input(torch.randn(32, 64)), torch.randn(32, 96))
-    assert sum(len(casts) for casts in calls) == count
-    names = [name for name in figures if name.startswith("fprop_weight")]
-    assert len(names) == 5 and all(figures[name] == figures[name.replace("fprop", "dgrad")] for name in names)
-
-
 def totals_of_product(a, b, b_cast):
-    casts = [MeasuredCast(Matrix(values), image, None, 1) for values, image in ((a, a), (b, b_cast))]
-    return numbers(product_totals({"fprop": tuple(casts)}))["fprop"]
+    pairs = ((a, a), (b, b_cast))
+    return numbers({"": product_totals(*(MeasuredCast(Matrix(values), image, None, 1) for values, image in pairs))})[""]
 
 
 def test_the_error_of_a_product_by_hand():
@@ -176,3 +116,73 @@ def test_the_error_of_a_product_by_hand():
     assert norm_to_noise(totals) == pytest.approx(5.0)
     exact = totals_of_product(*[torch.eye(2)] * 3)
     assert linear_figures({"fprop": exact})["fprop_error"] == 0.0 and norm_to_noise(exact) == math.inf
+
+
+# Casts
+
+FLOOR, RCEIL, NVFP4 = get_recipe("mxfp8", scale_rounding="floor"), get_recipe("mxfp8"), get_recipe("nvfp4")
+
+
+def totals_of(values, recipe, image, dim=1, **options):
+    return numbers({"": MeasuredCast(Matrix(values), image, recipe, dim, **options).totals})[""]
+
+
+def test_a_block_by_hand():
+    """FLOOR takes 2^0 as the scale of a block with maximum 511. E4M3 ends at 448 and begins at 2^-9."""
+    values = torch.zeros(2, 32)
+    values[0, :4] = torch.tensor([511.0, 448.0, -1.0, 2.0**-12])
+    totals = totals_of(values, FLOOR, casts.image(values, FLOOR.format, "floor", 1, torch.float32))
+    figures = cast_figures(totals)
+    assert figures["saturated"] == 1 / 64
+    assert figures["underflowed"] == 1 / 4
+    assert (figures["scale_min_exponent"], figures["scale_max_exponent"]) == (0, 0)  # the second block is zero
+    signal, noise = 511.0**2 + 448.0**2 + 1 + 2.0**-24, 63.0**2 + 2.0**-24
+    assert figures["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise))
+
+
+@pytest.mark.parametrize("recipe", (RCEIL, FLOOR))
+def test_mxfp8_scales_are_those_of_the_cast(recipe):
+    torch.manual_seed(0)
+    values = torch.randn(16, 128) * torch.logspace(-20, 20, 16).unsqueeze(1)
+    scales, tops = recipe.ops.block_scales(block_amax(values, 32), recipe)
+    assert torch.equal(scales, casts.cast(values, recipe.format, recipe.scale_rounding)[1].float())
+    assert torch.equal(tops, scales * 448)
+    assert (values.view(16, 4, 32).abs() <= tops.unsqueeze(-1)).all() == (recipe is RCEIL)
+
+
+@pytest.mark.parametrize("tiles", (False, True))
+def test_nvfp4_scales_are_those_of_the_cast(tiles):
+    torch.manual_seed(0)
+    values = torch.randn(24, 64) * torch.logspace(-3, 1, 24).unsqueeze(1)
+    scale = nvfp4.power_of_two_tensor_scale(values)
+    codes, expected = (nvfp4.cast_tiles if tiles else nvfp4.cast)(values, scale)
+    image = nvfp4.dequantize(codes, expected, scale)
+    cast = MeasuredCast(Matrix(values), image, NVFP4, 1, tiles)
+    maxima = cast.block_maxima(values.abs().unflatten(1, (-1, 16)))
+    scales, tops = NVFP4.ops.block_scales(maxima, NVFP4, scale)
+    assert torch.equal(scales, expected.float()) and torch.equal(tops, 6 * (scales * scale))
+    totals = totals_of(values, NVFP4, image, tiles=tiles)
+    assert totals == totals_of(values, NVFP4, image, tiles=tiles, tensor_scale=scale.item())
+    assert totals == totals_of(values.t(), NVFP4, image.t(), 0, tiles=tiles)
+    figures = cast_figures(totals)
+    above = values.view(24, 4, 16).abs() > 6 * (scales * scale).unsqueeze(-1)
+    assert figures["saturated"] == above.sum().item() / 1536 > 0
+    assert 10 < figures["sqnr_db"] < 25 and figures["scale_max_exponent"] <= 8
+
+
+def test_totals_of_two_parts_are_those_of_the_whole():
+    torch.manual_seed(0)
+    values = torch.randn(8, 64) * torch.logspace(-6, 0, 8).unsqueeze(1)
+    image = casts.image(values, RCEIL.format, "rceil", 1, torch.float32)
+    parts = combined(totals_of(values[:3], RCEIL, image[:3]), totals_of(values[3:], RCEIL, image[3:]))
+    assert cast_figures(parts) == pytest.approx(cast_figures(totals_of(values, RCEIL, image)))
+
+
+def test_zeros_a_nan_and_casts_without_noise():
+    ones, zeros = torch.ones(1, 32), torch.zeros(1, 32)
+    assert "sqnr_db" not in cast_figures(totals_of(ones, RCEIL, ones))
+    assert cast_figures(totals_of(zeros, RCEIL, zeros)) == {"saturated": 0.0, "underflowed": 0.0}
+    values = torch.zeros(1, 64)
+    values[0, 0], values[0, 40] = math.nan, 448.0
+    figures = cast_figures(totals_of(values, RCEIL, casts.image(values, RCEIL.format, "rceil", 1, torch.float32)))
+    assert figures == {"saturated": 0, "underflowed": 0, "scale_min_exponent": 0, "scale_max_exponent": 0}

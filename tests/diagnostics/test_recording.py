@@ -1,7 +1,6 @@
 """Diagnostics in training: they change nothing, and they measure every module that is swapped."""
 
 import copy
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,9 +13,6 @@ from torch.distributed.fsdp import fully_shard
 import mxtrain
 from mxtrain.analysis.metrics_file import NUMERICS as PREFIX
 from mxtrain.analysis.numerics import by_figure
-from mxtrain.diagnostics import recording
-from mxtrain.diagnostics.casts import cast_totals
-from mxtrain.diagnostics.linears import products_and_casts
 from mxtrain.diagnostics.recording import Numerics, check_patterns, figures_of, sampled_tokens
 from mxtrain.diagnostics.totals import numbers
 from mxtrain.errors import ConfigError
@@ -121,21 +117,6 @@ def test_experts_get_no_gradients_and_change_the_figures_of_no_other_layer(model
     assert all(p.grad is not None for p in experts.parameters())
 
 
-def test_casts_are_measured_together_up_to_a_size(model, monkeypatch):
-    x, found = torch.randn(2, 32, 64), []
-    expected = measure(model, x)
-
-    def counted(casts):
-        found.append(len(casts))
-        return cast_totals(casts)
-
-    monkeypatch.setattr(recording, "CASTS_AT_ONCE", 40_000)
-    monkeypatch.setattr(recording, "cast_totals", counted)
-    set_rounding_step(0)
-    assert measure(model, x) == expected
-    assert [size for size in found if size] == [12, 12]
-
-
 def test_as_many_sequences_as_hold_the_tokens_are_taken(model):
     batch, positions = torch.arange(8 * 48).view(8, 48), [3]
     for tokens, count in ((48, 1), (64, 2), (4096, 8)):
@@ -199,40 +180,6 @@ def test_weights_that_a_validation_leaves_whole_keep_no_gradients_of_the_pass(mo
         assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
     finally:
         dist.destroy_process_group()
-
-
-class Pairs(nn.Module):
-    """Two blocks, whose linears share an input two by two."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
-        self.pairs = nn.ModuleList(nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2)) for _ in range(2))
-
-    def forward(self, x):
-        for norm, (left, right) in zip(self.norms, self.pairs):
-            y = norm(x)
-            x = x + left(y) * torch.sigmoid(right(y))
-        return x
-
-
-def test_a_shared_sample_is_freed_after_its_last_linear(monkeypatch):
-    model, samples, alive = Pairs(), [], []
-    mxtrain.convert(model, example_inputs=(torch.randn(1, 32, 64),), mode="reference", filter_fqns=[])
-
-    def measured(gemms, given, *others):
-        samples.append(weakref.ref(given))
-        alive.append(len({sample() for sample in samples} - {None}))
-        return products_and_casts(gemms, given, *others)
-
-    monkeypatch.setattr(recording, "products_and_casts", measured)
-    numerics = Numerics(1, None, 64, [model])
-    x = torch.randn(2, 32, 64)
-    with numerics.recording():
-        loss = model(x).sum()
-        loss.backward()
-    assert alive == [1, 1, 1, 1]
-    assert [sample() for sample in samples] == [None] * 4 and loss.grad_fn is not None
 
 
 CPU = torch.device("cpu")
