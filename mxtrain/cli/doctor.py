@@ -1,18 +1,25 @@
 """``mxtrain doctor``: this machine and the modes that run on it, or what a config's model takes."""
 
 import argparse
+import math
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
 import mxtrain
+from mxtrain.cli.console import hide_library_warnings
+from mxtrain.errors import ConfigError
 
 PACKAGES = ("torch", "torchtitan", "torchao", "triton", "wandb")
 _NOT_TESTED = "; not tested"
+OPTIMIZER_STATES = 2
+"""Tensors of a weight's shape and dtype that Adam and AdamW keep: the means of the gradient and of its square"""
 
 
 def add(commands) -> None:
@@ -24,7 +31,7 @@ def add(commands) -> None:
 Print versions, devices, and which execution modes run on this machine, which mode = "auto" takes, and why.
 
   mxtrain doctor
-  mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory per GPU, multiplications, conversion
+  mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory, multiplications, conversion
 """,
     )
     parser.set_defaults(run=_doctor)
@@ -38,9 +45,7 @@ Print versions, devices, and which execution modes run on this machine, which mo
 
 def _doctor(options) -> int:
     if options.model is not None:
-        from mxtrain.cli import doctor_model  # takes seconds
-
-        print(doctor_model.report(options.model))
+        print(model_report(options.model))
         return 0
     from mxtrain.analysis.tables import titled
     from mxtrain.formats.hardware import default_device_type, describe_modes, resolve_mode
@@ -123,3 +128,93 @@ def nvidia_gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listing.stdout, flags=re.MULTILINE)
+
+
+def model_report(arguments: list[str]) -> str:
+    """Return the report on the model of a config file, which ``arguments`` name before the flags of training.
+
+    The model is built on the meta device, without its memory.
+
+    Raises ConfigError for mistakes in the settings, a layout that does not fit the model, and a model that cannot be
+    converted.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError("--model: CONFIG is missing: give a TOML file, and any flags after it")
+    config, *flags = arguments
+    hide_library_warnings()
+    from mxtrain.settings.read import places
+
+    # This machine may lack the mode of the training, which changes nothing here.
+    words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
+    with places(words):
+        return "\n\n".join(_sections(words))
+
+
+def _sections(words: list[str]) -> Iterator[str]:
+    from mxtrain.analysis.tables import titled
+    from mxtrain.conversion.weights import find_weights, weight_uses
+    from mxtrain.settings.fields import raise_first
+    from mxtrain.settings.machine import layout_problems, pipeline_problems
+    from mxtrain.settings.mxnorm_section import schedule_in
+    from mxtrain.settings.read import read_settings
+    from mxtrain.titan.converters import convert_on_meta
+    from mxtrain.titan.job_config import check_model, job_config_of
+    from mxtrain.titan.releases import engine
+
+    settings = read_settings(words)
+    check_model(settings.values)
+    job_config = job_config_of(settings)
+    raise_first(pipeline_problems(settings), settings)
+    engine().check_model_layout(settings, has_gpus=True)
+    raise_first(layout_problems(settings, _fewest_processes(job_config.parallelism)), settings)
+    model, name = engine().build_on_meta(job_config), job_config.model.name
+    modules = {engine().saved_name(fqn): module for fqn, module in model.named_modules()}
+    if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules]:
+        raise ConfigError(
+            f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
+        )
+    weights, total = find_weights(modules), sum(p.numel() for p in model.parameters())  # a tied weight counts once
+    outer = {p: p.numel() for name in ("tok_embeddings", "output") for p in modules[name].parameters()}
+    idle = sum(math.prod(weight.shape) * (1 - weight.share) for weight in weights.values())
+    rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
+    rows += [("used by one token", f"{round(total - idle):,}")] if idle else []
+    size = 4 if job_config.training.dtype == "float32" else 2
+    gib = (2 + OPTIMIZER_STATES) * size * total / 2**30
+    rows.append(
+        ("memory", f"{gib:,.1f} GiB of weights, gradients and {job_config.optimizer.name} states, which FSDP shards")
+    )
+    yield titled(f"{name} {job_config.model.flavor}", rows)
+    plans = convert_on_meta(job_config, model)
+    uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
+    uses = uses or weight_uses(weights, {}, {})
+    total = sum(use.multiplications for use in uses.values())
+    low = sum(use.multiplications * use.quantized for use in uses.values())
+    rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
+    rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
+    yield titled("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
+    for name, plan in plans.items():
+        if plan is None:
+            yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
+        else:
+            yield f"{name}: {plan.headline}\n{_grouped(plan.details)}"
+    engine().try_plan(model, job_config)  # at last, because it splits the model
+    if entries := schedule_in(job_config):
+        yield "\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)])
+
+
+def _fewest_processes(parallelism) -> int:
+    """Return the smallest number of processes that the degrees allow."""
+    context_tensor = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
+    experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
+    shards = parallelism.data_parallel_shard_degree
+    if shards == -1:
+        shards = experts // math.gcd(experts, context_tensor)
+    replicas, pipeline = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
+    return shards * replicas * pipeline * context_tensor
+
+
+def _grouped(details: str) -> str:
+    """Join the lines of a conversion that differ in the number of the layer only."""
+    counts = Counter(re.sub(r"\blayers\.\d+\b", "layers.*", line.strip()) for line in details.splitlines())
+    width = max((len(str(count)) for count in counts.values()), default=0)
+    return "\n".join(f"  {count:>{width}} x  {line}" for line, count in counts.items())

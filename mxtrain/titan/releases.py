@@ -29,8 +29,6 @@ class Engine(Protocol):
     """``TrainingRun`` over TorchTitan's trainer"""
     SizedModel: type
     """A model by its sizes, as export and import see it"""
-    FSDP_ON_ONE_PROCESS: bool
-    """Whether one process gathers weights, too"""
     with_mxtrain: Callable
     """Gives mxtrain to the spec of a user's own model"""
 

@@ -1,4 +1,7 @@
 import platform
+import re
+import resource
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ import torch
 from mxtrain import cli
 from mxtrain.cli import doctor
 from mxtrain.formats.hardware import MODES
+from tests.support.releases import only_022
 
 
 def test_doctor_prints_versions_devices_and_modes(capsys):
@@ -93,3 +97,81 @@ def test_a_missing_package_and_a_checkout_that_was_never_installed(monkeypatch):
 
     monkeypatch.setattr(doctor, "requires", not_installed)
     assert doctor.package_version("torch") == version("torch")
+
+
+# --model
+
+DEBUG = "train_configs/llama3_debug.toml"
+
+
+def test_the_report_of_8b_and_its_flags(capsys):
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    assert cli.main(["doctor", "--model", "train_configs/llama3_8b.toml", "--mxnorm.p", "1"]) == 0
+    text = capsys.readouterr().out
+    assert time.monotonic() - start < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6, "KiB: no weight got memory"
+    total, blocks, head = 8_030_261_248, 32 * 218_103_808, 128256 * 4096
+    assert f"parameters               {total:,}\n" in text
+    assert f"without embedding, head  {total - 2 * head:,}\n" in text
+    assert f"low precision  {blocks:,} ({blocks / (blocks + head):.1%})" in text
+    assert f"high           {head:,} (" in text and f"all            {blocks + head:,};" in text
+    assert f"memory                   {16 * total / 2**30:,.1f} GiB of weights, gradients and AdamW states" in text
+    assert "32 x  layers.*.attention_norm -> layers.*.attention.wq, layers.*.attention.wk, layers.*.attention" in text
+    assert "1 x  kept: output: is the output head" in text
+
+
+SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe = "wgrad=bf16"}']
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        (["--model_args.n_layers=3", "--model.converters="], ["  high           ", "low precision  0 (0.0%)"]),
+        (["--model.converters=fused_norm"], ["fused_norm: 13 norms swapped, 0 kept"]),
+        pytest.param(["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  left out here: not a con"],
+                     marks=only_022),
+        (["--mxnorm.mode=native"], ["mode reference on cpu" if not torch.cuda.is_available() else "mode "]),
+        (SCHEDULE, ["precision schedule\n  steps 3 to 100: wgrad=bf16 in layers.0 (mxnorm.schedule[0])\n"]),
+        (["--model_args.enable_weight_tying", "--parallelism.tensor_parallel_degree=2"], ["kept: output: is the out"]),
+        (["--parallelism.data_parallel_replicate_degree=2", "--training.dtype=bfloat16"], ["memory  "]),
+    ],
+)  # fmt: skip
+def test_flags_decide(flags, expected, capsys):
+    assert cli.main(["doctor", "--model", DEBUG, *flags]) == 0
+    text = capsys.readouterr().out
+    for words in expected:
+        assert words in text
+
+
+def test_experts_are_counted_as_a_token_uses_them(capsys):
+    assert cli.main(["doctor", "--model", "train_configs/qwen3_moe_debug.toml"]) == 0
+    text = capsys.readouterr().out
+    counts = {name: int(n.replace(",", "")) for name, n in re.findall(r"^  (\D+?)  +([\d,]+)$", text, re.M)}
+    assert counts["used by one token"] == counts["parameters"] - 4 * 12 * 3 * 256 * 256
+
+
+@pytest.mark.parametrize(
+    "arguments, facts",
+    [
+        ([], ["--model: CONFIG is missing"]),
+        (["--mxnorm.p", "1"], ["--model: CONFIG is missing"]),
+        (["no.toml"], ["'no.toml' does not exist"]),
+        ([DEBUG, "--model_args.n_heads=3"], ["model_args.n_heads = 3", "dim = 256"]),
+        ([DEBUG, "--mxnorm.filter_fqns=outputs"], ["mxnorm.filter_fqns", "'outputs'"]),
+        ([DEBUG, "--parallelism.tensor_parallel_degree=3"], ["does not divide the 16 heads of llama3 debugmodel"]),
+        ([DEBUG, "--parallelism.tensor_parallel_degree=16"],
+         ["parallelism.tensor_parallel_degree = 16", "256 of ", "attention.wq", "blocks of 32", "a divisor of 8"]),
+        pytest.param(
+            [DEBUG, "--parallelism.context_parallel_degree=2", "--training.seq_len=96", "--validation.no-enable"],
+            ["training.seq_len = 96", "128", "parallelism.context_parallel_degree = 2"], marks=only_022,
+        ),
+        ([DEBUG, "--model_args.enable_weight_tying", "--parallelism.pipeline_parallel_degree=2"],
+         ["parallelism.pipeline_parallel_degree = 2 separates the embedding of llama3 debugmodel from the head"]),
+    ],
+)  # fmt: skip
+def test_what_training_refuses_is_one_line(arguments, facts, capsys):
+    assert cli.main(["doctor", "--model", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mxtrain: error: ") and error.count("\n") == 1
+    for fact in facts:
+        assert fact in error

@@ -34,7 +34,6 @@ saved_name = plain_name
 
 GONE: dict[str, str] = {}
 """Settings of TorchTitan 0.2.2 that this release does not have"""
-FSDP_ON_ONE_PROCESS = False
 
 
 def convertible(model: nn.Module) -> nullcontext:

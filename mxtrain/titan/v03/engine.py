@@ -32,8 +32,6 @@ from mxtrain.titan.v03.settings import refuse_gone
 from mxtrain.titan.v03.trainer import Trainer as Trainer
 from mxtrain.titan.v03.with_mxtrain import with_mxtrain as with_mxtrain
 
-FSDP_ON_ONE_PROCESS = True
-
 
 def example_inputs(model: nn.Module) -> tuple:
     return (torch.zeros(1, 32, dtype=torch.long),)
