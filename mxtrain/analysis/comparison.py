@@ -4,7 +4,8 @@ A result is a row: a run's settings and final numbers, from its folder or from a
 baseline's run with the same learning rate and seed. Results of different models or lengths are compared apart.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import csv
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -33,70 +34,23 @@ COLUMNS = {
 REQUIRED = ("variant", "lr", "seed", "steps", "last_10_percent")
 """Columns without which a row says nothing"""
 LOSSES = ("validation", "last_10_percent")
-DTYPES = dict.fromkeys([*NUMBERS, "spikes"], float) | {"seed": object}
+DTYPES = dict.fromkeys(NUMBERS, float) | {"seed": object}
 
-STEPS = "training.steps"
-MODEL_ARGS = "model_args."
-PAIRING_SETTINGS = (
-    "training.dataset", "training.dataset_path", "training.seq_len", "training.global_batch_size",
-    "training.local_batch_size", STEPS, "data.installed", "data.vocab_size", "data.max_bytes",
-    "data.validation_share", "data.seed", "data.text_key", "data.hf_config", "data.prepared",
-    "model.name", "model.flavor", "model.hf_assets_path", "model.tokenizer_path", "checkpoint.initial_load_path",
-    "checkpoint.initial_load_in_hf", "validation.dataset", "validation.dataset_path", "validation.steps",
-    "validation.seq_len", "validation.local_batch_size", "metrics.log_freq",
-)  # fmt: skip
-"""
-Settings in which paired runs must agree, beside all of MODEL_ARGS: they read the same text in the same steps, start
-from equal weights, are validated on the same text, and log the same steps
-"""
-
-NOT_PAIRED = "their runs are not paired step by step"
-OTHER_VALIDATION = "their validation losses are not of the same text"
-EFFECTS = {
-    "validation.": OTHER_VALIDATION,
-    MODEL_ARGS: "their models differ",
-    "metrics.": "their last 10 % and their spikes are computed from other steps",
-    "checkpoint.": "their runs do not start from equal weights",
-}
-"""Beginning of a setting's name -> the effect of a difference; of other settings it is NOT_PAIRED"""
 TEXT = {
-    "tokenizer": ("tokenizer", "their losses are per token of different tokenizers"),
-    "train_text": ("training text", NOT_PAIRED),
-    "validation_text": ("validation text", OTHER_VALIDATION),
-    "sequences": ("number of sequences per validation", OTHER_VALIDATION),
-    "stream": ("version of a stream", "they may have read other text, and are then not paired step by step"),
-    "held_out": ("share held out of a stream", NOT_PAIRED),
+    "tokenizer": "tokenizer ({}): their losses are per token of different tokenizers",
+    "train_text": "training text ({}): their runs are not paired step by step",
+    "validation_text": "validation text ({}): their validation losses are not of the same text",
 }
-"""Key of a row -> what it identifies, and the effect of a difference. Runs of equal settings may read other files"""
-OPTIONAL = ("validation_text", "sequences", "stream")
-"""Keys of TEXT that a run may lack: it was not validated, streams no text, or an earlier version made it"""
+"""Key of a row, the hash of a text -> what a difference means. Runs of equal settings may read other files"""
 
 CONFIDENCE = 0.95
 
-WINDOW, DEVIATIONS, HEIGHT = 20, 6.0, 0.1
-
-
-def spikes(losses: Iterable[float]) -> int:
-    """Count the spikes in logged losses (nats). Losses that are not finite are no spikes, and are left out of windows.
-
-    A spike is more than DEVIATIONS standard deviations, by the median absolute deviation, and more than HEIGHT above
-    the median of the WINDOW losses before it. Neighbours count as one, and the first WINDOW losses are none.
-    """
-    import pandas as pd
-
-    values = pd.Series(losses, dtype=float).replace([np.inf, -np.inf], np.nan)
-    before = values.shift().rolling(WINDOW, min_periods=1)
-    deviation = 1.4826 * before.apply(lambda own: np.nanmedian(np.abs(own - np.nanmedian(own))), raw=True)
-    is_high = values - before.median() > (DEVIATIONS * deviation).clip(lower=HEIGHT)
-    is_high[:WINDOW] = False
-    return int((is_high & ~is_high.shift(fill_value=False)).sum())
-
 
 def row_of(run: Run, variant: str | None = None) -> dict:
-    """Return the row of a run: COLUMNS, TEXT, and four keys more.
+    """Return the row of a run: COLUMNS and three keys more.
 
-    ``name`` is that of its folder, ``spikes`` their number, ``problem`` says why the run does not count in means, and
-    ``changes`` are the events of settings that changed when the run resumed.
+    ``name`` is that of its folder, ``problem`` says why the run does not count in means, and ``changes`` are the events
+    of settings that changed when the run resumed.
 
     Args:
         variant: its name in a comparison; None for the converter and its settings (``Run.variant``), or the folder's
@@ -122,7 +76,6 @@ def row_of(run: Run, variant: str | None = None) -> dict:
         "torch": str((facts.get("versions") or {}).get("torch") or ""),
         **{key: text.get(key.removesuffix("_text"), "") for key in TEXT},
         "name": run.name,
-        "spikes": spikes(row["loss"] for row in run.training),
         "problem": run.problem,
         "changes": run.changed_settings,
     }
@@ -133,26 +86,25 @@ def read_results(path: Path) -> list[dict]:
 
     Raises ConfigError if the file cannot be read, lacks a column of REQUIRED, or has a row that cannot be used.
     """
-    import pandas as pd
-
     try:
-        with os_errors_as(f"{path} cannot be read"):
-            table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig").fillna("")
-    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        with os_errors_as(f"{path} cannot be read"), path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            lines, names = list(reader), reader.fieldnames or []
+    except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a CSV file: {error}") from error
-    if missing := [name for name in REQUIRED if name not in table]:
+    if missing := [name for name in REQUIRED if name not in names]:
         raise ConfigError(f"{path} has no column {missing[0]!r}; allowed are the columns {', '.join(COLUMNS)}")
-    if not isinstance(table.index, pd.RangeIndex):  # pandas takes the first values for names of the rows
-        raise ConfigError(f"{path}: rows have more values than the header has columns")
     rows = []
-    for line, cells in enumerate(table.to_dict("records"), start=2):  # the header is line 1
-        with errors_begin_with(f"{path}, line {line}: "):
-            rows.append(_row_in(cells) | {"name": f"{path.name}, line {line}"})
+    for number, cells in enumerate(lines, start=2):  # the header is line 1
+        with errors_begin_with(f"{path}, line {number}: "):
+            rows.append(_row_in(cells) | {"name": f"{path.name}, line {number}"})
     return rows
 
 
-def _row_in(cells: dict[str, str]) -> dict:
-    row = dict.fromkeys(TEXT, "") | {name: cells.get(name, "").strip() for name in COLUMNS}
+def _row_in(cells: dict[str | None, str | None]) -> dict:
+    if None in cells:
+        raise ConfigError("it has more values than the header has columns")
+    row: dict = {name: (cells.get(name) or "").strip() for name in COLUMNS}
     if empty := [name for name in ("variant", "steps", "last_10_percent") if not row[name]]:
         raise ConfigError(f"{empty[0]} is empty")
     for name, type_ in NUMBERS.items():
@@ -163,7 +115,7 @@ def _row_in(cells: dict[str, str]) -> dict:
     if row["lr"] is not None and not np.isfinite(row["lr"]):
         raise ConfigError(f"lr = {row['lr']} is not finite")
     is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
-    return row | {"spikes": None, "problem": "" if is_finite else "its loss is not finite", "changes": []}
+    return row | {"problem": "" if is_finite else "its loss is not finite", "changes": []}
 
 
 class Estimate(NamedTuple):
@@ -205,8 +157,7 @@ class Group:
     """A row per learning rate and variant, the variants in the order in which they came.
 
     ``count`` is the number of runs. ``validation`` and ``last_10_percent`` are Estimates over all of them, and the
-    differences over pairs, or None. ``spikes`` are those of all runs, ``tokens_per_second`` is the mean,
-    ``memory_gib`` the largest; NaN if not known.
+    differences over pairs, or None. ``tokens_per_second`` is the mean, ``memory_gib`` the largest; NaN if not known.
     """
     notes: list[str]
     """What a reader must know: results that do not count, other settings, seeds without a pair"""
@@ -249,7 +200,9 @@ def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     import pandas as pd
 
     rows, notes = _last_of_each_seed(rows)
-    notes += other_texts(rows)
+    for key, effect in TEXT.items():
+        if shown := differing((row["name"], row[key][:12]) for row in rows if row[key]):
+            notes.append(f"runs differ in their {effect.format(shown)}")
     notes += [f"{row['name']} ({row['variant']}): {line}" for row in rows for line in row["changes"]]
     batches = [(row["name"], f"{row['tokens'] / row['steps']:,.10g}") for row in rows if row["tokens"] and row["steps"]]
     if shown := differing(batches):
@@ -273,11 +226,8 @@ def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     for (rate, variant), own in table.groupby(["lr", "variant"], dropna=False, observed=True):
         means = {loss: estimate(own[loss]) if own[loss].notna().all() else None for loss in LOSSES}
         differences = {f"{loss}_difference": estimate(own[f"{loss}_difference"].dropna()) for loss in LOSSES}
-        own_numbers = {
-            "spikes": own.spikes.sum(min_count=1), "tokens_per_second": own.tokens_per_second.mean(),
-            "memory_gib": own.memory_gib.max(),
-        }  # fmt: skip
-        cells.append({"lr": rate, "variant": variant, "count": len(own), **means, **differences, **own_numbers})
+        speed = {"tokens_per_second": own.tokens_per_second.mean(), "memory_gib": own.memory_gib.max()}
+        cells.append({"lr": rate, "variant": variant, "count": len(own), **means, **differences, **speed})
         alone = own.seed[own.partner == "left_only"].map(lambda seed: "none" if seed is None else str(seed))
         if variant != chosen and len(alone):
             at = "" if pd.isna(rate) else f" at learning rate {rate:g}"
@@ -300,35 +250,6 @@ def _last_of_each_seed(rows: list[dict]) -> tuple[list[dict], list[str]]:
             )
         found[key] = row
     return list(found.values()), notes
-
-
-def unpaired(runs: Iterable[tuple[str, Mapping[str, object]]]) -> list[str]:
-    """Return a line for each of PAIRING_SETTINGS, and of MODEL_ARGS, in which runs differ.
-
-    Args:
-        runs: variant and settings by full name, per run. A setting that is missing has its default.
-    """
-    runs, lines = list(runs), []
-    sizes = sorted({name for _, own in runs for name in own if name.startswith(MODEL_ARGS)})
-    for name in (*PAIRING_SETTINGS, *sizes):
-        values = dict.fromkeys((variant, repr(own[name]) if name in own else "default") for variant, own in runs)
-        if shown := differing(values):
-            effect = next((effect for begin, effect in EFFECTS.items() if name.startswith(begin)), NOT_PAIRED)
-            lines.append(f"variants differ in {name} ({shown}): {effect}")
-    return lines
-
-
-def other_texts(rows: list[dict]) -> list[str]:
-    """Return a line for each part of TEXT in which rows differ.
-
-    A row without any is not compared, and one without a key of OPTIONAL not by that key.
-    """
-    rows, lines = [row for row in rows if any(row[key] for key in TEXT)], []
-    for key, (what, effect) in TEXT.items():
-        values = [(row["name"], (row[key] or "none")[:12]) for row in rows if row[key] or key not in OPTIONAL]
-        if shown := differing(values):
-            lines.append(f"runs differ in their {what} ({shown}): {effect}")
-    return lines
 
 
 def differing(values: Iterable[tuple[str, str]]) -> str:

@@ -24,10 +24,10 @@ OUTLIER = 5.0
 
 
 def markdown(group: Group) -> str:
-    """Return the table of a group: losses, differences, spikes, speed and memory by learning rate and variant."""
+    """Return the table of a group: losses, differences, speed and memory by learning rate and variant."""
     rows = [
-        ("variant", "lr", "seeds", "validation", "difference", "last 10 %", "difference", "spikes", "tokens/s", "GiB"),
-        ("---", *["---:"] * 9),
+        ("variant", "lr", "seeds", "validation", "difference", "last 10 %", "difference", "tokens/s", "GiB"),
+        ("---", *["---:"] * 8),
     ]
     for cell in group.cells.to_dict("records"):
         row = [cell["variant"].replace("|", r"\|"), f"{cell['lr']:g}", str(cell["count"])]
@@ -37,7 +37,7 @@ def markdown(group: Group) -> str:
             )
             mean = cell[loss] and f"{cell[loss].mean:.4f}" + f" ± {cell[loss].error:.4f}" * (cell[loss].count > 1)
             row += [mean or "-", difference if mean else "-"]
-        row += [f"{cell['spikes']:.0f}", f"{cell['tokens_per_second']:,.0f}", f"{cell['memory_gib']:.2f}"]
+        row += [f"{cell['tokens_per_second']:,.0f}", f"{cell['memory_gib']:.2f}"]
         rows.append([row[0], *("-" if word == "nan" else word for word in row[1:])])
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = (

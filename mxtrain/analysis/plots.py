@@ -18,44 +18,38 @@ if TYPE_CHECKING:
     import pandas as pd
 
 XAxis = Literal["step", "tokens", "time"]
+KEYS = {"step": "step", "tokens": "tokens_seen", "time": "time"}
+"""x-axis -> key in the rows of metrics.jsonl"""
+X_LABELS = {"step": "step", "tokens": "tokens seen", "time": "hours since the first logged step"}
 
 SMOOTH_FROM = 50
 """Curves with at least this many points are smoothed unless a number of points is given"""
-
-LINE_STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 1.5, 1, 1.5)))
-"""
-Solid, dashed, dotted, dash-dotted. A later curve leaves gaps, in which an equal one below it can be seen
-"""
-VALIDATION_MARKER = {"linestyle": "none", "marker": "D", "markersize": 5, "markeredgecolor": "black"}
-LEGEND_INSIDE = 4
-"""Largest number of runs whose legend is inside the plot"""
-UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-"""Unit of time -> seconds"""
+LINE_STYLES = ("-", "--", ":", "-.")
+"""A later curve leaves gaps, in which an equal one below it can be seen"""
+LONGEST_EVENT = 40
+"""Letters of an event's text"""
 
 
 def curves(run: Run, x: XAxis = "step") -> "tuple[pd.Series, pd.Series, pd.Series]":
-    """Return a run's losses, validation losses and events over steps, tokens, or seconds since the first logged step.
+    """Return a run's losses, validation losses and events over steps, tokens, or hours since the first logged step.
 
-    Time includes the pauses of a resumed run. Validations and events, which have neither tokens nor a time of their
-    own step, are between the training rows, or behind the last one at the rate before it.
+    Hours include the pauses of a resumed run. Validations and events have no tokens, and no time of their own step, so
+    their places come from the training rows around them.
 
     Raises ConfigError if the run has not logged ``x``.
     """
     import pandas as pd
 
-    key = {"step": "step", "tokens": "tokens_seen", "time": "time"}[x]
+    key = KEYS[x]
     if any(row.get(key) is None for row in run.training):
         raise ConfigError(f"{run.folder}: metrics.jsonl has no {key!r} in some rows, which --x {x} needs")
     steps, along = (np.array([row[name] for row in run.training], float) for name in ("step", key))
-    if x == "time":  # a clock that is set back adds nothing
-        along = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, np.diff(along)))])
+    if x == "time":
+        along = (along - along[0]) / 3600
 
     def series(rows: list[dict], name: str) -> "pd.Series":
-        wanted = np.array([row["step"] for row in rows], float)
-        places = np.interp(wanted, steps, along)
-        if len(steps) > 1:
-            rate = (along[-1] - along[-2]) / (steps[-1] - steps[-2])
-            places += rate * np.maximum(0.0, wanted - steps[-1])
+        own = [row["step"] for row in rows]
+        places = own if x == "step" else np.interp(own, steps, along)
         return pd.Series([row[name] for row in rows], places, dtype=None if rows else float)
 
     return series(run.training, "loss"), series(run.validation, "validation_loss"), series(run.events, EVENT)
@@ -141,7 +135,7 @@ def save_picture(figure, path: Path) -> None:
 def plot(
     runs: list[Run],
     path: str | os.PathLike,
-    baseline: Run | None = None,
+    differences: bool = False,
     smooth: int | None = None,
     x: XAxis = "step",
 ) -> Path:
@@ -151,89 +145,57 @@ def plot(
     ``path`` if needed. Returns ``path``.
 
     Args:
-        baseline: one of ``runs``. A second panel shows the losses of the others minus its losses.
+        differences: a second panel shows the losses of the other runs minus those of the first one.
         smooth: number of neighbouring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
-            of the curve. The plot states it.
+            of the longest curve. The plot states it.
         x: the x-axis.
 
     Raises ConfigError if ``path`` does not end in ".png" or cannot be written, or if a run has not logged ``x``.
     """
     path = picture_path(path)
     found = [curves(run, x) for run in runs]
-    unit = next((u for u in ("h", "min") if found and max(one[0].index[-1] for one in found) >= 2 * UNITS[u]), "s")
-    if x == "time":
-        found = [tuple(series.set_axis(series.index / UNITS[unit]) for series in one) for one in found]
-    windows = [window(losses, smooth) for losses, *_ in found]
+    points = window(max((losses for losses, *_ in found), key=len), smooth)
 
     import seaborn as sns
     from matplotlib.figure import Figure  # without pyplot there is no display and no global state
 
-    figure = Figure(figsize=(9, 5.5 if baseline is None else 8), dpi=120, layout="constrained")
-    ratios = [1] if baseline is None else [3, 2]
-    panels = figure.subplots(len(ratios), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": ratios})[:, 0]
-    colors, place = sns.color_palette("colorblind", len(runs)), None
-    if baseline is not None:
-        place = next(index for index, run in enumerate(runs) if run is baseline)
-        panels[1].axhline(0, color=colors[place], linewidth=1.2)
-        panels[1].set_ylabel(f"loss minus that of\n{literal(_short(baseline.name))}")
-    for index, (run, name, (losses, validation, events)) in enumerate(zip(runs, labels(runs), found)):
+    figure = Figure(figsize=(9, 8 if differences else 5.5), dpi=120, layout="constrained")
+    panels = figure.subplots(1 + differences, 1, sharex=True, squeeze=False)[:, 0]
+    base = found[0]
+    for index, (run, name, own) in enumerate(zip(runs, labels(runs), found)):
+        losses, validation, events = own
         if run.first_nonfinite_step is not None:
             name += f" (not finite at step {run.first_nonfinite_step})"
-        # Of equal curves the first is the widest, and shows beside the others.
-        own = {"color": colors[index], "linestyle": LINE_STYLES[index % 4]}
-        own["linewidth"] = 1.6 + 0.7 * max(0, min(len(runs), 4) - 1 - index)
-        _draw(panels[0], losses, validation, windows[index], own, literal(name) if len(runs) > 1 else "training")
-        if place is not None and index != place:
-            differences = minus(losses, found[place][0]), minus(validation, found[place][1])
-            _draw(panels[1], *differences, windows[index], own, None)
-        for at, texts in events.groupby(level=0):
+        color = sns.color_palette("colorblind", len(runs))[index]
+        style = {"color": color, "linestyle": LINE_STYLES[index % 4]}
+        _draw(panels[0], losses, validation, points, style, literal(name))
+        if differences and index > 0:
+            _draw(panels[1], minus(losses, base[0]), minus(validation, base[1]), points, style, None)
+        for place, texts in events.groupby(level=0):
             for axes in panels:
-                axes.axvline(at, color=colors[index], linestyle=":", linewidth=1, alpha=0.8)
-            # Half-way up: a loss curve begins above, ends below, and the legend is above.
-            style = {"rotation": 90, "ha": "right", "va": "center", "fontsize": 7, "color": colors[index]}
-            panels[0].text(at, 0.5, "\n".join(map(_short, texts)), transform=panels[0].get_xaxis_transform(), **style)
-    if any(run.validation for run in runs):
-        panels[0].plot([], [], label="validation", color="white", **VALIDATION_MARKER)  # one entry for all runs
-    panels[0].set_title(literal(labels(runs)[0]) if len(runs) == 1 else "Training loss")
-    panels[0].set_ylabel("loss (nats per token)")
-    names = {"step": "step", "tokens": "tokens seen", "time": f"time since the first logged step ({unit})"}
-    panels[-1].set_xlabel(names[x])
-    _finish(figure, panels, x, windows)
+                axes.axvline(place, color=color, linestyle=":", linewidth=1, alpha=0.8)
+            # Half-way up: a loss curve begins above and ends below.
+            text = literal("\n".join(each[:LONGEST_EVENT] for each in texts))
+            where = {"rotation": 90, "ha": "right", "va": "center", "transform": panels[0].get_xaxis_transform()}
+            panels[0].text(place, 0.5, text, fontsize=7, color=color, **where)
+    smoothed = f"; strong: mean of {points} logged steps" if points > 1 else ""
+    panels[0].set(title=f"Training loss; diamonds: validation{smoothed}", ylabel="loss (nats per token)")
+    if differences:
+        panels[1].axhline(0, color="black", linewidth=1)
+        panels[1].set_ylabel(f"loss minus that of\n{literal(runs[0].name)}")
+    panels[-1].set_xlabel(X_LABELS[x])
+    for axes in panels:
+        axes.grid(alpha=0.25)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     save_picture(figure, path)
     return path
 
 
-def _draw(axes, losses: "pd.Series", validation: "pd.Series", points: int, own: dict, label: str | None) -> None:
+def _draw(axes, losses: "pd.Series", validation: "pd.Series", points: int, style: dict, label: str | None) -> None:
     """Draw all points, the mean over ``points`` of them if that is more than one, and the validation losses."""
     if points > 1:
-        axes.plot(losses, color=own["color"], alpha=0.25, linewidth=0.8)
-        axes.plot(moving_average(losses, points), **own, label=label)
+        axes.plot(losses, color=style["color"], alpha=0.25, linewidth=0.8)
+        axes.plot(moving_average(losses, points), **style, label=label)
     else:
-        axes.plot(losses, **own, marker=".", markersize=5, label=label)
-    if len(validation):
-        axes.plot(validation, color=own["color"], **VALIDATION_MARKER)
-
-
-def _finish(figure, panels, x: XAxis, windows: list[int]) -> None:
-    """Place the grid, ticks, the legend and the line about smoothing."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    for axes in panels:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=x != "time", steps=[1, 2, 5, 10], min_n_ticks=1))
-    if x == "tokens":
-        panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    if max(windows) > 1:
-        number = " to ".join(dict.fromkeys(map(str, (min(windows), max(windows)))))
-        figure.supxlabel(f"faint: every logged step; strong: mean of {number} logged steps", fontsize=8, color="0.4")
-    options = {"frameon": False, "handlelength": 3.5}
-    if len(windows) <= LEGEND_INSIDE:
-        panels[0].legend(loc="upper right", fontsize=9, **options)
-    else:
-        handles = panels[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=8, **options)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 30 else f"{name[:29]}…"
+        axes.plot(losses, **style, marker=".", markersize=5, label=label)
+    axes.plot(validation, "D", color=style["color"], markersize=5, markeredgecolor="black")

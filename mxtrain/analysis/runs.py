@@ -14,16 +14,11 @@ from mxtrain.checkpoints.run_folder import (
     LEARNING_RATE,
     LOG_FREQ,
     METRICS_FILE,
-    PROCESSES,
     SETTING_CHANGES,
     STEPS,
 )
 from mxtrain.errors import ConfigError
 from mxtrain.json_toml import read_json, read_toml
-
-# Types of the facts that tables and plots use. Any may be missing or null.
-FACT_TYPES = {"converter": str, "converters": list, "recipe": str, "recipes": dict, "estimator": str, "mode": str}
-FACT_TYPES |= {"schedule": list, "world_size": int, "wandb": dict, "precision": str, "versions": dict}
 
 LABELED = {"model": "model.flavor", "lr": "optimizer.lr", "seed": "debug.seed"}
 """Word in a label -> setting"""
@@ -51,7 +46,7 @@ class Run:
     events: list[dict] = field(default_factory=list)
     """Rows with an ``event``"""
     text: dict[str, str] = field(default_factory=dict)
-    """Hashes of tokenizer and tokens, and a stream's version, from ``data.json``; empty if it is missing or damaged"""
+    """Hashes of tokenizer and texts, from ``data.json``; empty if it is missing or damaged"""
     numerics: list[dict] = field(default_factory=list)
     """Rows of diagnostic steps"""
 
@@ -81,19 +76,17 @@ class Run:
     @property
     def tokens_per_second(self) -> float | None:
         """Median per device. Skips the first 10 % of the rows, which include compilation and warm-up."""
-        rates = self._on_these_processes("tokens_per_second")
+        rates = self._numbers("tokens_per_second")
         warm = rates[math.ceil(0.1 * len(rates)) :] or rates
         return statistics.median(warm) if warm else None
 
     @property
     def peak_memory_gib(self) -> float | None:
         """Per device."""
-        return max(self._on_these_processes("memory_gib"), default=None)
+        return max(self._numbers("memory_gib"), default=None)
 
-    def _on_these_processes(self, key: str) -> list[float]:
-        """What the training rows have under ``key`` since the run went on with another number of processes."""
-        begin = max((row["step"] for row in self.events if PROCESSES + SETTING_CHANGES in row[EVENT]), default=0)
-        return [row[key] for row in self.training if row["step"] >= begin and row.get(key) is not None]
+    def _numbers(self, key: str) -> list[float]:
+        return [row[key] for row in self.training if row.get(key) is not None]
 
     @property
     def learning_rate(self) -> float | None:
@@ -195,13 +188,9 @@ def variant_of(facts: dict) -> str:
 
 def _load_facts(path: Path) -> dict:
     try:
-        facts = read_json(path)
+        return read_json(path)
     except FileNotFoundError:
         return {}
-    for key, expected in FACT_TYPES.items():
-        if not isinstance(facts.get(key), expected | None):
-            raise ConfigError(f"{path} is damaged: {key!r} is {facts[key]!r}")
-    return facts
 
 
 def _load_settings(path: Path) -> dict:
@@ -215,8 +204,7 @@ def _load_text(path: Path) -> dict[str, str]:
     try:
         kept = read_json(path)
         # The held-out part of the training text is not always what the run is validated on.
-        names = {"validation": "validation_text", "sequences": "validation_sequences", "stream": "stream_version"}
-        own = {**kept["identity"], **{name: kept.get(key) for name, key in names.items()}}
+        own = kept["identity"] | {"validation": kept.get("validation_text")}
         return {name: str(value) for name, value in own.items() if value is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}  # an earlier version wrote none

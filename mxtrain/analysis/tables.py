@@ -1,6 +1,5 @@
 """Formats runs as text: a table of several runs, and the summary printed after a run."""
 
-import math
 import os
 from textwrap import indent
 
@@ -25,19 +24,6 @@ def table(runs: list[Run]) -> str:
         for label, run in zip(names(runs), runs, strict=True)
     ]
     return aligned(rows)
-
-
-def notes(runs: list[Run]) -> list[str]:
-    """Return a line for each run with losses that are not finite, and for each run that ends before the others."""
-    lines = []
-    longest = max(run.training[-1]["step"] for run in runs)
-    for run, name in zip(runs, names(runs), strict=True):
-        if missing := sum(not math.isfinite(row["loss"]) for row in run.training):
-            first = run.first_nonfinite_step
-            lines.append(f"{name}: {missing} of {len(run.training)} losses are not finite, the first at step {first}")
-        if (last := run.training[-1]["step"]) < longest:
-            lines.append(f"{name}: ends at step {last}; the longest run ends at step {longest}")
-    return lines
 
 
 def aligned(rows: list[tuple[str, ...]], words: int = 2) -> str:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -51,6 +50,8 @@ TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
 COMPARISON_FILE, TABLE_FILE = "comparison.json", "comparison.md"
 OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
 """Settings that the comparison itself gives every run"""
+COMPARED = ("job.", "model.converters", "mxnorm.", "fused_norm.", "decompose_k_router.", "optimizer.lr")
+"""Beginnings of the names of settings in which variants are to differ"""
 
 
 def add(commands) -> None:
@@ -126,7 +127,7 @@ def _compare(options) -> int:
     finished = finished_runs(folder)
     for name in finished & set(runs):
         require_same_settings(folder / name, settings[name])
-    notes = unpaired_settings(runs, settings, options.devices)
+    notes = other_settings(runs, settings)
     for line in notes:
         print(f"mxtrain: note: {line}", file=sys.stderr)
     at_a_time = "" if options.dry_run else f", {len(shares)} at a time"
@@ -245,35 +246,30 @@ def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True)
     return found
 
 
-def unpaired_settings(runs: Mapping[str, Run], settings: "Mapping[str, Settings]", processes: int = 1) -> list[str]:
-    """Return a line for each setting in which variants differ and paired runs must not."""
-    from mxtrain.analysis.comparison import PAIRING_SETTINGS, unpaired
-    from mxtrain.settings.machine import global_batch_size
-    from mxtrain.settings.resume import BATCH
+def other_settings(runs: Mapping[str, Run], settings: "Mapping[str, Settings]") -> list[str]:
+    """Return a line for each setting, but for those of COMPARED and OWN_SETTINGS, in which variants differ."""
+    from mxtrain.analysis.comparison import differing
 
-    found = {}
-    for name, run in runs.items():
-        own = settings[name]
-        # With defaults, but for [model_args], whose defaults are the flavor's.
-        values = {setting: own[setting] for setting in PAIRING_SETTINGS} | own.given
-        # Unset, it follows from the layout: tensor parallelism leaves fewer processes that read different text.
-        found.setdefault(run.variant, (run.variant, values | {BATCH: global_batch_size(own, processes)}))
-    return unpaired(found.values())
+    variants = {run.variant: settings[name] for name, run in runs.items()}
+    lines = []
+    for setting in sorted({setting for own in variants.values() for setting in own.given}):
+        if not setting.startswith((*COMPARED, *OWN_SETTINGS)):
+            values = [
+                (name, repr(own[setting]) if setting in own.known else str(own.given.get(setting, "default")))
+                for name, own in variants.items()
+            ]
+            if shown := differing(values):
+                lines.append(f"variants differ in {setting} ({shown})")
+    return lines
 
 
 def finished_runs(folder: Path) -> set[str]:
-    """Return the names of the runs in ``folder`` that have ended with status 0.
-
-    Raises ConfigError if the file that says so is damaged.
-    """
-    path = folder / COMPARISON_FILE
+    """Return the names of the runs in ``folder`` that have ended with status 0."""
     try:
-        ended = [row["name"] for row in read_json(path, kind=list) if row["status"] == 0]
-        return {name for name in ended if (folder / name / CONFIG_FILE).is_file()}
+        ended = [row["name"] for row in read_json(folder / COMPARISON_FILE, kind=list) if row["status"] == 0]
     except FileNotFoundError:
         return set()
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged: it is not a JSON list of runs with name and status") from error
+    return {name for name in ended if (folder / name / CONFIG_FILE).is_file()}
 
 
 def require_same_settings(folder: Path, settings: "Settings") -> None:
@@ -298,30 +294,30 @@ def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], proc
 
     A run that fails is reported, and the others go on. Returns whether Ctrl-C has stopped them.
     """
-    waiting, lock = deque(name for name in runs if name not in finished), threading.Lock()
+    waiting, lock = [name for name in runs if name not in finished], threading.Lock()
 
     def work(share: str | None) -> None:
-        while waiting:
-            try:
-                name = waiting.popleft()
-            except IndexError:  # another thread was faster
-                return
+        while True:
+            with lock:
+                if not waiting:
+                    return
+                name = waiting.pop(0)
             begin, log = time.monotonic(), folder / f"{name}.log"
             _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
             try:
                 status = _train(runs[name], folder / name, log, share, len(shares), processes)
-            except OSError as error:  # the log cannot be written
-                _say(f"{name}: FAILED: {log}: {reason(error)}")
-                continue
-            how = f"after {(time.monotonic() - begin) / 60:.1f} min"
-            if status == 0:
-                with lock:
-                    finished.add(name)
-                    _write(folder, finished)
-                _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
-            else:
-                last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-                _say(f"{name}: FAILED {how} with exit status {status}: {last}")
+                how = f"after {(time.monotonic() - begin) / 60:.1f} min"
+                if status == 0:
+                    with lock:
+                        finished.add(name)
+                        rows = [{"name": one, "status": 0} for one in sorted(finished)]
+                        replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
+                    _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
+                else:
+                    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+                    _say(f"{name}: FAILED {how} with exit status {status}: {last}")
+            except OSError as error:
+                _say(f"{name}: FAILED: {error.filename}: {reason(error)}")
 
     with ThreadPoolExecutor(len(shares)) as threads:
         try:
@@ -344,14 +340,6 @@ def _train(run: Run, folder: Path, log: Path, share: str | None, shares: int, pr
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         ).wait()
-
-
-def _write(folder: Path, finished: set[str]) -> None:
-    rows = [{"name": name, "status": 0} for name in sorted(finished)]
-    try:
-        replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
-    except OSError as error:  # a disk that is full for a while does not stop the other runs
-        _say(f"warning: {folder / COMPARISON_FILE} is written when the next run ends: {reason(error)}")
 
 
 def _say(text: str) -> None:

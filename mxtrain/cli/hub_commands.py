@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -191,7 +190,7 @@ def _read(file: Path) -> str:
     """Read a text file. Raises ConfigError if it cannot be read, is empty or is not UTF-8."""
     try:
         with os_errors_as(f"FILE = {str(file)!r} cannot be read"):
-            text = StringIO(file.read_bytes().decode("utf-8-sig"), newline=None).read()  # as training reads it
+            text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text: byte {error.start} is wrong") from error
     if not text:

@@ -36,7 +36,7 @@ With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: 
         "--smooth",
         metavar="N",
         type=positive,
-        help="draw the mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of a curve of 50 steps "
+        help="draw the mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of curves of 50 steps "
         "or more)",
     )
     parser.add_argument(
@@ -62,7 +62,7 @@ def _plot_losses(options) -> int:
     """Draw the runs. One that cannot be drawn is a line on stderr, unless it is the only one or the baseline."""
     from mxtrain.analysis.plots import curves, plot
     from mxtrain.analysis.runs import load_run
-    from mxtrain.analysis.tables import notes, table
+    from mxtrain.analysis.tables import table
     from mxtrain.checkpoints.run_folder import PICTURE_FILE
 
     runs = []
@@ -79,10 +79,11 @@ def _plot_losses(options) -> int:
             print(f"mxtrain: not drawn: {error}", file=sys.stderr)
     if not runs:
         raise ConfigError(f"none of the {len(options.runs)} folders holds a run that can be drawn")
-    for line in notes(runs):
-        print(f"mxtrain: note: {line}", file=sys.stderr)
+    for run in runs:
+        if run.problem:
+            print(f"mxtrain: note: {run.name}: {run.problem}", file=sys.stderr)
     path = options.output or (runs[0].folder / PICTURE_FILE if len(runs) == 1 else Path(PICTURE_FILE))
-    plot(runs, path, runs[0] if of_baseline else None, options.smooth, options.x)
+    plot(runs, path, bool(of_baseline), options.smooth, options.x)
     print(table(runs), f"loss curves: {path}", sep="\n")
     return 0
 

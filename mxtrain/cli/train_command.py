@@ -167,14 +167,14 @@ def _prepare(options) -> int:
 
     if asks_for_help(flags):
         return _print_settings("prepare", options.config, flags)
-    from mxtrain.reports.terminal import Screen
+    from mxtrain.reports.terminal import show
     from mxtrain.titan.data import prepare_from_job
     from mxtrain.titan.job_config import parse_job_config
 
-    screen, arguments = Screen(), [f"--job.config_file={options.config}", *flags]
+    arguments = [f"--job.config_file={options.config}", *flags]
     with places(arguments):
         job_config = parse_job_config(arguments)
-    screen.line(prepare_from_job(job_config, progress=screen.status).report)
+    show(prepare_from_job(job_config, progress=show).report)
     return 0
 
 

@@ -198,9 +198,5 @@ def read_shape(folder: Path) -> ModelShape:
     sizes = {name: getattr(config, name, None) for name in FROM_CONFIG}
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     own = {name: getattr(config, name) for name in kind.own}
-    theta = rope.get("rope_theta") or config.rope_theta
-    for name, value in {**sizes, **own, "rope_theta": theta}.items():
-        if isinstance(value, int) and value >= 2**31:
-            raise ConfigError(f"{where}: {name} = {str(value)[:20]} in {CONFIG_FILE} is too large")
-    eps, theta = float(config.rms_norm_eps), float(theta)
+    eps, theta = float(config.rms_norm_eps), float(rope.get("rope_theta") or config.rope_theta)
     return ModelShape(**sizes, rms_norm_eps=eps, rope_theta=theta, rope_scaling=scaling, own=own)

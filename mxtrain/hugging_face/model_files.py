@@ -16,14 +16,12 @@ from mxtrain.files import new_folder
 from mxtrain.json_toml import read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SHARD_BYTES = 5_000_000_000
 SMALLEST_SHARD_BYTES = 256_000_000
 UNREAD = ".rotary_emb.inv_freq"
 """Older files hold these tensors, which transformers does not read either"""
 FUSED = r"(.*\.mlp\.experts)\.(gate_up|down)_proj"
 """All experts' matrices in one tensor [E, N, D], as transformers 5 may write them"""
-DTYPES = ("F32", "BF16", "F16")
 
 
 @contextmanager
@@ -126,7 +124,7 @@ class SavedTensors:
             single file, and so does this.
 
     Raises:
-        ConfigError: files are missing, truncated or damaged, or the folder holds only pickles.
+        ConfigError: files are missing, truncated or damaged.
     """
 
     def __init__(self, folder: Path):
@@ -156,19 +154,16 @@ class SavedTensors:
             self._places, self.shapes = named
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError unless the tensors are those in ``shapes``, some in ``optional``, and floating-point."""
+        """Raise ConfigError unless the tensors are those in ``shapes``, and some in ``optional``."""
         known = {**optional, **shapes}
         if missing := [name for name in shapes if name not in self.shapes]:
             raise self._error(f"{len(missing)} of {len(shapes)} tensors missing, such as {missing[0]}")
         if unexpected := [name for name in self.shapes if name not in known]:
             raise self._error(f"{len(unexpected)} tensor(s) not part of this model, such as {unexpected[0]}")
         for name, shape in self.shapes.items():
-            file, stored, _ = self._places[name]
             if shape != tuple(known[name]):
                 shapes = f"shape {list(shape)}, and {list(known[name])} by config.json"
                 raise self._error(f"{name} has {shapes}")
-            if (dtype := file.get_slice(stored).get_dtype()) not in DTYPES:
-                raise self._error(f"{name} has dtype {dtype}; supported are: {', '.join(DTYPES)}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a tensor in fp32. Raises ConfigError if it is not finite."""
@@ -188,11 +183,7 @@ class SavedTensors:
             if not names or any(not isinstance(name, str) or Path(name) != Path(Path(name).name) for name in names):
                 raise self._error(f"{INDEX_FILE} is damaged: weight_map names no files of this folder")
             return sorted({Path(name).name for name in names})
-        if pickles := [path.name for pattern in PICKLES for path in sorted(folder.glob(pattern))]:
-            raise self._error(
-                f"{pickles[0]} is a pickle, which may run any code when it is read; save the model as safetensors first"
-            )
-        raise self._error(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}")
+        raise self._error(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors first")
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self._where}: {problem}")

@@ -9,7 +9,6 @@ import torch
 
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.formats.format import FORMATS
 
 AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
 """How training encodes text: the spelling of a special token is plain text"""
@@ -71,28 +70,15 @@ def load(folder: Path) -> tuple:
         tokens. They begin with bos; without a bos token with eos, which in training stands before the next document.
 
     Raises:
-        ConfigError: as ``from_pretrained``; it has experts in a block format; or weights are missing or have another
-            shape than in config.json.
+        ConfigError: as ``from_pretrained``, or weights are missing.
     """
     where = f"RUN = {str(folder)!r}"
-    config = from_pretrained("AutoConfig", folder, where)
-    stored = (getattr(config, "quantization_config", None) or {}).get("format")
-    if hasattr(config, "num_experts_per_tok") and stored in {
-        fmt.layout.compression for fmt in FORMATS.values() if fmt.layout
-    }:
-        raise ConfigError(
-            f"{where}: transformers cannot read experts in {stored!r}; give the run, or an export with --format hf"
-        )
     # AutoTokenizer may take the model's own class, which replaces parts of tokenizer.json.
     tokenizer = from_pretrained("PreTrainedTokenizerFast", folder, where)
-    options = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True}
     model, info = from_pretrained("AutoModelForCausalLM", folder, where, **options)
-    # transformers would draw these weights at random.
-    if absent := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
-        raise ConfigError(
-            f"{where}: {len(absent)} of the model's weights are missing or have another shape than in config.json, "
-            f"such as {absent[0]}"
-        )
+    if absent := sorted(info["missing_keys"]):  # transformers would draw these weights at random
+        raise ConfigError(f"{where}: {len(absent)} of the model's weights are missing, such as {absent[0]}")
     ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     first = [next(number for number in ids if number is not None)] if any(n is not None for n in ids) else []
 

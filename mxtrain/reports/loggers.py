@@ -1,9 +1,8 @@
 """Takes TorchTitan's metrics of every logged step: into ``metrics.jsonl``, onto the terminal, and to wandb.
 
-``run.json`` keeps the id of the wandb run. A resumed run starts wandb with this id and WANDB_RESUME = "allow", so that
-a server appends to the run. Offline, every start makes a local folder with the same id, and ``wandb sync`` of all of
-them uploads one run (wandb 0.31). A first part that is uploaded last would replace all others, so a run stays offline
-until its earlier parts are uploaded. wandb's history only grows, so steps that wandb has are not sent again.
+``run.json`` keeps the id of the wandb run. A resumed run starts wandb with WANDB_RUN_ID and WANDB_RESUME = "allow", so
+that a server appends to the run. Offline, every start makes a local folder with the same id, and ``wandb sync`` of all
+of them uploads one run (wandb 0.31). wandb's history only grows, so steps that wandb has are not sent again.
 """
 
 import glob
@@ -17,12 +16,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
-from mxtrain.analysis.numerics import wandb_key
 from mxtrain.analysis.runs import variant_of
 from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.files import reason
 from mxtrain.json_toml import read_json
-from mxtrain.reports.terminal import note, show_line, show_status
+from mxtrain.reports.terminal import note, show_line
 
 logger = logging.getLogger()  # TorchTitan's
 
@@ -117,7 +115,7 @@ class ProgressLogger:
         words.append(f"{row['tflops']:,.4g} TFLOP/s{self.each}")
         if "mfu" in row:
             words.append(f"MFU {row['mfu']:.1f} %")
-        show_status("  ".join(words))
+        show_line("  ".join(words))
 
     def close(self) -> None:
         pass
@@ -131,8 +129,8 @@ WANDB_DEFAULTS = {
     "WANDB_PROJECT": "mxtrain",
 }
 """
-Values of wandb's variables where the user has set none. Timeouts are in seconds: after the first, the run is offline;
-after the second, the upload at the end stops. wandb is silent because the summary says where the run is
+Values of wandb's variables where the user has set none. Timeouts are in seconds: after the first, the run goes on
+without wandb; after the second, the upload at the end stops. wandb is silent because the summary says where the run is
 """
 USERS_CHOICES = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 """Variables by which the user decides which wandb run continues"""
@@ -157,14 +155,13 @@ class WandbLogger:
     TorchTitan and wandb read names, id and more from the environment, where the user's values stand.
     """
 
-    def __init__(self, start: Callable, job: dict, facts: dict, folder: Path, earlier: tuple[str, int] | None = None):
-        """Start wandb. Raises whatever wandb raises for wrong settings, such as WANDB_MODE = "sideways".
+    def __init__(self, start: Callable, job: dict, facts: dict, earlier: tuple[str, int] | None = None):
+        """Start wandb, offline without a key. Raises whatever wandb raises if it cannot start.
 
         Args:
             start: makes TorchTitan's logger, which starts a wandb run.
             job: the sections of the job config.
             facts: of the run, as in run.json.
-            folder: of the run.
             earlier: of ``earlier_wandb_run``, which this run continues unless the user has chosen another one.
         """
         import wandb
@@ -173,10 +170,12 @@ class WandbLogger:
             earlier = None
         run_id, self.last_step = earlier or (None, 0)
         self.has_failed = False
-        stays_offline = run_id is not None and sync_command(folder, run_id) is not None
         with patch.dict(os.environ, wandb_variables(job["metrics"], facts, run_id)):
             os.environ.pop("WANDB_RUN_TAGS", None)  # a text, which TorchTitan hands on as a list: a tag per letter
-            self.logger = started(start, stays_offline)
+            # The variable comes too late: wandb reads the environment once per process.
+            if wandb.setup().settings.mode == "online" and not wandb.login(verify=False, prompt=False):
+                wandb.setup(settings=wandb.Settings(mode="offline"))
+            self.logger = start()
         self.run = wandb.run
         if self.run.resumed:
             self.last_step = self.run.starting_step - 1  # a server knows which steps have reached it
@@ -184,10 +183,8 @@ class WandbLogger:
         self.run.config.update({key: value for key, value in facts.items() if key not in job}, allow_val_change=True)
 
     def log(self, metrics: dict, step: int) -> None:
-        if step <= self.last_step:
-            return
-        row = {wandb_key(name) if name.startswith(NUMERICS) else name: value for name, value in metrics.items()}
-        self._try(lambda: self.logger.log(row, step))
+        if step > self.last_step:
+            self._try(lambda: self.logger.log(metrics, step))
 
     def log_event(self, step: int, text: str) -> None:
         """Log a text with a step, in the column "event"; the run's summary keeps the last one."""
@@ -202,87 +199,47 @@ class WandbLogger:
             action()
         except Exception as error:  # TimeoutError if the server does not take everything in time
             if not self.has_failed:
-                rest = f"wandb sync {shlex.quote(str(Path(self.run.dir).resolve().parent))}"
-                logger.warning(
-                    f"wandb failed: {first_line(error)}; training goes on, metrics are in metrics.jsonl, and '{rest}' "
-                    "uploads what is missing"
-                )
+                logger.warning(f"wandb failed: {first_line(error)}; training goes on, metrics are in metrics.jsonl")
             self.has_failed = True
-
-
-def started(start: Callable, stays_offline: bool = False):
-    """Return ``start()``, which starts a wandb run: offline without credentials or an answer of wandb's server.
-
-    Args:
-        stays_offline: do not go online, unless WANDB_MODE says so.
-
-    Raises whatever wandb raises for wrong settings.
-    """
-    import wandb
-
-    if wandb.setup().settings.mode == "online":
-        try:
-            if not (stays_offline and "WANDB_MODE" not in os.environ) and wandb.login(verify=False, prompt=False):
-                return start()
-        except Exception as error:
-            logger.warning(f"wandb cannot be online: {first_line(error)}; the run is offline")
-        # wandb has read the environment, which it does once per process.
-        wandb.setup(settings=wandb.Settings(mode="offline"))
-    return start()
 
 
 def wandb_variables(metrics: dict, facts: dict, run_id: str | None) -> dict[str, str]:
     """Return the environment variables by which TorchTitan and wandb name the run.
 
     Each comes from the first of these that says something: the section [metrics], the environment, the run's own facts.
-    A run that continues keeps the name, group and tags that it has on the server, where a user may have changed them.
+    A run that continues keeps the name that it has on the server, where a user may have changed it.
 
     Args:
         metrics: the section of the job config. Without mxtrain's config module it has no settings of wandb.
         facts: of the run, as in run.json.
         run_id: of the wandb run that goes on, if any.
     """
-    own, env, tags = {} if run_id else default_names(facts), os.environ.get, metrics.get("wandb_tags")
+    env, tags = os.environ.get, metrics.get("wandb_tags")
     found = {name: env(name, value) for name, value in WANDB_DEFAULTS.items()}
-    found["WANDB_PROJECT"] = metrics.get("wandb_project") or found["WANDB_PROJECT"]
-    for key in ("name", "group"):
-        variable = f"WANDB_RUN_{key.upper()}"
-        found[variable] = metrics.get(f"wandb_{key}") or env(variable) or own.get(key)
-    words = env("WANDB_RUN_TAGS") or env("WANDB_TAGS") or ",".join(own.get("tags", []))
-    found["WANDB_TAGS"] = (words if tags is None else ",".join(tags)) or None
     if run_id:
         found |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def default_names(facts: dict) -> dict:
-    """Return ``name``, ``group`` and ``tags``, of the run's model, converter, recipe and p.
-
-    Runs of one model form a group: "llama3 125m". Their names tell them apart: "llama3 125m mxnorm mxfp8 p=1".
-    """
-    group, variant, converter = f"{facts['model']} {facts['flavor']}", variant_of(facts), facts["converter"]
-    words = [variant] if converter == "none" else [converter, facts["recipe"]]
-    if converter == "mxnorm":
-        words.append("exact" if facts["estimator"] == "exact" else f"p={facts['p']}")
-    tags = dict.fromkeys([facts["model"], facts["flavor"], *words])
-    return {"name": f"{group} {variant}", "group": group, "tags": [tag[:64] for tag in tags]}  # wandb's limit
+    elif not env("WANDB_RUN_NAME"):
+        found["WANDB_RUN_NAME"] = f"{facts['model']} {facts['flavor']} {variant_of(facts)}"
+    given = {"PROJECT": "project", "RUN_NAME": "name", "RUN_GROUP": "group"}
+    found |= {f"WANDB_{name}": metrics[f"wandb_{key}"] for name, key in given.items() if metrics.get(f"wandb_{key}")}
+    words = env("WANDB_RUN_TAGS") if tags is None else ",".join(tags)
+    return found | ({"WANDB_TAGS": words} if words else {})
 
 
 def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def sync_command(folder: Path, run_id: str) -> str | None:
-    """Return the command that uploads all local folders of a wandb run, in their order. None if all are uploaded.
+def sync_command(folder: Path, run_id: str) -> str:
+    """Return the command that uploads all local folders of a wandb run, in their order.
 
     Args:
         folder: of the training run.
     """
     found = folder.glob(f"**/offline-run-*/run-{glob.escape(run_id)}.wandb")
-    places = [file.resolve().parent for file in found if not file.with_name(f"{file.name}.synced").exists()]
-    places.sort(key=lambda place: (place.name, place))  # the name begins with the second, the folder with the minute
-    words = [shlex.quote(str(place)) for place in places]
-    return f"wandb sync {' '.join(words)}" if words else None
+    # A name begins with the second of a start, and two starts within a second differ at the end.
+    places = sorted((file.resolve().parent for file in found), key=lambda place: (place.name, place))
+    return shlex.join(["wandb", "sync", *map(str, places)])
 
 
 def wandb_facts(run, folder: Path) -> dict:

@@ -9,7 +9,6 @@ TorchTitan's logger writes to the terminal and takes mxtrain's lines too.
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,51 +32,14 @@ LOG_ONLY = (
 _ESCAPE_CODES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-class Screen:
-    """Writes lines to stdout. On a terminal, a status line stays at the bottom and is rewritten in place.
-
-    Rewriting takes a carriage return and spaces: no escape codes, and neither in a file or pipe. What cannot be
-    written, to a file on a full disk or a closed pipe, is dropped: training goes on.
-    """
-
-    def __init__(self):
-        self._in_place = sys.stdout.isatty()
-        self._shown = 0  # characters of the status line on the screen
-
-    def line(self, text: str) -> None:
-        """Write ``text`` in the place of the status line, and keep it."""
-        self.clear()
-        self._write(f"{text}\n")
-
-    def status(self, text: str) -> None:
-        """Show ``text`` until the next line or status. In a file or pipe it is a line like any other."""
-        if not self._in_place:
-            self.line(text)
-            return
-        self.clear()
-        text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be rewritten
-        self._write(text)
-        self._shown = len(text)
-
-    def clear(self) -> None:
-        """Remove the status line."""
-        if self._shown:
-            self._write("\r" + " " * self._shown + "\r")
-            self._shown = 0
-
-    def close(self) -> None:
-        """Keep the status line as it is now."""
-        if self._shown:
-            self._write("\n")
-            self._shown = 0
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError):
-            print(text, end="", flush=True)
-
-
-_screen: Screen | None = None  # of the first process of a run that is not verbose
+_shows = False  # in the first process of a run that is not verbose
 _folder: Path | None = None  # of a run, in its first process
+
+
+def show(text: str) -> None:
+    """Write a line to stdout. On a full disk or a closed pipe it is lost: training goes on."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def start(folder: Path, verbose: bool) -> None:
@@ -87,8 +49,8 @@ def start(folder: Path, verbose: bool) -> None:
 
     Raises ConfigError if the files cannot be written.
     """
-    global _screen, _folder
-    _screen = _folder = None
+    global _shows, _folder
+    _shows, _folder = False, None
     rank = os.environ.get("RANK", "0")
     log_file = folder / LOG_FILE if rank == "0" else folder / WORKER_LOGS / f"rank{rank}.log"
     try:
@@ -108,41 +70,27 @@ def start(folder: Path, verbose: bool) -> None:
                 handler.setFormatter(_PlainFormatter(handler.formatter._fmt))
     else:
         logger.handlers.clear()
-        logging.captureWarnings(True)  # so that a warning does not run into the status line
-        if rank == "0":
-            _screen = Screen()
-            logger.addHandler(_WarningHandler(_screen))
+        logging.captureWarnings(True)
+        _shows = rank == "0"
+        if _shows:
+            warnings = logging.StreamHandler()  # to stderr
+            warnings.setLevel(logging.WARNING)
+            warnings.setFormatter(_WarningFormatter())
+            warnings.addFilter(lambda record: not record.getMessage().startswith(LOG_ONLY))
+            logger.addHandler(warnings)
     log.setFormatter(_PlainFormatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
     logger.addHandler(log)
 
 
-def finish() -> None:
-    """Leave the last status line on the terminal, so that whatever is printed next starts a line."""
-    if _screen is not None:
-        _screen.close()
-
-
 def show_line(text: str) -> None:
-    """Show a line that stays, in the first process."""
-    if _screen is not None:
-        _screen.line(text)
-
-
-def show_status(text: str) -> None:
-    """Show a line that the next one replaces, in the first process."""
-    if _screen is not None:
-        _screen.status(text)
+    """Show a line, in the first process."""
+    if _shows:
+        show(text)
 
 
 def note(text: str) -> None:
     """Show and log a line."""
     show_line(text)
-    logger.info(text)
-
-
-def note_progress(text: str) -> None:
-    """Show and log how far the preparation of the text is."""
-    show_status(text)
     logger.info(text)
 
 
@@ -182,17 +130,6 @@ class _PlainFormatter(logging.Formatter):
         return _ESCAPE_CODES.sub("", super().format(record))
 
 
-class _WarningHandler(logging.Handler):
-    """Writes warnings and errors to stderr, one with another in the place of the status line."""
-
-    def __init__(self, screen: Screen):
-        super().__init__(logging.WARNING)
-        self.setFormatter(_PlainFormatter())
-        self._screen = screen
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record).rstrip()
-        if not text.startswith(LOG_ONLY):
-            self._screen.clear()
-            with suppress(OSError):
-                print(f"{record.levelname.lower()}: {text}", file=sys.stderr, flush=True)
+class _WarningFormatter(_PlainFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {super().format(record).rstrip()}"

@@ -308,9 +308,9 @@ class Metrics:
     wandb_name: str = ""
     """Name. Empty: $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
     wandb_group: str = ""
-    """Group. Empty: $WANDB_RUN_GROUP, else model and flavor"""
+    """Group. Empty: $WANDB_RUN_GROUP"""
     wandb_tags: Names = None
-    """Tags. Unset: $WANDB_TAGS, else the words of the name; an empty list: none"""
+    """Tags. Unset: $WANDB_TAGS"""
 
 
 @dataclass

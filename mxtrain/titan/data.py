@@ -25,7 +25,7 @@ from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import from_first_rank, is_first, is_first_of_node, run_on_all_ranks, this_node
-from mxtrain.reports.terminal import note, note_progress
+from mxtrain.reports.terminal import note
 from mxtrain.titan.releases import engine
 
 
@@ -128,7 +128,7 @@ def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: t
     if name not in DATASETS:
         return None
     if name == "hf":
-        dataset = validation_stream(job_config, tokenizer, rank, note_progress)
+        dataset = validation_stream(job_config, tokenizer, rank, note)
     else:
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
@@ -143,7 +143,7 @@ def _on_first_rank(work: Callable, **facts: str) -> None:
     run_on_all_ranks(partial(work, **facts) if is_first() else None)
 
 
-def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress) -> Prepared:
+def prepare_from_job(job_config, progress: Callable[[str], None] = note) -> Prepared:
     """Build or load the tokenizer and the tokenized training text of a job, once per process and config.
 
     Under torch.distributed all ranks must call it. One rank of each node builds, and all check that they agree.
@@ -251,8 +251,8 @@ def _held_out(job_config) -> Tokens:
                 "trains"
             )
     if dataset == "python":
-        return _prepare(config, note_progress).validation
-    prepared = _prepare(replace(config, validation_share=0.0), note_progress)
+        return _prepare(config, note).validation
+    prepared = _prepare(replace(config, validation_share=0.0), note)
     if is_first():
         note(f"text for validation: {prepared.report.line}")
     return prepared.train

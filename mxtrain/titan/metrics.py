@@ -8,6 +8,7 @@ import json
 import math
 import os
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,14 +113,13 @@ def require_plain_recipes(job_config) -> None:
 
 
 def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
-    folder, section = Path(job_config.job.dump_folder), job_config.metrics
-    place = folder / section.save_tb_folder / f"{datetime.now():%Y%m%d-%H%M}"
+    section = job_config.metrics
+    place = Path(job_config.job.dump_folder) / section.save_tb_folder / f"{datetime.now():%Y%m%d-%H%M}"
     if section.save_for_all_ranks:
         place /= f"rank_{torch.distributed.get_rank()}"
     try:
-        to_wandb = WandbLogger(
-            lambda: engine().wandb_logger(place, job_config), job_config.to_dict(), facts, folder, earlier
-        )
+        start = partial(engine().wandb_logger, place, job_config)
+        to_wandb = WandbLogger(start, job_config.to_dict(), facts, earlier)
     except Exception as error:  # wandb's, for wrong settings of wandb
         logger.warning(
             f"wandb did not start: {first_line(error)}; training continues without it; metrics are in metrics.jsonl"

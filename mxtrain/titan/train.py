@@ -75,14 +75,14 @@ def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] 
         ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
         init_logger()
         terminal.start(folder, verbose)
-        ranks.note = terminal.note_progress
+        ranks.note = terminal.note
         if warning:
             logger.warning(warning)
         try:
             stop = _train(partial(engine().Trainer, job_config, settings, find, found))
         except (NonFiniteError, SaveError) as error:
             if is_first():
-                terminal.Screen().line(closing_summary(folder))
+                terminal.show(closing_summary(folder))
             if isinstance(error, SaveError):
                 raise
             torch.distributed.barrier()  # all ranks are here, and a launcher stops the others when one ends
@@ -90,7 +90,7 @@ def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] 
         if stop is not None:
             terminal.note(stop.describe(folder, job_config.checkpoint))
         if is_first() and not job_config.checkpoint.create_seed_checkpoint:
-            terminal.Screen().line(closing_summary(folder))
+            terminal.show(closing_summary(folder))
         if is_first() and stop is not None:
             report_stop(stop.signal)
         return stop
@@ -116,7 +116,6 @@ def _train(build) -> Stop | None:
     finally:
         if trainer is not None:
             trainer.close()
-        terminal.finish()
 
 
 def _ways_out(job_config) -> str:

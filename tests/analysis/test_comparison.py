@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from mxtrain.analysis import load_run
-from mxtrain.analysis.comparison import TEXT, WINDOW, compare, estimate, read_results, row_of, spikes
+from mxtrain.analysis.comparison import TEXT, compare, estimate, read_results, row_of
 from mxtrain.errors import ConfigError
 from tests.support.paired_runs import make_run
 
@@ -13,7 +13,7 @@ from tests.support.paired_runs import make_run
 def row(variant, seed, validation, tail=2.0, lr=1e-3, **other):
     """A row of a CSV."""
     fields = {"steps": 10, "tokens": 640, "name": f"{variant}{seed}", "model": "llama3", "flavor": "tiny"}
-    unknown = dict.fromkeys(["validation_step", "tokens_per_second", "memory_gib", "spikes"])
+    unknown = dict.fromkeys(["validation_step", "tokens_per_second", "memory_gib"])
     text = {**dict.fromkeys(TEXT, ""), "problem": "", "changes": []}
     own = {"variant": variant, "seed": seed, "lr": lr, "validation": validation, "last_10_percent": tail}
     return unknown | text | fields | own | other
@@ -42,7 +42,7 @@ def test_means_and_paired_differences_by_hand():
     assert p2.validation_difference.high == pytest.approx(-0.0065 + 12.7062047 * 0.0125)
     assert p2.last_10_percent_difference.mean == 0.0
     assert (p2.memory_gib, p2.tokens_per_second) == (3.0, 10.0)
-    assert math.isnan(p2.spikes) and math.isnan(alone.validation.error)
+    assert math.isnan(alone.validation.error)
 
 
 def test_the_baseline_is_chosen_by_name():
@@ -149,15 +149,6 @@ SAME = {"tokenizer": "t", "train": "t", "validation": "v"}
         # The hash of files of their own is beside those of the training text and of what it holds out.
         ({"identity": SAME, "validation_text": "1" * 64}, {"identity": SAME, "validation_text": "2" * 64},
          "validation text (111111111111 in a, 222222222222 in b): their validation losses are not"),
-        # ``validation.steps`` counts batches of every process.
-        ({"identity": SAME, "validation_sequences": "32"}, {"identity": SAME, "validation_sequences": "64"},
-         "number of sequences per validation (32 in a, 64 in b): their validation losses are not"),
-        # A stream has no hash of its text.
-        ({"identity": {"tokenizer": "t"}, "stream_version": "1" * 40},
-         {"identity": {"tokenizer": "t"}, "stream_version": "2" * 40},
-         "version of a stream (111111111111 in a, 222222222222 in b): they may have read other text"),
-        ({"identity": {"tokenizer": "t", "held_out": "0.01"}}, {"identity": {"tokenizer": "t"}},
-         "share held out of a stream (0.01 in a, none in b): their runs are not paired"),
         # A run of an earlier version, or one that was not validated. The held-out text may be another.
         ({"identity": {"tokenizer": "t", "train": "t"}},
          {"identity": {"tokenizer": "t", "train": "t", "validation_text": "9"}, "validation_text": "9"}, None),
@@ -235,7 +226,7 @@ def test_rows_of_a_csv(tmp_path):
         ("1e-3,0,,a,2.5,", ", line 3: steps is empty"),
         ("1e-3", ", line 3: variant is empty"),
         ("nan,0,10,a,2.5,", ", line 3: lr = nan is not finite"),
-        ("1e-3,0,10,a,2.5,,1e-3,1,10,a,2.5,", " is not a CSV file: .* Expected 6 fields in line 3, saw 12"),
+        ("1e-3,0,10,a,2.5,,1e-3,1,10,a,2.5,", ", line 3: it has more values than the header has columns"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_an_error_with_its_line(tmp_path, row, problem):
@@ -249,9 +240,8 @@ def test_a_row_that_cannot_be_used_is_an_error_with_its_line(tmp_path, row, prob
     "content, problem",
     [
         ("a,b\n1,2\n", "has no column 'variant'; allowed are the columns date, model"),
-        ("", "is not a CSV file: "),
+        ("", "has no column 'variant'"),
         (b"\xff\xfe\x00", "is not a CSV file: "),
-        ("variant,lr,seed,steps,last_10_percent\na,1e-3,0,10,2.5,3\n", "rows have more values than the header has"),
     ],
 )
 def test_a_file_that_is_no_csv_of_results_is_an_error(tmp_path, content, problem):
@@ -261,42 +251,3 @@ def test_a_file_that_is_no_csv_of_results_is_an_error(tmp_path, content, problem
         read_results(path)
     with pytest.raises(ConfigError, match="gone.csv cannot be read: No such file"):
         read_results(tmp_path / "gone.csv")
-
-
-# Spikes
-
-NOISE = [0.01, -0.01, 0.02, -0.02, 0.0]  # median absolute deviation 0.01, so six deviations are 0.089
-
-
-def losses(count):
-    return [3.0 + NOISE[i % 5] for i in range(count)]
-
-
-def test_noise_a_falling_loss_and_a_step_down_are_no_spikes():
-    assert spikes(losses(200)) == 0
-    assert spikes([8.0 * 0.98**i for i in range(200)]) == 0
-    assert spikes(losses(40) + [1.0] * 40) == 0
-
-
-def test_a_spike_is_higher_than_both_limits_and_neighbours_are_one():
-    run = losses(60)
-    run[30], run[40], run[41], run[50] = 3.08, 3.2, 4.0, 3.3
-    assert spikes(run) == 2
-    run[40:51] = [3.15, *losses(10)]  # above 0.1, and above six deviations, but not above their sum
-    assert spikes(run) == 1
-    wide = [3.0 + 10 * NOISE[i % 5] for i in range(60)]  # six deviations are 0.89
-    wide[40], wide[50] = 3.8, 4.0
-    assert spikes(wide) == 1
-
-
-def test_a_window_holds_exactly_as_many_losses_as_the_rule_says():
-    """The oldest loss of the window decides: with it, half of the losses are high, and the deviation is wide."""
-    assert spikes([3.0] * 10 + [2.8] * 10 + [2.95]) == 0
-    assert spikes([3.0] * 9 + [2.8] * 11 + [2.95]) == 1
-
-
-def test_the_first_losses_and_those_that_are_not_finite_begin_no_spike():
-    run = losses(60)
-    run[WINDOW - 1], run[30], run[31], run[40] = 9.0, math.nan, math.inf, 9.0
-    assert spikes(run) == 1
-    assert spikes([math.nan] * 60) == 0

@@ -41,19 +41,6 @@ def test_numbers_of_a_run(tmp_path):
     assert run.peak_memory_gib == 3.0
 
 
-def test_speed_and_memory_are_those_of_the_latest_number_of_processes(tmp_path):
-    rows = training([9.0] * 20, tokens_per_second=3440.0, memory_gib=3.0)
-    for row in rows[12:]:
-        row.update(tokens_per_second=1200.0, memory_gib=2.0)
-    events = {
-        5: "the number of processes changes from 2 to 1 at step 5",
-        13: "optimizer.lr changes from 0.5 to 0.1 at step 13; the number of processes changes from 1 to 4 at step 13",
-        18: "optimizer.lr changes from 0.1 to 0.2 at step 18",
-    }
-    run = load_run(make_run(tmp_path / "a", rows + [{"step": s, "event": text} for s, text in events.items()]))
-    assert (run.tokens_per_second, run.peak_memory_gib) == (1200.0, 2.0)
-
-
 def test_shares_of_few_rows_are_rounded(tmp_path):
     """The first row is left out of the speed, however few there are, and the last two of 17 are about 10 %."""
     rows = training([17.0 - step for step in range(17)], tokens_per_second=1000.0)

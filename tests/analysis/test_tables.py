@@ -108,11 +108,3 @@ def test_a_matplotlibrc_that_wants_latex_draws_the_picture(tmp_path, monkeypatch
 
 def test_a_name_that_is_not_utf_8_is_drawn():
     assert literal(os.fsdecode(b"o_\xff$")).encode("ascii") == rb"o_?\$"
-
-
-def test_what_a_reader_of_curves_should_know(tmp_path):
-    losses = {"a": [9.0, math.nan, math.inf, 7.0], "b": [9.0, 8.0, 7.0, 6.0], "c": [9.0]}
-    assert tables.notes([load_run(make_run(tmp_path / name, own)) for name, own in losses.items()]) == [
-        "a: 2 of 4 losses are not finite, the first at step 2",
-        "c: ends at step 1; the longest run ends at step 4",
-    ]

@@ -131,13 +131,6 @@ RESUME = {
 
 PLOT = {
     "a file": Case("run/a", "run folder 'run/a' is a file: name the run's folder", {"run/a": ""}),
-    "a loss in words": Case(
-        "run", "run/metrics.jsonl, line 1: 'loss' is 'low', not a number",
-        {"run/metrics.jsonl": f'{{"step": 1, "loss": "low"}}\n{ROW}'},
-    ),
-    "facts of a wrong type": Case(
-        "run", "run/run.json is damaged: 'world_size' is '2'", METRICS | {"run/run.json": '{"world_size": "2"}'}
-    ),
 }  # fmt: skip
 
 

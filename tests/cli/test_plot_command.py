@@ -14,7 +14,7 @@ def runs(tmp_path, monkeypatch):
     """Folders "p1" and "p2", and three that cannot be drawn, in the current folder."""
     monkeypatch.chdir(tmp_path)
     for p, end in ((1, 4), (2, 3)):
-        make_run(tmp_path / f"p{p}", [9.0 - step / p for step in range(1, end)], p=p)
+        make_run(tmp_path / f"p{p}", [9.0 - step / p for step in range(1, end)], p=p, steps=9 if p == 2 else None)
     (tmp_path / "empty").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n')
@@ -29,7 +29,7 @@ def test_what_cannot_be_drawn_is_a_line_each_and_the_rest_is_drawn(runs, capsys)
         "mxtrain: not drawn: run folder 'gone' does not exist",
         "mxtrain: not drawn: empty/metrics.jsonl does not exist; a run creates this file at its first logged step",
         "mxtrain: not drawn: old: metrics.jsonl has no 'tokens_seen' in some rows, which --x tokens needs",
-        "mxtrain: note: p2: ends at step 2; the longest run ends at step 3",
+        "mxtrain: note: p2: it ends at step 2 of 9",
     ]
     header, first, second, last = out.splitlines()
     assert [line.split()[0] for line in (first, second)] == ["p2", "p1"] and last == "loss curves: x.png"

@@ -75,7 +75,11 @@ def code_of_its_own(folder):
 
 
 DAMAGE = {
-    "vocabulary": (lambda folder: edit(folder / "config.json", vocab_size=321), "2 of the model's weights are missing"),
+    "vocabulary": (lambda folder: edit(folder / "config.json", vocab_size=321), "transformers cannot load it: "),
+    "layers": (
+        lambda folder: edit(folder / "config.json", num_hidden_layers=3),
+        "9 of the model's weights are missing, such as model.layers.2.input_layernorm.weight",
+    ),
     "weights": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!"),
         "transformers cannot load it: ",
@@ -84,14 +88,6 @@ DAMAGE = {
     "config": (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot load it: "),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "transformers cannot load it: "),
     "code": (code_of_its_own, "transformers cannot load it: "),
-    "experts": (
-        lambda folder: edit(
-            folder / "config.json",
-            num_experts_per_tok=2,
-            quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
-        ),
-        "transformers cannot read experts in 'nvfp4-pack-quantized'; give the run, or an export with --format hf",
-    ),
 }
 
 

@@ -93,7 +93,7 @@ def test_a_run_becomes_a_row_and_the_row_the_same_numbers(tmp_path):
     read, _ = read_results(path)
     assert collect.cells_of(read) == collect.cells_of(result)
     assert [read[key] for key in ("tokenizer", "train_text", "validation_text")] == ["1" * 12, "2" * 12, ""]
-    assert (read["spikes"], result["spikes"], result["problem"]) == (None, 0, "")
+    assert result["problem"] == ""
 
 
 def test_rows_are_not_appended_under_other_columns(tmp_path):

@@ -509,14 +509,6 @@ BAD = {
         "model.layers.0.mlp.down_proj.weight has shape [256, 768], and [256, 800] by config.json",
     ),
     "NaN": (edit_weight("model.layers.0.mlp.up_proj.weight", float("nan")), "model.layers.0.mlp.up_proj.weight has va"),
-    "absurd features": (
-        edit_config(intermediate_size=10**15),
-        "intermediate_size = 1000000000000000 in config.json is",
-    ),
-    "absurd base": (
-        edit_config(rope_parameters={"rope_type": "default", "rope_theta": 10**400}),
-        "rope_theta = 10000000000000000000 in config.json is too large",
-    ),
     "rotation": (
         edit_config(rope_parameters=LLAMA_ROPE | {"partial_rotary_factor": 0.5}),
         "transformers cannot run it: The size of tensor a (16) must match",
@@ -532,7 +524,7 @@ BAD = {
     ),
     "pickle": (
         only_a_pickle,
-        "pytorch_model.bin is a pickle, which may run any code when it is read; save the model as",
+        "there is neither model.safetensors nor model.safetensors.index.json; save the model as",
     ),
 }
 
