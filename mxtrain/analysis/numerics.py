@@ -41,8 +41,8 @@ SCALES = {"_error": (0, 0.1), "sqnr_db": (15, 35), "exponent": (-16, 0), "ratio_
 
 COLUMNS, PANEL_WIDTH, MARGIN = 6, 3.6, 1.4
 """Panels beside each other; their width, and the height of a panel's title and steps, in inches"""
-FONT_SIZE, LABEL_HEIGHT = 9, 0.13
-"""Points; height of a module's name in inches"""
+FONT_SIZE, LABEL_HEIGHT, STEP_LABELS = 9, 0.13, 4
+"""Points; height of a module's name in inches; largest number of steps that are named below a panel"""
 
 Values = dict[str, "pd.DataFrame"]
 """
@@ -105,13 +105,12 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
             f"{run.folder / METRICS_FILE} has no figures up to step {run.training[-1]['step']}: MXNorms and casts are "
             "measured every mxnorm.diagnostics.every steps, such as 50"
         )
-    import seaborn as sns
     from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
 
     values = by_figure(run.numerics)
     rows = math.ceil(len(values) / COLUMNS)
-    height = min(6.0, max(1.6, LABEL_HEIGHT * max(map(len, values.values())))) + MARGIN
-    picture = Picture((PANEL_WIDTH * COLUMNS, 1 + rows * height), dpi=100, layout="constrained")
+    height = min(6.0, max(1.6, LABEL_HEIGHT * max(map(len, values.values()))))
+    picture = Picture((PANEL_WIDTH * COLUMNS, 1 + rows * (height + MARGIN)), dpi=100, layout="constrained")
     text = (
         f"{run.name}: numerics by module (down, in the order of the model) and step (right). Dark is low, light is "
         "high; white was not measured; a cross marks values that deserve a look."
@@ -122,15 +121,20 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
         finite = table.replace([np.inf, -np.inf], np.nan)
         least, largest = finite.min(axis=None), finite.max(axis=None)
         low, high = next(scale for end, scale in SCALES.items() if figure.endswith(end))
-        # Color-blind readers see viridis as others do.
-        sns.heatmap(finite, ax=axes, vmin=np.nanmin([low, least]), vmax=np.nanmax([high, largest]), cmap="viridis")
+        ends = {"vmin": np.nanmin([low, least]), "vmax": np.nanmax([high, largest])}
+        # Not seaborn's heatmap, which makes a renderer of the whole picture for every label. Color-blind readers see
+        # viridis as others do.
+        picture.colorbar(axes.imshow(finite, cmap="viridis", aspect="auto", interpolation="none", **ends), ax=axes)
+        by = math.ceil(len(table) * LABEL_HEIGHT / height), math.ceil(table.shape[1] / STEP_LABELS)
+        axes.set_yticks(range(0, len(table), by[0]), table.index[:: by[0]])
+        axes.set_xticks(range(0, table.shape[1], by[1]), table.columns[:: by[1]])
         down, right = np.nonzero(noteworthy(figure, values).to_numpy())
         cross = {"color": "white", "markeredgecolor": "black", "markersize": 7, "markeredgewidth": 0.7}
-        axes.plot(right + 0.5, down + 0.5, "X", **cross)
+        axes.plot(right, down, "X", **cross)
         title = [figure, f"{least:.4g} to {largest:.4g}"] + [f"look at: {limit(figure)}"] * (figure in LIMITS)
         axes.set_title("\n".join(textwrap.fill(line, 32) for line in title), fontsize=FONT_SIZE)
-        axes.set(xlabel="step", ylabel="")
-        axes.tick_params(labelsize=FONT_SIZE - 1, rotation=0)
+        axes.set_xlabel("step")
+        axes.tick_params(labelsize=FONT_SIZE - 1)
     for axes in panels[len(values) :]:
         axes.set_visible(False)
     save_picture(picture, path)

@@ -9,6 +9,7 @@ import torch
 
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
+from mxtrain.formats.format import FORMATS
 
 AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
 """How training encodes text: the spelling of a special token is plain text"""
@@ -70,9 +71,17 @@ def load(folder: Path) -> tuple:
         tokens. They begin with bos; without a bos token with eos, which in training stands before the next document.
 
     Raises:
-        ConfigError: as ``from_pretrained``, or weights are missing.
+        ConfigError: as ``from_pretrained``; it has experts in a block format; or weights are missing.
     """
     where = f"RUN = {str(folder)!r}"
+    config = from_pretrained("AutoConfig", folder, where)
+    stored = (getattr(config, "quantization_config", None) or {}).get("format")
+    if hasattr(config, "num_experts_per_tok") and stored in {
+        f.layout.compression for f in FORMATS.values() if f.layout
+    }:
+        raise ConfigError(
+            f"{where}: transformers cannot read experts in {stored!r}; give the run, or an export with --format hf"
+        )
     # AutoTokenizer may take the model's own class, which replaces parts of tokenizer.json.
     tokenizer = from_pretrained("PreTrainedTokenizerFast", folder, where)
     options = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True}

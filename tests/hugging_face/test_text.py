@@ -88,6 +88,14 @@ DAMAGE = {
     "config": (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot load it: "),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "transformers cannot load it: "),
     "code": (code_of_its_own, "transformers cannot load it: "),
+    "experts": (
+        lambda folder: edit(
+            folder / "config.json",
+            num_experts_per_tok=2,
+            quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        ),
+        "transformers cannot read experts in 'nvfp4-pack-quantized'; give the run, or an export with --format hf",
+    ),
 }
 
 
