@@ -12,8 +12,7 @@ import tomli_w
 
 from mxtrain.checkpoints.run_folder import CONFIG_FILE
 from mxtrain.errors import ConfigError
-from mxtrain.files import replace_file
-from mxtrain.json_toml import read_toml
+from mxtrain.files import read_toml, replace_file
 
 _PACKAGE = Path(__file__).parent
 

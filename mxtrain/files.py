@@ -1,5 +1,6 @@
-"""How files and folders are written whole or not at all; hashes; which paths are allowed; the cache folder."""
+"""Files and folders that are written whole or not at all, JSON and TOML, hashes, allowed paths, the cache folder."""
 
+import json
 import os
 import shutil
 import uuid
@@ -8,6 +9,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+
+import tomli
 
 from mxtrain.errors import ConfigError
 
@@ -120,3 +123,40 @@ def cache_folder() -> Path:
         return Path(local_path(folder)).expanduser()
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"$MXTRAIN_CACHE: {folder} cannot be found ({error}); set it to a folder") from error
+
+
+def read_json(path: Path, name: str = "", kind: type = dict):
+    """Return the value in a JSON file, which has the type ``kind``. Messages call the file ``name``, or by its path.
+
+    Raises FileNotFoundError, or ConfigError if it cannot be read, is not UTF-8 or JSON, is nested too deep to parse,
+    or has another type.
+    """
+    value = _read(path, name or str(path), "JSON", json.loads)
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name or path} holds {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
+def read_toml(path: Path, name: str = "") -> dict:
+    """Return the tables in a TOML file, with the arguments and errors of ``read_json``."""
+    return _read(path, name or str(path), "TOML", tomli.loads)
+
+
+def parse(text: str, loads=json.loads):
+    """Return ``loads(text)``. Raises ValueError, also for what is nested too deep."""
+    try:
+        return loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _read(path: Path, name: str, language: str, loads):
+    try:
+        content = Path(path).read_bytes()
+        return parse(content.decode("utf-8-sig"), loads)  # editors on Windows begin a file with a BOM
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {reason(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{name} is not valid {language}: {error}") from error

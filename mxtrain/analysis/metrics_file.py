@@ -21,8 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason, replace_file
-from mxtrain.json_toml import parse
+from mxtrain.files import parse, reason, replace_file
 
 EVENT = "event"
 """Key of the text in an event row"""

@@ -18,7 +18,7 @@ from mxtrain.checkpoints.run_folder import (
     STEPS,
 )
 from mxtrain.errors import ConfigError
-from mxtrain.json_toml import read_json, read_toml
+from mxtrain.files import read_json, read_toml
 
 LABELED = {"model": "model.flavor", "lr": "optimizer.lr", "seed": "debug.seed"}
 """Word in a label -> setting"""

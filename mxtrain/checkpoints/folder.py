@@ -22,8 +22,7 @@ from pydantic import TypeAdapter
 
 import mxtrain
 from mxtrain.errors import ConfigError
-from mxtrain.files import FileRecord, hash_file, reason, sync_file
-from mxtrain.json_toml import read_json
+from mxtrain.files import FileRecord, hash_file, read_json, reason, sync_file
 
 SAVING, REMOVING, SET_ASIDE = ".saving", ".removing", "set_aside"
 LEFTOVERS = (SAVING, REMOVING)

@@ -30,8 +30,7 @@ from mxtrain.checkpoints.folder import (
 )
 from mxtrain.checkpoints.run_folder import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
 from mxtrain.errors import ConfigError
-from mxtrain.files import reason
-from mxtrain.json_toml import parse, read_toml
+from mxtrain.files import parse, read_toml, reason
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, locked
 from mxtrain.cli.console import PathParser, positive
 from mxtrain.errors import ConfigError, errors_begin_with
-from mxtrain.files import os_errors_as, reason, replace_file
-from mxtrain.json_toml import read_json, read_toml
+from mxtrain.files import os_errors_as, read_json, read_toml, reason, replace_file
 from mxtrain.launched import COMPARISON_VARIABLE, import_flags
 
 if TYPE_CHECKING:

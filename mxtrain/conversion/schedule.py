@@ -7,6 +7,7 @@ from itertools import combinations
 import torch
 import torch.nn as nn
 
+from mxtrain import terminal
 from mxtrain.conversion.survey import names_of, selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate
@@ -15,7 +16,6 @@ from mxtrain.formats.schedule import RMSNORM, LayerState, RecipeChange, Schedule
 from mxtrain.nn.experts import QuantizedExperts, check_experts
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.three_gemms import QuantizedLayer, check_features
-from mxtrain.reports import terminal
 
 GRAPHS = 8
 """Graphs of a function that torch.compile allows by default"""

@@ -34,7 +34,7 @@ import numpy as np
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import OVER_LIMIT, Document, TextColumn, megabytes, one_line
 from mxtrain.errors import ConfigError
-from mxtrain.json_toml import parse
+from mxtrain.files import parse
 
 FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 FORMATS |= {".feather": "arrow", ".csv": "csv", ".tsv": "csv", ".bin": "tokens", ".idx": "tokens"}

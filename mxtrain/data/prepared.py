@@ -35,8 +35,7 @@ from mxtrain.data.tokenizer import (
     train_tokenizer,
 )
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.files import BUILDING, new_folder, reason
-from mxtrain.json_toml import read_json
+from mxtrain.files import BUILDING, new_folder, read_json, reason
 from mxtrain.launched import end_with_parent
 
 Source = PythonSource | LocalFiles

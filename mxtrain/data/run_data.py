@@ -15,8 +15,7 @@ from mxtrain.data.config import held_out_share
 from mxtrain.data.prepared import Prepared, differences
 from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.files import replace_file
-from mxtrain.json_toml import read_json
+from mxtrain.files import read_json, replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from mxtrain.data.documents import megabytes, one_line
 from mxtrain.errors import ConfigError
-from mxtrain.files import replace_file
-from mxtrain.json_toml import read_json
+from mxtrain.files import read_json, replace_file
 
 # If this is unset, every fork after a use of tokenizers (loader workers, compilers) prints a warning about parallelism.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -32,6 +32,7 @@ import torch
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import PLAIN_CLASSES, LoadedTokenizer, copy_tokenizer, load_tokenizer, special_tokens
 from mxtrain.errors import ConfigError
+from mxtrain.files import read_json
 from mxtrain.formats.format import FORMATS
 from mxtrain.formats.matrices import Codes
 from mxtrain.formats.recipe import LinearRecipe, Recipe
@@ -44,7 +45,6 @@ from mxtrain.hugging_face.model_config import (
     read_generation,
 )
 from mxtrain.hugging_face.model_files import ShardWriter, shard_size
-from mxtrain.json_toml import read_json
 
 # Linears of a block that vLLM joins into one, by their names in TorchTitan and in the order of its parameters.
 JOINED = (

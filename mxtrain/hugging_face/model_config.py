@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from mxtrain.errors import ConfigError
+from mxtrain.files import read_json
 from mxtrain.hugging_face.text import from_pretrained
-from mxtrain.json_toml import read_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in both files; eos may be a list

@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mxtrain.errors import ConfigError
-from mxtrain.files import new_folder
-from mxtrain.json_toml import read_json
+from mxtrain.files import new_folder, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000

@@ -16,9 +16,8 @@ from typing_extensions import TypedDict  # before Python 3.12, pydantic takes th
 from tyro.constructors import PrimitiveConstructorSpec
 
 from mxtrain.data.config import LARGEST_VOCABULARY
-from mxtrain.files import local_path
+from mxtrain.files import local_path, parse
 from mxtrain.formats.schedule import RMSNORM
-from mxtrain.json_toml import parse
 from mxtrain.settings.removed import SCHEDULE_KEYS
 
 

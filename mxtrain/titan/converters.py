@@ -17,10 +17,10 @@ from mxtrain.formats.gemm import sum_bf16_products_in_fp32
 from mxtrain.formats.hardware import mode_reason, resolve_mode
 from mxtrain.formats.parse import SWITCHES, switches_in_effect
 from mxtrain.nn.ready_weights import note_norms
-from mxtrain.reports.terminal import note_conversion
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
+from mxtrain.terminal import note_conversion
 from mxtrain.titan.releases import engine
 
 # Stands for debug.seed where that is unset.

@@ -25,7 +25,7 @@ from mxtrain.data.streams import Stream, training_stream, validation_stream
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.ranks import from_first_rank, is_first, is_first_of_node, run_on_all_ranks, this_node
-from mxtrain.reports.terminal import note
+from mxtrain.terminal import note
 from mxtrain.titan.releases import engine
 
 

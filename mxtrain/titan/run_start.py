@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from mxtrain import terminal
 from mxtrain.checkpoints.folder import (
     MANIFEST_FILE,
     DamagedCheckpoint,
@@ -19,7 +20,6 @@ from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
 from mxtrain.ranks import LATE_SECONDS, from_first_rank, is_first_of_node, run_on_all_ranks
-from mxtrain.reports import terminal
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before

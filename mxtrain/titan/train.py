@@ -14,7 +14,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torchtitan.tools.logging import init_logger, logger
 
-from mxtrain import ranks
+from mxtrain import ranks, terminal
 from mxtrain.analysis import closing_summary
 from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.ending import CONTINUE, SETTING, NonFiniteError, Stop
@@ -23,7 +23,6 @@ from mxtrain.checkpoints.start import Start, latest_checkpoint, require_folder
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.launched import START_VARIABLE, report_stop
 from mxtrain.ranks import is_first
-from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine

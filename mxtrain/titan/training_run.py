@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from mxtrain import terminal
 from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
 from mxtrain.checkpoints.checkpointer import RANDOM_STATE
@@ -29,7 +30,6 @@ from mxtrain.conversion.schedule import RecipeSwitch
 from mxtrain.files import sync_file
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.ranks import from_first_rank, is_first
-from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect

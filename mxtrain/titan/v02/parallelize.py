@@ -32,10 +32,10 @@ from mxtrain.parallel.activation_checkpoint import knows_own_operations, multipl
 from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import DEGREE, check_part, choose_gathers
-from mxtrain.reports.terminal import show_line
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.titan import settings_of
+from mxtrain.terminal import show_line
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v02.check_job import check_model_layout
 from mxtrain.titan.v02.context_parallel import prepare_context_parallelism

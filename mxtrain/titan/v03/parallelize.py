@@ -32,8 +32,8 @@ from mxtrain.parallel.activation_checkpoint import knows_own_operations, multipl
 from mxtrain.parallel.expert_dispatch import SentRows, choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
 from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
-from mxtrain.reports.terminal import show_line
 from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.terminal import show_line
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v03.config import same

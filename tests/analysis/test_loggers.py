@@ -8,9 +8,8 @@ from unittest import mock
 import pytest
 import wandb
 
-from mxtrain.analysis import read_metrics
-from mxtrain.reports import loggers
-from mxtrain.reports.loggers import (
+from mxtrain.analysis import loggers, read_metrics
+from mxtrain.analysis.loggers import (
     MetricsFileLogger,
     ProgressLogger,
     WandbLogger,

@@ -7,8 +7,8 @@ import warnings
 import pytest
 from torchtitan.tools.logging import init_logger, logger
 
+from mxtrain import terminal
 from mxtrain.errors import ConfigError
-from mxtrain.reports import terminal
 
 
 def test_a_line_that_cannot_be_written_is_lost(monkeypatch):
