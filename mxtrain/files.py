@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-import tomli
-
 from mxtrain.errors import ConfigError
 
 BUILDING = ".building"
@@ -139,6 +137,8 @@ def read_json(path: Path, name: str = "", kind: type = dict):
 
 def read_toml(path: Path, name: str = "") -> dict:
     """Return the tables in a TOML file, with the arguments and errors of ``read_json``."""
+    import tomli
+
     return _read(path, name or str(path), "TOML", tomli.loads)
 
 
