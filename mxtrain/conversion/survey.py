@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch.nn as nn
-from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -25,6 +24,7 @@ from mxtrain.conversion.layers import (
 from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
+from mxtrain.launch.pytorch import FakeTensor
 from mxtrain.nn.experts import weight_names
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_router import MXNormRouter

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from mxtrain.formats.matrices import converted
-from mxtrain.launch.custom_op import define_op
+from mxtrain.launch.functions import define_op
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType, grouped_mm, scaled_gro
 from mxtrain.formats.format import LONGEST_BLOCK
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.matrices import Operand
-from mxtrain.launch.custom_op import define_op
+from mxtrain.launch.functions import define_op
 
 # The tensor cores read the scales of 128 rows by 4 blocks of 32 (128 columns) from one piece of memory.
 TILE_ROWS, _TILE = 128, 512

@@ -46,6 +46,7 @@ class FormatOps:
 
     Attributes:
         casts: operations that cast matrices, which a compiled backward makes anew.
+        norms: operations f(x, residual, *settings) -> [..., total] that normalize and cast x, or total = x + residual.
         weight_casts: the same for operations "(Tensor[] weights, Tensor[] tensor_scales, ...)", of which a graph keeps
             the tensor scales.
         kept: operations that read whole matrices for a few bytes, which activation checkpointing keeps.
@@ -53,6 +54,7 @@ class FormatOps:
     """
 
     casts: tuple[Callable, ...] = ()
+    norms: tuple[Callable, ...] = ()
     weight_casts: tuple[Callable, ...] = ()
     kept: tuple[Callable, ...] = ()
     fusions: Fusions | None = None

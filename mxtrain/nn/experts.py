@@ -27,10 +27,8 @@ from mxtrain.formats.grouped import (
     split_rows,
 )
 from mxtrain.formats.hardware import resolve_mode
-from mxtrain.formats.matrices import check_tensor
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.three_gemms import (
     QuantizedLayer,
@@ -215,7 +213,6 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
             ValueError: for another dtype, shape or device.
         """
         rows, x = x, x.h if isinstance(x, RoutedRows) else x
-        check_tensor("x", x)
         gemms = self.gemms(x.device)
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in self.weights)
         check_input(x, w1.shape[2], w1, self.recipe, gemms.mode)

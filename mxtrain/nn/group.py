@@ -26,6 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
+from mxtrain.launch.pytorch import saved_tensor_hooks
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype, version
 
@@ -89,7 +90,7 @@ class GroupCall:
         dtype = compute_dtype(x.h)
         # Another mode of autograd needs new outputs. So does a checkpointed part of a layer, which saves other tensors
         # and calls its linears again.
-        hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks()
         made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled(), hooks)
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
         if not is_same or place not in self._outputs or self._has_changed(place):

@@ -32,21 +32,18 @@ import torch.nn.functional as F
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
-from mxtrain.formats.matrices import Operand, check_tensor
+from mxtrain.formats.matrices import Operand
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.formats.schedule import LayerState
-from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.launch.keyed import from_key
-from mxtrain.launch.once_differentiable import once_differentiable
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.normed_input import (
     NormedInput,
     check_norm_result,
     refuse_backward_hook,
-    refuse_global_backward_hooks,
-    writes_to,
 )
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
@@ -268,37 +265,23 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         Raises:
             ValueError: for another dtype, shape or device.
         """
-        check_tensor("x", x)
         if self.is_plain:
             y = F.rms_norm(x, self.normalized_shape, self.gain(), self.plain_eps)
             return GatherSequences.apply(y, self.split.key) if self.split and self.gathers_plain else y
-        refuse_global_backward_hooks(self)
         mode = mode_in_forward(self.mode, x.device.type)
         gain = self.gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
-        recipe, split = self.recipe.fprop, self.split
-        signs = self.signs(x.device)
-        call = None if self.group is None else GroupCall(self.group)
-        if split is None:
-            rows = x.reshape(-1, x.shape[-1])
-            keys = self.estimate.key, recipe.key
+        recipe = self.recipe.fprop
+        if self.split is None:
+            rows, keys = x.reshape(-1, x.shape[-1]), (self.estimate.key, recipe.key)
             h, rho, *xhat = _MXNormFunction.apply(rows, *keys, mode, torch.compiler.is_compiling())
-            common = (constant_operand(xhat, mode), rho, gain, signs, recipe, mode)
-            kept = rows.detach()
-            return NormedInput(
-                self,
-                h.view(x.shape),
-                kept,
-                *common,
-                call=call,
-                x_writes=writes_to(kept),
-                feeds_mixture=self.feeds_mixture,
-                sends_codes=self.sends_codes,
-            )
-        whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
-        common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
-        for_experts = self.feeds_mixture, self.sends_codes
-        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes_to(whole.x), *for_experts)
+            normed = h.view(x.shape), rows.detach(), constant_operand(xhat, mode), rho
+            gathered = None
+        else:
+            *normed, gathered = normalize_shard(x, self.estimate, self.recipe, mode, self.split)
+        call = None if self.group is None else GroupCall(self.group)
+        settings = (gain, self.signs(x.device), recipe, mode, gathered, call)
+        return NormedInput(self, *normed, *settings, self.feeds_mixture, self.sends_codes)
 
     def register_full_backward_hook(self, *_, **__):
         refuse_backward_hook(self.fqn or "an MXNorm")
@@ -354,13 +337,12 @@ class MXNormLinear(QuantizedLinear):
             ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP or
                 a reentrant checkpoint between the norm and this layer has made useless.
             ValueError: for another dtype, shape or device.
-            RuntimeError: for a norm's input that was written to after the norm and that the weight's gradient needs.
         """
         if self.is_plain:
             weight, bias = self.parts()
             return F.linear(x, weight, bias)
         weight, bias = self.parts()
-        check_norm_result(x, weight)
+        check_norm_result(x)
         gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(

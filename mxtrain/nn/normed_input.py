@@ -4,21 +4,19 @@ from traceback import walk_stack
 from typing import NamedTuple
 
 import torch
-from torch.nn.modules import module as of_all_modules
 from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.matrices import CastSpec, Codes, Operand
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
-from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.launch.keyed import from_key
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.launch.pytorch import tree_leaves
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.routed_rows import RoutedRows, pack
-from mxtrain.nn.three_gemms import version
 
 LOOKS = ("shape", "size", "ndim", "dim", "numel", "device")
 """Attributes and methods that a ``NormedInput`` shares with the plain norm's result, with equal answers.
@@ -70,8 +68,6 @@ class NormedInput(NamedTuple):
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
         gathered: gathers wgrad's operand, where codes are sent instead of x.
         call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
-        x_writes: ``writes_to(x)`` before the linears. A hook may have put a copy in the place of x since, with a count
-            of its own.
         feeds_mixture: whether a mixture of experts takes the result: tokens as rows, and rows in the order of experts.
         sends_codes: whether experts on other processes take these rows as codes, where fprop's format
             has no tensor scale.
@@ -88,7 +84,6 @@ class NormedInput(NamedTuple):
     mode: str
     gathered: GatheredColumns | None = None
     call: GroupCall | None = None
-    x_writes: tuple[int, int] | None = None
     feeds_mixture: bool = False
     sends_codes: bool = False
 
@@ -153,7 +148,7 @@ class NormedInput(NamedTuple):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        values = torch.utils._pytree.tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, cls))
+        values = tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, cls))
         normed = next(value for value in values if isinstance(value, cls))
         if function is torch.zeros_like and normed.feeds_mixture:  # for the sum of what experts return
             return torch.zeros_like(normed.h)
@@ -195,21 +190,14 @@ for _method in (*(f"__{name}__" for name in _REFUSED), "index", "count"):
     setattr(NormedInput, _method, _refuse(_method))
 
 
-def writes_to(x: torch.Tensor) -> tuple[int, int] | None:
-    """Return the id of x and the number of writes to it so far; None if PyTorch does not count them."""
-    writes = version(x)
-    return None if writes is None else (id(x), writes)
-
-
-def check_norm_result(normed, weight: torch.Tensor) -> None:
-    """Require an MXNorm's result that gives a linear with this weight its gradients.
+def check_norm_result(normed) -> None:
+    """Require an MXNorm's result that gives a linear its gradients.
 
     In a compiled graph only class and dtype are checked: Dynamo cannot trace the rest.
 
     Raises:
         TypeError: ``normed`` is not the result of an MXNorm.
         ConfigError: FSDP or a reentrant checkpoint between the norm and the linear has made the result useless.
-        RuntimeError: x was written to after the norm, as PyTorch raises it for saved tensors.
     """
     if not isinstance(normed, NormedInput):
         if isinstance(normed, tuple) and len(normed) == len(NormedInput._fields):
@@ -236,15 +224,6 @@ def check_norm_result(normed, weight: torch.Tensor) -> None:
             "a checkpoint with use_reentrant=True between an MXNorm and its linears loses their gradients: set "
             "use_reentrant=False"
         )
-    # PyTorch counts the writes only from the linear on, which saves x, or from the norm on if x needs a gradient.
-    needs_x = weight.requires_grad or (gain is not None and gain.requires_grad)
-    of_x, writes_before = normed.x_writes or (None, 0)
-    if of_x == id(normed.x) and needs_x and torch.is_grad_enabled() and normed.x._version > writes_before:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
-            f"{list(normed.x.shape)} of an MXNorm is at version {normed.x._version} before its linears; expected "
-            f"version {writes_before}, which was normalized"
-        )
 
 
 def _in_reentrant_checkpoint() -> bool:
@@ -264,13 +243,3 @@ def refuse_backward_hook(name: str, *_, **__) -> None:
         "block that holds the norm and its linears, use register_full_backward_pre_hook on a linear for the gradient "
         "of its result, name the norm in filter_fqns, or convert the model with 'mx_linear'"
     )
-
-
-def refuse_global_backward_hooks(norm) -> None:
-    """Raise ConfigError if PyTorch would call full backward hooks of all modules on this MXNorm.
-
-    A compiled graph may not look at the norm's name before that: it would be compiled for one name.
-    ``register_module_full_backward_pre_hook`` is left alone: PyTorch's ``CommDebugMode`` uses it and edits nothing.
-    """
-    if of_all_modules._global_backward_hooks and torch.is_grad_enabled():
-        refuse_backward_hook(f"all modules, {norm.fqn or 'an MXNorm'} among them,")

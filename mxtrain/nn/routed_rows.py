@@ -10,8 +10,7 @@ import torch
 
 from mxtrain.formats.format import Format, format_named
 from mxtrain.formats.matrices import Codes
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.launch.functions import once_differentiable, untraced
 
 
 def pack(codes: Codes) -> torch.Tensor:

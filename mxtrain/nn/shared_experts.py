@@ -7,10 +7,9 @@ split by features and need the result of whole sequences [B, S, D]. So x is gath
 import torch
 
 from mxtrain.formats.collectives import gather_tokens, sum_tokens
-from mxtrain.launch.custom_op import untraced
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.launch.keyed import from_key
-from mxtrain.launch.once_differentiable import once_differentiable
-from mxtrain.nn.normed_input import NormedInput, writes_to
+from mxtrain.nn.normed_input import NormedInput
 from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import constant_operand, without_data
 
@@ -46,4 +45,4 @@ def of_whole_sequences(normed: NormedInput, split: SplitSequences) -> NormedInpu
     keys = normed.made_by.estimate.key, normed.recipe.key, normed.mode, split.key
     h, x, rho, *xhat = _Gather.apply(normed.h, normed.x.view(normed.shape), *keys)
     h = h.view(batch, split.processes * length, features)
-    return normed._replace(h=h, x=x, rho=rho, xhat=constant_operand(xhat, normed.mode), x_writes=writes_to(x))
+    return normed._replace(h=h, x=x, rho=rho, xhat=constant_operand(xhat, normed.mode))

@@ -19,7 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mxtrain.launch.custom_op import define_op
+from mxtrain.launch.functions import define_op
+from mxtrain.launch.pytorch import inside_backward, traced_graph
 
 _WORD = 2**32
 # Largest matrix with random bits. Four elements share one draw, and the index of a draw must fit in 32 bits.
@@ -153,7 +154,7 @@ def draws_of_call(seeds: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
 
 def _number(seeds: torch.Tensor, position: torch.Tensor) -> int:
     """Number a call in eager mode. Reentrant checkpointing draws inside of the backward for the first time."""
-    if _inside_backward():
+    if inside_backward():
         return _count(seeds, position, "forward", 0) + _count(seeds, position, "again", 1)
     return _count(seeds, position, "forward", 1)
 
@@ -166,10 +167,6 @@ def _count(seeds: torch.Tensor, position: torch.Tensor, kind: str | tuple, more:
     before = _calls[key]
     _calls[key] = before + more
     return before
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _draws(seeds: torch.Tensor, position: torch.Tensor, number: int) -> torch.Tensor:
@@ -187,7 +184,7 @@ _traced: WeakKeyDictionary = WeakKeyDictionary()
 @torch.compiler.assume_constant_result
 def _number_in_graph(seeds: torch.Tensor) -> int:
     """Number a call that is being traced; a constant of the graph."""
-    calls = _traced.setdefault(torch._guards.TracingContext.get(), Counter())
+    calls = _traced.setdefault(traced_graph(), Counter())
     calls[seeds.data_ptr()] += 1
     return calls[seeds.data_ptr()] - 1
 
@@ -197,7 +194,7 @@ def _compiled_draws(seeds: torch.Tensor, position: torch.Tensor, number: int) ->
 
     A graph inside of a checkpoint may run twice, the second time inside of the backward.
     """
-    if _count(seeds, position, (number, _inside_backward()), 1):
+    if _count(seeds, position, (number, inside_backward()), 1):
         raise RuntimeError(
             "a compiled layer with stochastic rounding ran twice at one position and would repeat its random bits: "
             "call mxtrain.set_rounding_step(step, microbatch) before every forward; if one forward calls the layer "

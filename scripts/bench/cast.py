@@ -54,7 +54,7 @@ def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.norm_kernel import mxnorm_cast
+    from mxtrain.formats.mxfp8.norm import mxnorm_cast
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     # Triton's interpreter truncates to bf16 instead of rounding, so it gets a residual whose sum is exact in bf16.

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mxtrain.formats.gemm import guarded_mm
 from mxtrain.formats.parse import get_recipe
-from mxtrain.launch.device import INTERPRETED
+from mxtrain.launch.launch import INTERPRETED
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import by_output_features
 from tests.support.layer_checks import CHECKPOINTING, NormBlock, assert_near, draw, fill, results_of

@@ -33,8 +33,7 @@ from mxtrain.formats.cast_kernels import (
 )
 from mxtrain.formats.mxfp8.arithmetic import STORAGE, e4m3_codes, e4m3_image, inverse_scale, scale_code, scale_value
 from mxtrain.formats.recipe import Recipe
-from mxtrain.launch.device import cdiv, converts_fp8
-from mxtrain.launch.launch import Launch, contiguous, register_op
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op
 
 
 @triton.jit

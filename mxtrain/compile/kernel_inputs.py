@@ -28,17 +28,17 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-import mxtrain.formats.norm_kernel  # noqa: F401  # registers the operations
 from mxtrain.compile.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
+from mxtrain.formats.format import FORMATS
 
-aten, ours = torch.ops.aten, torch.ops.mxtrain
+aten = torch.ops.aten
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def fuse_residual_add(graph: Graph) -> None:
     """Let the kernel of every MXNorm compute the sum that it normalizes, where the kernel can."""
-    # The operation is f(x, residual, *settings) -> [..., total], where total is x + residual in the dtype of x.
-    for norm in list(graph.find_nodes(op="call_function", target=ours.mxnorm_cast.default)):
+    targets = {op for fmt in FORMATS.values() for op in fmt.ops.norms}
+    for norm in [node for node in graph.nodes if node.target in targets]:
         total = without_views(norm.args[0])
         if norm.args[1] is None and (summands := _x_and_residual(total)):
             _fuse(graph, norm, *summands, total)

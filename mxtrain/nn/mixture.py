@@ -11,8 +11,7 @@ is then exact but for the fp32 sums, and no token chooses other experts than in 
 import torch
 
 from mxtrain.formats.matrices import at_least_fp32
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.normed_input import NormedInput, check_norm_result, refuse_backward_hook
@@ -80,7 +79,7 @@ class MXNormRouter(DecomposeKRouter):
         """
         if isinstance(x, torch.Tensor):
             return super().forward(x)
-        check_norm_result(x, self.weight)
+        check_norm_result(x)
         weight, bias = own_part(self.weight), own_part(self.bias)
         h = x.h.reshape(-1, x.shape[-1])
         logits = _NormedLogits.apply(h, x.x, x.rho, x.gain, weight, bias, x.mode)

@@ -1,29 +1,62 @@
-"""What all autograd functions share.
+"""How PyTorch's compiler and autograd see code of ours.
 
-Derivatives of their gradients would be wrong without an error, so they are refused, and so are transforms of
-``torch.func``.
+Ops, functions that Dynamo does not follow, and gradients without derivatives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 
 import torch
 
+from mxtrain.launch.pytorch import delayed_error
+
+_LIBRARY = torch.library.Library("mxtrain", "FRAGMENT")
+
+
+def define_op(schema: str, run: Callable, fake: Callable, device_types: Iterable[str] = ("CPU", "CUDA")):
+    """Register the op ``torch.ops.mxtrain.NAME``, which has no gradient, and return it.
+
+    ``torch.library.custom_op`` would do the same, but its checks take longer than a small product.
+
+    Args:
+        schema: the op's name, arguments and results.
+        run: computes the results.
+        fake: the same for fake tensors: allocates the results.
+        device_types: of the tensors that ``run`` takes.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for device_type in device_types:
+        _LIBRARY.impl(name, run, device_type)
+    torch.library.register_fake(f"mxtrain::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.mxtrain, name).default
+
+
+untraced = torch.compiler.allow_in_graph
+"""
+Decorator of a function or of an autograd function. Arguments are tensors, numbers, strings, None, and lists, named
+tuples and frozen dataclasses of them; results are tensors. Dynamo puts a call into its graph as one node. If it
+followed the code, the checks of a kernel's arguments would take up to 20 ms a call, and an autograd function up to 150
+ms. AOTAutograd sees the operations inside. PyTorch 2.11 also loses the gradient of some aliases in a function that
+Dynamo follows, so all autograd functions are untraced (``tests/nn/test_compiled_gradients.py``).
+
+Dynamo makes a frozen dataclass again from all its fields, in their order. An object with numbers is passed as its key
+(``mxtrain.launch.keyed.Keyed``). A ValueError of a check becomes PyTorch's error for a failed compilation, with the
+same text. ``torch.compiler.is_compiling()`` inside depends on PyTorch's version, so it is passed as an argument
+"""
+
+
 MESSAGE = (
     "mxtrain's layers have no second derivatives: a gradient penalty, a Hessian or another use of create_graph=True "
     "needs a model that was not converted"
-)
-NO_TRANSFORMS = (
-    "mxtrain's layers do not run in transforms of torch.func (grad, vmap, jvp and others): use backward or "
-    "torch.autograd.grad, or a model that was not converted"
 )
 
 
 def once_differentiable(backward: Callable) -> Callable:
     """Return the backward of an autograd function that calls ``backward(ctx, saved, *gradients)``.
 
-    It raises RuntimeError where its results are differentiated. If every incoming gradient is None, it returns None for
-    each input, as PyTorch's own.
+    It raises RuntimeError where its results are differentiated, because their derivatives would be wrong without an
+    error. If every incoming gradient is None, it returns None for each input, as PyTorch's own.
 
     The forward calls ``ctx.set_materialize_grads(False)``: else PyTorch would make zeros of no gradient, and weights
     that the loss does not need would get zeros. ``saved`` are the context's saved tensors. ``ctx.h`` is an input kept
@@ -61,14 +94,5 @@ def _refused(gradient: torch.Tensor | None, sources: list[torch.Tensor]) -> torc
         return None
     # A backward may return its argument: detached, so that the caller's tensor stays as it is.
     tensors = gradient.detach().requires_grad_(), *sources
-    results = torch._C._functions.DelayedError(MESSAGE.encode(), len(tensors))(*tensors)
+    results = delayed_error(MESSAGE, len(tensors))(*tensors)
     return results[0] if sources else results
-
-
-def refuse_transforms() -> None:
-    """Raise RuntimeError in a transform of ``torch.func``, where autograd functions like the layers' cannot run.
-
-    PyTorch's own error asks for a method of the autograd function. The user has none.
-    """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(NO_TRANSFORMS)
