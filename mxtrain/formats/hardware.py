@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.formats.format import FORMATS, Format
+from mxtrain.formats.recipe import FORMATS, Format
 
 # Triton is installed on Linux only.
 HAS_TRITON = find_spec("triton") is not None

@@ -14,11 +14,10 @@ import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.format import Format
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
 from mxtrain.formats.mxnorm import inverse_rms
-from mxtrain.formats.recipe import Recipe
+from mxtrain.formats.recipe import Format, Recipe
 
 
 class Fusions(NamedTuple):

@@ -59,8 +59,7 @@ def once_differentiable(backward: Callable) -> Callable:
     error. If every incoming gradient is None, it returns None for each input, as PyTorch's own.
 
     The forward calls ``ctx.set_materialize_grads(False)``: else PyTorch would make zeros of no gradient, and weights
-    that the loss does not need would get zeros. ``saved`` are the context's saved tensors. ``ctx.h`` is an input kept
-    on ctx instead of saved.
+    that the loss does not need would get zeros. ``saved`` are the context's saved tensors.
 
     ``torch.autograd.function.once_differentiable`` raises only if the incoming gradient needs a gradient itself. The
     gradient of a sum needs none, and second derivatives would then be zero without an error.
@@ -77,22 +76,12 @@ def once_differentiable(backward: Callable) -> Callable:
             return backward(ctx, saved, *gradients)
         with torch.no_grad():
             results = backward(ctx, saved, *gradients)
-        sources = [t for t in (*gradients, *saved, getattr(ctx, "h", None)) if t is not None and t.requires_grad]
-        if isinstance(results, tuple):
-            return tuple(_refused(result, sources) for result in results)
-        return _refused(results, sources)
+        return tuple(map(_refused, results)) if isinstance(results, tuple) else _refused(results)
 
     return run
 
 
-def _refused(gradient: torch.Tensor | None, sources: list[torch.Tensor]) -> torch.Tensor | None:
-    """The same values, which raise RuntimeError when they are differentiated.
-
-    They hang on ``sources``, because autograd visits only what lies on the way to the tensors that it is asked for.
-    """
-    if gradient is None:
-        return None
+def _refused(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The same values, which raise RuntimeError in a backward through them."""
     # A backward may return its argument: detached, so that the caller's tensor stays as it is.
-    tensors = gradient.detach().requires_grad_(), *sources
-    results = delayed_error(MESSAGE, len(tensors))(*tensors)
-    return results[0] if sources else results
+    return None if gradient is None else delayed_error(MESSAGE)(gradient.detach().requires_grad_())

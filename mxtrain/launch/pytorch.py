@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed._functional_collectives as functional_collectives
 from torch._C import DisableTorchFunction
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,24 +37,14 @@ def autocasts_on_cuda(function: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{function}", "AutocastCUDA")
 
 
-def delayed_error(message: str, tensors: int) -> Callable:
-    """Return a function that returns so many tensors as they are, and raises RuntimeError in their backward."""
-    return torch._C._functions.DelayedError(message.encode(), tensors)
-
-
-def inside_backward() -> bool:
-    """Return whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+def delayed_error(message: str) -> Callable:
+    """Return a function that returns a tensor as it is, and raises RuntimeError in its backward."""
+    return torch._C._functions.DelayedError(message.encode(), 1)
 
 
 def saved_tensor_hooks():
     """Return the hooks on saved tensors that are in effect; None without hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-def traced_graph():
-    """Return what stands for the graph that is being traced."""
-    return TracingContext.get()
 
 
 def set_rotate_method(method: str) -> None:

@@ -8,7 +8,8 @@ matrix i (w1, w2, w3: 0, 1, 2) of expert e of E rounds stochastically with the l
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
 from mxtrain.errors import ConfigError
-from mxtrain.formats.grouped import (
+from mxtrain.formats.gemm import (
     TILE_ROWS,
     Groups,
     block_of_rows,
@@ -29,7 +30,7 @@ from mxtrain.formats.grouped import (
 from mxtrain.formats.hardware import resolve_mode
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.launch.functions import once_differentiable, untraced
-from mxtrain.nn.routed_rows import RoutedRows
+from mxtrain.nn.normed_input import RoutedRows
 from mxtrain.nn.three_gemms import (
     QuantizedLayer,
     ReadyOperands,
@@ -271,3 +272,18 @@ def check_tiles(features: int, hidden: int, recipe: LinearRecipe, mode: str) -> 
                 f"experts with {value} {name}: native grouped products need a multiple of {TILE_ROWS}; use mode "
                 "'emulated', or leave the experts in high precision"
             )
+
+
+@contextmanager
+def kept_buffers(parts: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Give the buffers of a model, or of its parts, their values back after the context.
+
+    A pass beside training must not change them: mixtures count the tokens of every forward in one.
+    """
+    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -23,9 +23,8 @@ import torch
 
 from mxtrain.formats.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.format import LONGEST_BLOCK
 from mxtrain.formats.matrices import CastSpec, Codes, Operand, values_dtype
-from mxtrain.formats.recipe import LinearRecipe, Recipe
+from mxtrain.formats.recipe import LONGEST_BLOCK, LinearRecipe, Recipe
 from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.launch.keyed import from_key
 from mxtrain.nn.split import SplitSequences

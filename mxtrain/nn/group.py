@@ -62,8 +62,6 @@ class LinearGroup:
             return False
         if any(_stays_single(linear) for linear in self.linears):
             return False
-        if not torch.compiler.is_compiling() and _are_of_several_fsdp_units(self.linears):
-            return False
         return all(_traits(linear) == _traits(first) for linear in others)
 
 
@@ -116,17 +114,7 @@ def _stays_single(linear: QuantizedLinear) -> bool:
     is_own_unit = isinstance(linear.weight, DTensor) or len(linear._forward_pre_hooks) > 0
     # A replaced forward may fetch the weight.
     is_replaced = "forward" in linear.__dict__
-    # FSDP1 keeps a flat shard in the place of a weight that it has not gathered.
-    is_shard = linear.weight.ndim != 2
-    return linear.is_plain or is_replaced or is_shard or (linear.split == WHOLE and is_own_unit)
-
-
-def _are_of_several_fsdp_units(linears: Sequence[QuantizedLinear]) -> bool:
-    """Whether FSDP1 gathers the weights one by one: the others are freed, or on their way, when a linear is called."""
-    # It sets a gathered weight as an attribute: a view into one tensor for each module that it wraps.
-    if not any("weight" in linear.__dict__ for linear in linears):
-        return False
-    return len({linear.parts()[0].untyped_storage()._cdata for linear in linears}) > 1
+    return linear.is_plain or is_replaced or (linear.split == WHOLE and is_own_unit)
 
 
 def _traits(linear: QuantizedLinear) -> tuple:

@@ -40,11 +40,7 @@ from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.launch.keyed import from_key
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
-from mxtrain.nn.normed_input import (
-    NormedInput,
-    check_norm_result,
-    refuse_backward_hook,
-)
+from mxtrain.nn.normed_input import NormedInput, check_norm_result
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import (
@@ -112,7 +108,6 @@ class _MXNormLinearFunction(torch.autograd.Function):
     def forward(ctx, h, gain, of: _Constants, *weights):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(of.x, gain, of.rho, of.signs, *weights)
-        ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = of.gemms, of.gathered, of.draws, of.ready
         return of.gemms.fprop(of.xhat, weights, of.dtype, gain, of.ready, of.joined)
 
@@ -283,11 +278,6 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         settings = (gain, self.signs(x.device), recipe, mode, gathered, call)
         return NormedInput(self, *normed, *settings, self.feeds_mixture, self.sends_codes)
 
-    def register_full_backward_hook(self, *_, **__):
-        refuse_backward_hook(self.fqn or "an MXNorm")
-
-    register_full_backward_pre_hook = register_full_backward_hook
-
     def gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
         return self.weight if self.split is None else own_part(self.weight)
@@ -334,8 +324,8 @@ class MXNormLinear(QuantizedLinear):
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
-            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP or
-                a reentrant checkpoint between the norm and this layer has made useless.
+            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP
+                between the norm and this layer has made useless.
             ValueError: for another dtype, shape or device.
         """
         if self.is_plain:
@@ -356,6 +346,3 @@ class MXNormLinear(QuantizedLinear):
             (y,) = _multiply(x, (self,), gemms, self.ready_with(x.gain), True)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)
-
-    def register_full_backward_hook(self, *_, **__):
-        refuse_backward_hook(self.fqn or "an MXNormLinear")

@@ -6,10 +6,9 @@ import torch
 
 from mxtrain.formats import mxnorm as reference
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
-from mxtrain.formats.format import ScaleRounding
 from mxtrain.formats.hardware import HAS_TRITON, Mode, resolve_mode, runs_kernels
 from mxtrain.formats.parse import get_recipe
-from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
+from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, ScaleRounding
 
 if HAS_TRITON:
     from mxtrain.norms import mxnorm_backward as kernels

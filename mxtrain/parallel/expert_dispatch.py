@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.collectives import exchange_rows
-from mxtrain.formats.format import FORMATS
+from mxtrain.formats.recipe import FORMATS
 from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import without_data

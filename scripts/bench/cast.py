@@ -29,7 +29,7 @@ from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting
 
 from mxtrain.formats import mx as casts
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.grouped import make_groups
+from mxtrain.formats.gemm import make_groups
 from mxtrain.formats.matrices import joined, rows_in_order
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.mxnorm import inverse_rms, norm_backward, scale_rows

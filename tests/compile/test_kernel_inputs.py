@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtrain.compile.residual_add import fuse_residual_add
+from mxtrain.compile.kernel_inputs import fuse_residual_add
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.parse import get_recipe
 from tests.support.graph_checks import assert_same, draw, graph_after, operations

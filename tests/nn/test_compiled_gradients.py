@@ -17,9 +17,8 @@ import mxtrain.norms
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.mixture import MXNormRouter, of_whole_sequences
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_router import MXNormRouter
-from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of

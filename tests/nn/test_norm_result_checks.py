@@ -5,7 +5,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import mxtrain
 from mxtrain import ConfigError
@@ -81,24 +80,3 @@ def test_fsdp_must_not_free_the_gain_before_the_linears(mesh):
     fully_shard([layer.norm, layer.attention], mesh=mesh)
     for got, expected in zip(gradients(fully_shard(layer, mesh=mesh)), want, strict=True):
         assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize(
-    "module, message",
-    [
-        ("attention", "loses their gradients: set use_reentrant=False"),  # it passes gradients to tensors only
-        ("norm", "makes its result a plain tuple: set use_reentrant=False"),
-    ],
-)
-def test_a_reentrant_checkpoint_must_not_lose_gradients(module, message):
-    want = gradients(converted())
-    for reentrant in (True, False):
-        layer = converted()
-        part = getattr(layer, module)
-        forward = part.forward
-        part.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)  # noqa: B023
-        if reentrant:
-            with pytest.raises(ConfigError, match=message):
-                gradients(layer)
-        else:
-            assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))
