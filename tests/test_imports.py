@@ -121,7 +121,7 @@ def private_names(tree: ast.AST) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    of_torch = {name for name in found if name.startswith("torch.") and not name.startswith("torch.ops.")}
+    of_torch = {name for name in found if re.fullmatch(r"torch(\.(?!ops\.)\w+)+", name)}
     return {name for name in of_torch if re.search(r"\._(?!_)|\.FakeTensor", name)}
 
 

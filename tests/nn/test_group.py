@@ -188,9 +188,8 @@ def test_linears_that_differ_stay_single(change, settings):
     [
         lambda linear: linear.to("meta"),
         lambda linear: setattr(linear, "split", by_output_features("group")),
-        lambda linear: setattr(linear, "weight", nn.Parameter(linear.weight.detach().flatten())),
     ],
-    ids=["device", "split", "flat shard"],
+    ids=["device", "split"],
 )
 def test_linears_whose_weights_lie_in_other_places_stay_single(change):
     block = block_of()

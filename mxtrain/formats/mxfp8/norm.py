@@ -69,20 +69,11 @@ def _mxnorm_cast_kernel(
     )  # fmt: skip
 
 
-def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    p: int,
-    estimator: str,
-    eps: float,
-    constant: float,
-    form: str,
-    scale_rounding: str,
-) -> tuple[list[torch.Tensor], Launch | None]:
-    constants = dict(RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x))
+def _launch(x: torch.Tensor, *settings) -> tuple[list[torch.Tensor], Launch | None]:
+    *others, scale_rounding = settings
     return norm_launch(
-        _mxnorm_cast_kernel, STORAGE, x, residual, p, estimator, eps, constant, form, (), constants
-    )  # fmt: skip
+        _mxnorm_cast_kernel, STORAGE, x, *others, (), dict(RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x))
+    )
 
 
 NORM = register_op(

@@ -128,20 +128,9 @@ def _nvfp4_norm_kernel(
         )  # fmt: skip
 
 
-def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    p: int,
-    estimator: str,
-    eps: float,
-    constant: float,
-    form: str,
-    tensor_scale: float,
-) -> tuple[list[torch.Tensor], Launch | None]:
-    return norm_launch(
-        _nvfp4_norm_kernel, STORAGE, x, residual, p, estimator, eps, constant, form,
-        (tensor_scale,), dict(HARDWARE=converts_fp4(x)),
-    )  # fmt: skip
+def _launch(x: torch.Tensor, *settings) -> tuple[list[torch.Tensor], Launch | None]:
+    *others, tensor_scale = settings
+    return norm_launch(_nvfp4_norm_kernel, STORAGE, x, *others, (tensor_scale,), dict(HARDWARE=converts_fp4(x)))
 
 
 NORM = register_op(
