@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Literal, get_args
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
-from mxtrain.launch.keyed import Keyed
+from mxtrain.launch import Keyed
 
 ScaleRounding = Literal["rceil", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)

@@ -41,7 +41,7 @@ ms. AOTAutograd sees the operations inside. PyTorch 2.11 also loses the gradient
 Dynamo follows, so all autograd functions are untraced (``tests/nn/test_compiled_gradients.py``).
 
 Dynamo makes a frozen dataclass again from all its fields, in their order. An object with numbers is passed as its key
-(``mxtrain.launch.keyed.Keyed``). A ValueError of a check becomes PyTorch's error for a failed compilation, with the
+(``mxtrain.launch.Keyed``). A ValueError of a check becomes PyTorch's error for a failed compilation, with the
 same text. ``torch.compiler.is_compiling()`` inside depends on PyTorch's version, so it is passed as an argument
 """
 

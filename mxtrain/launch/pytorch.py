@@ -42,11 +42,6 @@ def delayed_error(message: str) -> Callable:
     return torch._C._functions.DelayedError(message.encode(), 1)
 
 
-def saved_tensor_hooks():
-    """Return the hooks on saved tensors that are in effect; None without hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 def set_rotate_method(method: str) -> None:
     """Set how the attention of context parallelism exchanges keys and values: "allgather" or "alltoall"."""
     from torch.distributed.tensor.experimental import _attention

@@ -25,8 +25,8 @@ from mxtrain.formats.collectives import gather_codes, gather_tokens, sum_parts, 
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.matrices import CastSpec, Codes, Operand, values_dtype
 from mxtrain.formats.recipe import LONGEST_BLOCK, LinearRecipe, Recipe
+from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
-from mxtrain.launch.keyed import from_key
 from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import constant_operand, without_data
 from mxtrain.norms.mxnorm import norm_backward

@@ -26,9 +26,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from mxtrain.launch.pytorch import saved_tensor_hooks
 from mxtrain.nn.split import WHOLE
-from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype, version
+from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype
 
 
 class LinearGroup:
@@ -72,7 +71,6 @@ class GroupCall:
         self.group = group
         self._outputs: dict[int, torch.Tensor] = {}
         self._made_from: tuple = ()
-        self._weights: list[tuple[torch.Tensor, int | None]] = []
 
     def output(self, linear: QuantizedLinear, x, gemms: ThreeGEMMs, multiply: Callable) -> torch.Tensor | None:
         """Return Y [T, N_i] of one linear, without its bias; None if the linears do not make one GEMM.
@@ -86,24 +84,16 @@ class GroupCall:
         if place is None or not self.group.is_one_gemm(gemms.mode, x.signs is not None):
             return None
         dtype = compute_dtype(x.h)
-        # Another mode of autograd needs new outputs. So does a checkpointed part of a layer, which saves other tensors
-        # and calls its linears again.
-        hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks()
-        made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled(), hooks)
+        # Another mode of autograd needs new outputs.
+        made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled())
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
-        if not is_same or place not in self._outputs or self._has_changed(place):
-            self._weights = [(other.weight, version(other.weight)) for other in self.group.linears]
+        if not is_same or place not in self._outputs:
             linears, ready = self.group.linears, self.group.ready
             if ready is not None and not ready.are_of((*(other.parts()[0] for other in linears), x.gain)):
                 ready = None
             self._outputs = dict(enumerate(multiply(x, linears, gemms, ready, self.group.joins_fprop)))
             self._made_from = (x.h, *made_from)
         return self._outputs.pop(place)
-
-    def _has_changed(self, place: int) -> bool:
-        """Whether a linear has another weight than when the outputs were made, or one that was written to."""
-        weight, before = self._weights[place]
-        return self.group.linears[place].weight is not weight or version(weight) != before
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:

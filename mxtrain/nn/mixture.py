@@ -12,8 +12,8 @@ import torch
 
 from mxtrain.formats.collectives import gather_tokens, sum_tokens
 from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
-from mxtrain.launch.keyed import from_key
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.normed_input import NormedInput, check_norm_result

@@ -36,8 +36,8 @@ from mxtrain.formats.matrices import Operand
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.formats.schedule import LayerState
+from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
-from mxtrain.launch.keyed import from_key
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
 from mxtrain.nn.normed_input import NormedInput, check_norm_result

@@ -8,8 +8,8 @@ from mxtrain.errors import ConfigError
 from mxtrain.formats.matrices import CastSpec, Codes, Operand
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Format, Recipe, format_named
+from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
-from mxtrain.launch.keyed import from_key
 from mxtrain.launch.pytorch import tree_leaves
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall

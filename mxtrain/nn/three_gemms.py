@@ -26,7 +26,7 @@ from mxtrain.formats.matrices import CastSpec, Operand
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
 from mxtrain.formats.schedule import LayerState
-from mxtrain.launch.keyed import from_key
+from mxtrain.launch import from_key
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
 
