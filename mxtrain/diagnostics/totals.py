@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from mxtrain.launch.pytorch import norm_of_each
+
 Values = dict[str, torch.Tensor | float]
 
 
@@ -51,12 +53,12 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
     On a GPU, ``torch.linalg.vector_norm`` would copy the tensor to fp64 first.
     """
-    return torch._foreach_norm([x], 2, torch.float64)[0]
+    return norm_of_each([x], 2, torch.float64)[0]
 
 
 def count(mask: torch.Tensor) -> torch.Tensor:
     """Return how many elements of a mask are true, fp64 [], exact. ``torch.count_nonzero`` copies the mask to int64."""
-    return torch._foreach_norm([mask.float()], 1, torch.float64)[0]
+    return norm_of_each([mask.float()], 1, torch.float64)[0]
 
 
 def ratio(part: float, whole: float) -> float:
