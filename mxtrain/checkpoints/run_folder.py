@@ -18,6 +18,7 @@ CONFIG_FILE = "config.toml"
 FACTS_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 DATA_FILE = "data.json"
+TOKENIZER_FOLDER = "tokenizer"
 PICTURE_FILE = "loss.png"
 NUMERICS_FILE = "numerics.png"
 LOG_FILE = "train.log"
@@ -26,7 +27,6 @@ WORKER_LOGS = "worker_logs"
 LOCK_FILE = ".lock"
 
 # TorchTitan's defaults of settings that a run's config.toml leaves out
-CHECKPOINT_INTERVAL = 500  # steps
 CHECKPOINT_FOLDER = "checkpoint"
 LEARNING_RATE = 8e-4
 LOG_FREQ = 10  # steps
