@@ -228,12 +228,10 @@ class RunData:
         if before == after:
             return
         ways = []
-        if name and (Path(kept["cache"]) / name).is_dir():
+        if name:
             own = name.rpartition("-")[0]
             settings = "" if own == dataset else f"training.dataset = {own!r} and "
-            ways.append(f"set {settings}data.prepared = {name!r} to go on with the run's own")
-        elif name:
-            ways.append(f"bring back the files of the run's own text, {name!r}, which is no longer in {kept['cache']}")
+            ways.append(f"set {settings}data.prepared = {str(Path(kept['cache'], name))!r} to go on with the run's own")
         tokenizer = f"model.hf_assets_path = {str(self._folder / TOKENIZER_FOLDER)!r}, the run's own tokenizer, and "
         tokenizer = "" if after["tokenizer"] == needed else tokenizer
         ways.append(f"set {tokenizer}{EXCLUDE} to start at the beginning of the new text")
