@@ -75,10 +75,13 @@ def begin_run(job_config, find: Callable[[], Start], found: Start | None) -> Sta
     if checkpoint.verify and start.checkpoint:
         run_on_all_ranks(lambda: _verify(start))
 
-    from_first_rank(lambda: clear_leftovers(folder / checkpoint.folder))
-    last = from_first_rank(lambda: interrupted_after(folder)) if checkpoint.enable and not start.step else None
-    again = f"the run in this folder ended near step {last}, before its first checkpoint: it begins again"
-    lines = [*([] if last is None else [again]), *start.notes, *start.changes, *other_versions(start)]
+    def clear() -> list[str]:
+        clear_leftovers(folder / checkpoint.folder)
+        last = interrupted_after(folder) if checkpoint.enable and start.step == 0 else None
+        ended = f"the run in this folder ended near step {last}, before its first checkpoint: it begins again"
+        return [] if last is None else [ended]
+
+    lines = [*from_first_rank(clear), *start.notes, *start.changes, *other_versions(start)]
     if checkpoint.verify and start.checkpoint and not any(file.sha256 for file in start.manifest.files.values()):
         lines.append(f"checkpoint.verify: {start.checkpoint} was saved without hashes, so only sizes are compared")
     if not job_config.checkpoint.enable:
