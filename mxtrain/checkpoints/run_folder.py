@@ -27,6 +27,7 @@ WORKER_LOGS = "worker_logs"
 LOCK_FILE = ".lock"
 
 # TorchTitan's defaults of settings that a run's config.toml leaves out
+CHECKPOINT_INTERVAL = 500  # steps
 CHECKPOINT_FOLDER = "checkpoint"
 LEARNING_RATE = 8e-4
 LOG_FREQ = 10  # steps

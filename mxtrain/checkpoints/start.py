@@ -7,6 +7,7 @@ with the results of another run. ``find_start`` looks first and stops such a run
 ``checkpoint`` is always the section ``[checkpoint]`` of a job, with TorchTitan's names.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter
 from mxtrain.checkpoints.folder import (
     DCP_METADATA,
     MANIFEST_FILE,
+    SAVING,
     SET_ASIDE,
     Checkpoints,
     DamagedCheckpoint,
@@ -25,7 +27,7 @@ from mxtrain.checkpoints.folder import (
     read_whole,
     step_of,
 )
-from mxtrain.checkpoints.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, STEPS
+from mxtrain.checkpoints.run_folder import CHECKPOINT_FOLDER, CHECKPOINT_INTERVAL, CONFIG_FILE, METRICS_FILE, STEPS
 from mxtrain.errors import ConfigError
 from mxtrain.files import reason
 from mxtrain.json_toml import parse, read_toml
@@ -235,18 +237,23 @@ def _require_no_metrics(folder: Path, because: str) -> None:
 def interrupted_after(folder: Path) -> int | None:
     """Return the last step of a run that a kill ended before its first checkpoint was complete, else None.
 
-    Such a run has nothing to resume from, and begins again. A finished run, and a run that saves no checkpoints, are
-    results. A seed checkpoint, ``step-0``, says nothing.
+    Such a run has nothing to resume from, and begins again. A run without ``checkpoint.enable``, a finished run and a
+    run that must have saved are results. A seed checkpoint, ``step-0``, says nothing. Call it before
+    ``clear_leftovers``: parts of a checkpoint may be all that tells such a run from one that has saved.
     """
     try:
         config = read_toml(folder / CONFIG_FILE)
-        saving, steps = config.get("checkpoint", {}), config.get("training", {}).get("steps", STEPS)
-        own = (folder / saving.get("folder", CHECKPOINT_FOLDER)).glob("step-*")
-        if not saving.get("enable") or saving.get("load_only") or any(path.name != "step-0" for path in own):
-            return None
+        saving, training = config.get("checkpoint", {}), config.get("training", {})
+        interval, steps = saving.get("interval", CHECKPOINT_INTERVAL), training.get("steps", STEPS)
+        checkpoints = folder / saving.get("folder", CHECKPOINT_FOLDER)
         metrics = (folder / METRICS_FILE).read_text(encoding="utf-8")
         rows = metrics[: metrics.rfind("\n") + 1].splitlines()  # without a row that the kill has cut
-        last = parse(rows[-1])["step"]
-        return last if last < steps else None
+        first, last = (parse(row)["step"] for row in (rows[0], rows[-1]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # not the files of a run of ours, or damaged
+    has_saved = any(path.name != "step-0" for path in checkpoints.glob("step-*"))
+    if not saving.get("enable") or saving.get("load_only") or has_saved:
+        return None
+    # A run that goes on from another run's step logs its own steps only.
+    is_early = last < steps and last <= math.ceil(first / interval) * interval
+    return last if is_early or (checkpoints / SAVING).is_dir() else None

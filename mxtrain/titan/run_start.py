@@ -76,8 +76,8 @@ def begin_run(job_config, find: Callable[[], Start], found: Start | None) -> Sta
         run_on_all_ranks(lambda: _verify(start))
 
     def clear() -> list[str]:
-        clear_leftovers(folder / checkpoint.folder)
         last = interrupted_after(folder) if checkpoint.enable and start.step == 0 else None
+        clear_leftovers(folder / checkpoint.folder)
         ended = f"the run in this folder ended near step {last}, before its first checkpoint: it begins again"
         return [] if last is None else [ended]
 

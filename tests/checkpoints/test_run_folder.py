@@ -25,6 +25,7 @@ with locked(pathlib.Path(sys.argv[1])):
 
 def test_defaults_are_titans():
     assert {
+        "checkpoint.interval": run_folder.CHECKPOINT_INTERVAL,
         "checkpoint.folder": run_folder.CHECKPOINT_FOLDER,
         "optimizer.lr": run_folder.LEARNING_RATE,
         "metrics.log_freq": run_folder.LOG_FREQ,

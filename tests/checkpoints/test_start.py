@@ -150,29 +150,34 @@ def test_a_start_is_handed_over_as_json(tmp_path):
 
 # Runs that may begin again, because a kill came before their first checkpoint.
 ENABLED = "[checkpoint]\nenable = true\n"
-TWENTY = f"{ENABLED}[training]\nsteps = 20\n"
+FIVE = f"{ENABLED}interval = 5\n[training]\nsteps = 20\n"
 
 
-def write(folder, config, last):
+def write(folder, config, last, saving=False, first=1):
     (folder / "config.toml").write_text(config)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(1, last + 1)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(first, last + 1)))
+    if saving:
+        (folder / "checkpoint" / ".saving").mkdir(parents=True)
 
 
 BEGINS_AGAIN = [
-    (TWENTY, 7, True),
-    (TWENTY, 20, False),  # finished
-    (ENABLED, 501, True),
-    (ENABLED + "load_only = true\n", 3, False),
-    ("", 3, False),
-    ("checkpoint = 3\n", 3, False),
+    (FIVE, 5, False, True),  # killed when the first save began
+    (FIVE, 7, True, True),  # while an asynchronous save went on
+    (FIVE, 7, False, False),  # it has saved, and the checkpoints are gone
+    (ENABLED, 499, False, True),
+    (ENABLED, 501, False, False),
+    (ENABLED + "[training]\nsteps = 100\n", 100, False, False),  # finished
+    (ENABLED + "load_only = true\n", 3, False, False),
+    ("", 3, False, False),
+    ("checkpoint = 3\n", 3, False, False),
 ]
 
 
-def test_a_run_begins_again_only_if_it_saves_checkpoints_and_is_not_finished(tmp_path):
-    for number, (config, last, again) in enumerate(BEGINS_AGAIN):
+def test_a_run_begins_again_only_if_nothing_can_have_been_saved(tmp_path):
+    for number, (config, last, saving, again) in enumerate(BEGINS_AGAIN):
         folder = tmp_path / str(number)
         folder.mkdir()
-        write(folder, config, last)
+        write(folder, config, last, saving)
         assert interrupted_after(folder) == (last if again else None)
         if again:
             assert find_start(folder, ON, 1).step == 0
@@ -186,19 +191,22 @@ def test_a_run_begins_again_only_if_it_saves_checkpoints_and_is_not_finished(tmp
 
 
 def test_a_run_from_a_seed_checkpoint_in_its_folder_begins_again(tmp_path):
-    write(tmp_path, TWENTY, 3)
+    write(tmp_path, FIVE, 3)
     seed = tmp_path / "checkpoint" / "step-0"
     seed.mkdir(parents=True)
     write_manifest(seed, Manifest(0, holds_trainer=False, files={}))
     start = find_start(tmp_path, ON, 1)
     assert (start.step, start.checkpoint) == (0, seed)
-    write(tmp_path, TWENTY, 20)
+    write(tmp_path, FIVE, 7)
     with pytest.raises(ConfigError, match="holds the metrics of a run"):
         find_start(tmp_path, ON, 1)
 
 
-def test_rows_that_are_cut_or_damaged(tmp_path):
-    write(tmp_path, TWENTY, 3)
+def test_the_last_row_and_the_first_step_of_the_run_count(tmp_path):
+    for last, found in ((10, 10), (11, None)):  # a run from another run's step saves at the next multiple
+        write(tmp_path, FIVE, last, first=7)
+        assert interrupted_after(tmp_path) == found
+    write(tmp_path, FIVE, 3)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
     assert interrupted_after(tmp_path) == 3

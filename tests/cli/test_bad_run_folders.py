@@ -115,7 +115,7 @@ RESUME = {
     ),
     "a run whose checkpoints are gone": Case(
         "--resume run", f"checkpoint.interval = 500: run/checkpoint {TO_RESUME}",
-        {"run/metrics.jsonl": ROW + ROW.replace("1", "10000", 1), "run/config.toml": OWN_CONFIG},
+        {"run/metrics.jsonl": ROW + ROW.replace("1", "600", 1), "run/config.toml": OWN_CONFIG},
     ),
     "another p": Case(
         "--resume run --mxnorm.p=2", "mxnorm.p = 2, but run/checkpoint/step-10 was trained with 1; set", FINISHED
