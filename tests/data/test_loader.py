@@ -195,7 +195,7 @@ raise SystemExit(3)
 
 
 def test_a_process_ends_that_did_not_read_its_loaders_to_the_end():
-    done = subprocess.run([sys.executable, "-c", LEFT_EARLY], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", LEFT_EARLY], capture_output=True, text=True, timeout=180)
     assert (done.returncode, done.stdout) == (3, "0\n0\n0\n") and "Error" not in done.stderr
 
 
