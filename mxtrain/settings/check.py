@@ -2,11 +2,13 @@
 
 import math
 import os
+from importlib.metadata import version
 from itertools import chain
 
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.model_settings import model_problems
 from mxtrain.settings.mxnorm_section import check_recipes, quantizing_among
+from mxtrain.settings.releases import release
 from mxtrain.settings.removed import CONVERTERS
 from mxtrain.settings.titan import unknown
 
@@ -48,6 +50,14 @@ def conflict_of_converters(names: list[str]) -> str | None:
 def _problems(settings: Settings) -> Problems:
     s = settings.values
     steps, checkpoint, diagnostics = s.training.steps, s.checkpoint, s.mxnorm.diagnostics
+    titan = release()
+    for name in titan.gone.keys() & titan.own.keys():
+        if settings.changed(name):
+            yield name, f"is not a setting of TorchTitan {version('torchtitan')}: {titan.gone[name]}"
+    option = "activation_checkpoint.selective_ac_option"
+    if option in titan.own and settings.changed(option) and settings[option] != "op":
+        every = "is for layers, and TorchTitan 0.3 chooses operations in every layer: allowed is 'op'"
+        yield option, every
     if conflict := conflict_of_converters(s.model.converters):
         yield "model.converters", conflict
     if s.validation.enable and s.validation.seq_len > s.training.seq_len:

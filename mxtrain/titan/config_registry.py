@@ -12,7 +12,6 @@ from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.read import read_settings, settings_in
 from mxtrain.settings.titan import settings_of
-from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import RELEASE
 from mxtrain.titan.train import work
 
@@ -37,19 +36,14 @@ def preset(path: Path):
 
     The tables and names are those of the file, so its flags are those of ``mxtrain train``.
     """
-    job_config = job_config_of(read_settings([f"--job.config_file={path}"]))
+    job_config = read_settings([f"--job.config_file={path}"]).values
     kind = type(job_config)
 
     class Config(kind):
         """Settings of a run."""
 
-        @property
-        def dump_folder(self) -> str:
-            return self.job.dump_folder
-
-        @property
-        def hf_assets_path(self) -> str:
-            return self.model.hf_assets_path
+        dump_folder = property(lambda self: self.job.dump_folder)
+        hf_assets_path = property(lambda self: self.model.hf_assets_path)
 
         def build(self) -> "_Run":
             return _Run(path, self)
@@ -66,7 +60,11 @@ class _Run:
         tables.setdefault("job", {})["dump_folder"] = config.job.dump_folder
         self._arguments = [f"--job.config_file={path}", *sys.argv[1:]]
         self._tables, self._kind = tables, type(config)
-        config.checkpoint.create_seed_checkpoint = False  # ``train`` makes it
+        self.checkpointer = self
+
+    def save(self, **step) -> None:
+        """Save a seed checkpoint, as ``train`` does."""
+        self.train()
 
     def train(self) -> None:
         if status := work(self._arguments, False, self._read):

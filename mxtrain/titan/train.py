@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
 from mxtrain.titan.check_job import check_job
-from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import write_resolved_config
 
@@ -50,13 +50,13 @@ def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] 
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
     settings = read(args)
-    job_config = job_config_of(settings)
     if "LOCAL_RANK" not in os.environ:
         raise ConfigError(
             "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
         )
-    folder = require_folder(job_config.job.dump_folder)
-    job_config.job.dump_folder = str(folder)
+    folder = require_folder(settings["job.dump_folder"])
+    settings = replace(settings, given={**settings.given, "job.dump_folder": str(folder)})
+    job_config = settings.values
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     find = partial(checked_start, folder, settings, processes)
     found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if START_VARIABLE in os.environ else None
@@ -79,7 +79,7 @@ def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] 
         if warning:
             logger.warning(warning)
         try:
-            stop = _train(partial(engine().Trainer, job_config, settings, find, found))
+            stop = _train(partial(engine().Trainer, settings, find, found))
         except (NonFiniteError, SaveError) as error:
             if is_first():
                 terminal.Screen().line(closing_summary(folder))

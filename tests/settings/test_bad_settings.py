@@ -1,6 +1,8 @@
 """Every mistake in the settings is one line and exit status 2, and leaves nothing behind."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import tomli_w
@@ -269,3 +271,23 @@ def test_stages_that_the_user_names(refused, monkeypatch):
     three = " ".join(",".join(part) for part in (whole[:3], whole[3:5], whole[5:]))
     flags = f"--parallelism.pipeline_parallel_degree=2 --parallelism.module_fqns_per_model_part {three}"
     assert "needs 2 stages, and the settings make 3" in refused({}, flags)
+
+
+WITHOUT_PYTORCH = """
+import sys
+from mxtrain import cli
+
+for words in sys.argv[1:]:
+    status = cli.main(["train", *words.split()])
+    assert status == (0 if "--help" in words else 2) and not {"torch", "torchtitan"} & sys.modules.keys(), words
+"""
+
+
+def test_mistakes_and_the_help_show_without_an_import_of_pytorch(tmp_path):
+    """An import takes seconds. TorchTitan's settings are read from its source."""
+    (tmp_path / "a.toml").write_text('extends = "llama3_debug"\n[training]\nseq_len = 0\n')
+    words = ["a.toml", "llama3_debug --training.stepz 3", "llama3_debug --validation.enable --validation.seq_len=9999"]
+    command = [sys.executable, "-c", WITHOUT_PYTORCH, *words, "llama3_debug --help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == len(words), done.stderr
+    assert "(a.toml, line 3)" in done.stderr

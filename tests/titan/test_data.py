@@ -9,6 +9,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
 from tests.support.data_checks import VOCABULARY, files_job, job, take, text, validation_loader
+from tests.support.jobs import with_setting
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -60,8 +61,7 @@ def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path, 
     assert build_tokenizer(config).get_vocab_size() == VOCABULARY
     line = "tokenizer 300, model 2,048 rows: 1,748 have no token; data.vocab_size = 300 drops them"
     assert lines == [line]  # 0 stands for the flavor's size
-    config.data.vocab_size = VOCABULARY
-    build_tokenizer(config)
+    build_tokenizer(with_setting(config, "data.vocab_size", VOCABULARY))
     assert lines == [line]
     small = files_job(tmp_path / "no text", f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
     # Before any text is read.
@@ -173,7 +173,8 @@ def test_the_training_text_in_other_words_is_validated_on_its_held_out_part(tmp_
     config = files_job(folder, "--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={path}")
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
     assert not any("the run trains" in line for line in caplog.messages)
-    name = config.data.prepared = titan_data.prepare_from_job(config).folder.name
+    name = titan_data.prepare_from_job(config).folder.name
+    config = with_setting(config, "data.prepared", name)
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
     part = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={folder / '0.jsonl'}")
     titan_data._held_out(files_job(folder, *part))
