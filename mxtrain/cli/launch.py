@@ -21,6 +21,7 @@ from mxtrain.checkpoints.run_folder import METRICS_FILE, WORKER_LOGS, locked
 from mxtrain.checkpoints.start import require_folder
 from mxtrain.cli.doctor import nvidia_gpus, warn_of_untested_packages
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.files import reason
 from mxtrain.launched import START_VARIABLE, import_flags, stop_signals
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
@@ -56,15 +57,15 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
     arguments = [f"--job.config_file={config_file}", *flags]
-    warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
     settings = read_settings(arguments)
+    warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
     from mxtrain.titan.check_job import check_job  # takes seconds, and a mistake in a value is found before
 
     with places(arguments):
         devices = accelerator_count()
         processes = process_count(os.environ, devices)
         check_job(settings, Machine(processes, devices > 0))
-    folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
+    folder, is_new = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
@@ -80,12 +81,10 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             status = CONFIG_ERROR_STATUS
             raise
         finally:
-            if status == CONFIG_ERROR_STATUS and made and not (folder / METRICS_FILE).exists():
-                # What was made for a run that a mistake stopped goes.
+            if status == CONFIG_ERROR_STATUS and is_new and not (folder / METRICS_FILE).exists():
                 shutil.rmtree(folder)
-                with suppress(OSError):  # another run may have come into a parent meanwhile
-                    for parent in made[1:]:
-                        parent.rmdir()
+                with suppress(OSError):  # it holds other runs
+                    folder.parent.rmdir()
     return status
 
 
@@ -119,37 +118,26 @@ def accelerator_count() -> int:
     return devices
 
 
-def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]:
-    """Create the run's folder, and return the folder and what was made: nothing, or it and its missing parents.
+def make_run_folder(config_file: str, wanted: object) -> tuple[Path, bool]:
+    """Create the run's folder. Return it, and whether it is new.
 
     Without ``wanted`` the folder is ``outputs/<config>-<time>``, followed by a number if that name is taken.
     """
     try:
         if wanted is not None:
             folder = require_folder(wanted)
-            made = _missing(folder)
-            folder.mkdir(parents=True, exist_ok=not made)
-            return folder, made
+            is_new = not folder.is_dir()
+            folder.mkdir(parents=True, exist_ok=True)
+            return folder, is_new
         base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
         for number in count(1):
             folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-            made = _missing(folder)
             base.parent.mkdir(exist_ok=True)
             with suppress(FileExistsError):
                 folder.mkdir()
-                return folder, made
+                return folder, True
     except OSError as error:
-        path, why = Path(error.filename), error.strerror
-        if path.is_symlink() and not path.exists():
-            why = f"it is a link to {os.readlink(path)!r}, which does not exist"
-        elif path.is_file():
-            why = "it is a file"
-        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {why}") from error
-
-
-def _missing(folder: Path) -> list[Path]:
-    """Return the folder and those of its parents that do not exist, innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.is_dir()]
+        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {reason(error)}") from error
 
 
 def worker_defaults(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:

@@ -199,7 +199,6 @@ class Settings:
         """Every setting that differs from its default as nested tables for a TOML file, which has no None.
 
         Without the names of the config file and of the run's folder: a run of these settings must not write into it.
-        With ``mxnorm.diagnostics.every = 0`` beside other settings of diagnostics, which are refused without it.
         """
         left_out = ("job.config_file", "job.dump_folder")
         values = {
@@ -207,8 +206,6 @@ class Settings:
             for name in self.known
             if self.changed(name) and self[name] is not None and name not in left_out
         }
-        if any(name.startswith("mxnorm.diagnostics.") for name in values):
-            values.setdefault("mxnorm.diagnostics.every", 0)
         return Settings(self.known, values).tables()
 
 
@@ -249,6 +246,8 @@ def fields_of(job_config: type, section: str = "", resume: Resume | None = None)
             own = getattr(kind, "resume", None)
             found |= fields_of(kind, name, own if isinstance(own, Resume) else resume)
         else:
+            if f.default is MISSING and f.default_factory is MISSING:
+                raise ConfigError(f"{job_config.__name__}.{f.name} in {file} has no default")
             default = f.default_factory() if f.default is MISSING else f.default
             metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
             rule = next((part for part in metadata if isinstance(part, Resume)), resume)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Problems, Settings
 from mxtrain.settings.machine import ONE_STAGE, Machine, check_machine, degree, parts_problem
 from mxtrain.titan.converters import convert_on_meta
@@ -28,12 +27,6 @@ def check_job(settings: Settings, machine: Machine) -> None:
     check_machine(settings, machine)
     check_model(job)
     engine().check_model_layout(settings, machine.has_gpus)
-    compilation = job.compile
-    if compilation.enable and compilation.backend not in torch._dynamo.list_backends(exclude_tags=()):
-        raise ConfigError(
-            f"compile.backend = {compilation.backend!r} is not known to torch.compile: allowed are 'inductor', "
-            "'aot_eager', and what else torch._dynamo.list_backends(exclude_tags=()) names"
-        )
     check_data(job)
     if job.model.converters:
         convert_on_meta(job, engine().build_on_meta(job))

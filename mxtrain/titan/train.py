@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,6 @@ from mxtrain.launched import START_VARIABLE, report_stop
 from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
@@ -37,19 +35,18 @@ from mxtrain.titan.run_start import write_resolved_config
 FIRST_WORD_SECONDS, LAST_WORD_SECONDS = 3.0, 1.0
 
 
-def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> Stop | None:
+def train(args: list[str], verbose: bool) -> Stop | None:
     """Train a model, and end with a summary of the run. Return how a signal stopped it, or None.
 
     Args:
         args: TorchTitan's command-line flags, with ``--job.config_file`` among them.
         verbose: show all lines of TorchTitan's log on the terminal.
-        read: gives the settings that ``args`` stand for.
 
     Raises:
         ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
-    settings = read(args)
+    settings = read_settings(args)
     if "LOCAL_RANK" not in os.environ:
         raise ConfigError(
             "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
@@ -129,7 +126,7 @@ def _ways_out(job_config) -> str:
 
 
 @record
-def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> int:
+def work(args: list[str], verbose: bool) -> int:
     """Run ``train`` and return the exit status. An error of the user's run is one line on stderr, no traceback.
 
     The status is 0, also after a stop by a signal, 1 or 2. Other exceptions go into the worker's error file, in which
@@ -140,7 +137,7 @@ def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] =
         args = resolved(args)
         with places(args):
             try:
-                train(args, verbose, read)
+                train(args, verbose)
             except ranks.CommonError:
                 all_know = True
                 raise

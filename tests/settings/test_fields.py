@@ -126,16 +126,17 @@ def test_sections_of_the_users_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "code, problem",
     [
-        ("", " has no class JobConfig"),
-        ("class JobConfig: pass", ": JobConfig is not a dataclass: write @dataclass above it"),
-        ("from __future__ import annotations\n" + OWN.strip(), ": the type of JobConfig.mine is a string: remove"),
-        (OWN.replace("int = 3", "int"), ": JobConfig.mine.depth has no default"),
+        ("", "job.custom_config_module = .my_sections. has no class JobConfig"),
+        (
+            "class JobConfig: pass",
+            "job.custom_config_module = 'my_sections' has no class JobConfig that is a dataclass",
+        ),
+        (OWN.replace("int = 3", "int"), "Mine.depth in .*my_sections.py has no default"),
     ],
 )
 def test_a_module_of_sections_that_cannot_be_used(tmp_path, monkeypatch, code, problem):
     (tmp_path / "my_sections.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_sections", raising=False)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=problem):
         read_settings(["--job.custom_config_module=my_sections"])
-    assert str(error.value).startswith(f"job.custom_config_module = 'my_sections'{problem}")

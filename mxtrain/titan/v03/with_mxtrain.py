@@ -12,7 +12,7 @@ from mxtrain.conversion.converters import require_converter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import settings_in
-from mxtrain.settings.titan import titan_fields
+from mxtrain.settings.titan import known_fields
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.metrics import require_plain_recipes
 from mxtrain.titan.v03.parallelize import parallelized, with_converters
@@ -46,7 +46,7 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
     for table in tables:
         require_one_of("with_mxtrain: table", table, sections)
     model = {"name": spec.name, "flavor": spec.flavor, "converters": list(converters)}
-    job_config = settings_in({"model": model, **tables}).values
+    job_config = settings_in({"model": model, **tables}, known_fields()).values
     active_settings(job_config)
     require_plain_recipes(job_config)
     if every := job_config.mxnorm.diagnostics.every:
@@ -70,4 +70,4 @@ def _check_layout(parallelism: ParallelismConfig) -> None:
     require_one_of("parallelism.spmd_backend", parallelism.spmd_backend, plain)
     if parallelism.pipeline_parallel_degree > 1:
         for name in ("parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"):
-            require_one_of(name, getattr(parallelism, name.rpartition(".")[2]), titan_fields()[name].choices)
+            require_one_of(name, getattr(parallelism, name.rpartition(".")[2]), known_fields()[name].choices)
