@@ -181,7 +181,7 @@ def test_a_mistake_is_known_to_all_before_torch_distributed_has_started(two_node
 def test_ranks_wait_for_the_slowest(two_nodes):
     (first, none), (second, lines) = two_nodes["slow_rank_0"][1]
     assert first == second == [{"node": 0}, {"node": 1}]
-    assert none == [] and 1 <= len(lines) <= 4
+    assert none == [] and lines
     assert lines[0] == "waiting for rank 0, 0 s"
 
 

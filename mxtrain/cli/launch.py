@@ -65,7 +65,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
         devices = accelerator_count()
         processes = process_count(os.environ, devices)
         check_job(settings, Machine(processes, devices > 0))
-    folder, is_new = make_run_folder(config_file, settings.given.get("job.dump_folder"))
+    folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
@@ -81,10 +81,12 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             status = CONFIG_ERROR_STATUS
             raise
         finally:
-            if status == CONFIG_ERROR_STATUS and is_new and not (folder / METRICS_FILE).exists():
+            if status == CONFIG_ERROR_STATUS and made and not (folder / METRICS_FILE).exists():
+                # What was made for a run that a mistake stopped goes.
                 shutil.rmtree(folder)
-                with suppress(OSError):  # it holds other runs
-                    folder.parent.rmdir()
+                with suppress(OSError):  # another run may have come into a parent meanwhile
+                    for parent in made[1:]:
+                        parent.rmdir()
     return status
 
 
@@ -118,26 +120,32 @@ def accelerator_count() -> int:
     return devices
 
 
-def make_run_folder(config_file: str, wanted: object) -> tuple[Path, bool]:
-    """Create the run's folder. Return it, and whether it is new.
+def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]:
+    """Create the run's folder, and return the folder and what was made: nothing, or it and its missing parents.
 
     Without ``wanted`` the folder is ``outputs/<config>-<time>``, followed by a number if that name is taken.
     """
     try:
         if wanted is not None:
             folder = require_folder(wanted)
-            is_new = not folder.is_dir()
-            folder.mkdir(parents=True, exist_ok=True)
-            return folder, is_new
+            made = _missing(folder)
+            folder.mkdir(parents=True, exist_ok=not made)
+            return folder, made
         base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
         for number in count(1):
             folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+            made = _missing(folder)
             base.parent.mkdir(exist_ok=True)
             with suppress(FileExistsError):
                 folder.mkdir()
-                return folder, True
+                return folder, made
     except OSError as error:
         raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {reason(error)}") from error
+
+
+def _missing(folder: Path) -> list[Path]:
+    """Return the folder and those of its parents that do not exist, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.is_dir()]
 
 
 def worker_defaults(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:

@@ -249,7 +249,7 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="job.dump_folder = '.*file' cannot be created: File exists$"):
         launch.make_run_folder("a.toml", str(tmp_path / "file"))
-    assert launch.make_run_folder("a.toml", str(tmp_path)) == (tmp_path, False)
+    assert launch.make_run_folder("a.toml", str(tmp_path)) == (tmp_path, [])
 
 
 @pytest.fixture
