@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -12,14 +10,13 @@ import torch.nn as nn
 from mxtrain.compile.passes import install, remove
 from mxtrain.conversion.converters import Converter, get_converter
 from mxtrain.conversion.plan import Plan, Swap
-from mxtrain.conversion.survey import survey
+from mxtrain.conversion.survey import Rename, modules_of, survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
 from mxtrain.formats.format import ScaleRounding, TensorScale
 from mxtrain.formats.hardware import Mode
 from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.normed_input import refuse_backward_hook
 from mxtrain.norms.row_norm import WhenCompiled
 
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
@@ -103,12 +100,22 @@ def convert(
 
 
 @torch.inference_mode(False)  # tensors made in inference mode are useless for training
-def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs = None, prefix: str = "") -> Plan:
-    """``convert`` with a converter that has its settings already."""
-    facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
+def apply(
+    converter: Converter,
+    model: nn.Module,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    rename: Rename = str,
+) -> Plan:
+    """``convert`` with a converter that has its settings already.
+
+    Args:
+        rename: gives the names that settings, plan and random bits use, from those of the model's modules.
+    """
+    facts = survey(model, example_inputs, watch_norms=converter.watches_norms, rename=rename)
     plan = converter.plan(facts)
     plan = replace(plan, notes=plan.notes + facts.unseen)
-    _swap(model, plan, prefix)
+    _swap(modules_of(model, rename), plan, prefix)
     if converter.graph_passes is True:
         install()
     elif converter.graph_passes is False:
@@ -116,41 +123,27 @@ def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs 
     return plan
 
 
-def _swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
+def _swap(modules: Mapping[str, nn.Module], plan: Plan, prefix: str) -> None:
     """Put the new modules of ``plan`` in their places, under all names that the old ones have.
 
     Attributes of an old module whose names the new one does not use move to it. All new modules are built before the
     first one is put in its place, and that step runs no code of the model, so that an error leaves the model unchanged.
 
     Args:
-        prefix: FQN of ``model`` within a whole model. Keys of random bits are made from the names there.
+        modules: every module of the model by FQN, before the swap.
+        prefix: FQN of the model within a whole model. Keys of random bits are made from the names there.
     """
-    old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
-    built = {fqn: _build(fqn, old[fqn], step, prefix) for fqn, step in plan.swaps.items()}
-    new = {id(old[fqn]): module for fqn, module in built.items()}
-    for parent in list(model.modules()):
+    built = {fqn: _build(fqn, modules[fqn], step, prefix) for fqn, step in plan.swaps.items()}
+    new = {modules[fqn]: module for fqn, module in built.items()}
+    for parent in modules.values():
         for name, child in parent._modules.items():
-            if id(child) in new:
-                parent._modules[name] = new[id(child)]
-    for norm, mixture in plan.mixtures.items():
-        built[mixture.experts].fed_by = (built[norm],)  # a tuple, because a module would become a child
+            if child in new:
+                parent._modules[name] = new[child]
+    for norm, layers in plan.feeds.items():
+        for fqn in layers:
+            built[fqn].fed_by = (built[norm],)  # a tuple, because a module would become a child
     for norm, linears in plan.groups.items():
         built[norm].group = LinearGroup([built[fqn] for fqn in linears])
-    for norm, layers in plan.feeds.items():
-        gates = [plan.mixtures[norm].gate] if norm in plan.mixtures else []
-        for layer in (*layers, *gates):
-            _refuse_backward_hooks(model, norm, layer, prefix)
-
-
-def _refuse_backward_hooks(model: nn.Module, norm: str, layer: str, prefix: str) -> None:
-    """Refuse full backward hooks on modules around only one of a norm and a layer: the norm's result passes them."""
-    around_norm, around_layer = ({*accumulate(fqn.split("."), "{}.{}".format)} for fqn in (norm, layer))
-    for fqn in around_norm ^ around_layer:
-        module = model.get_submodule(fqn)
-        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-            # Where the result is a tensor, its gradient is that of the plain model.
-            if name not in vars(type(module)) and (fqn in around_norm or "pre" not in name):
-                vars(module)[name] = partial(refuse_backward_hook, f"{prefix}.{fqn}" if prefix else fqn)
 
 
 def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:

@@ -57,19 +57,20 @@ class Uses:
 
 
 def watch(
-    model: nn.Module,
+    modules: Mapping[str, nn.Module],
     norms: Collection[str],
     linears: Collection[str],
     mixtures: Collection[str],
     example_inputs: tuple | Mapping | None,
 ) -> Uses:
-    """Run a copy of ``model`` once and record the uses of the outputs of ``norms``.
+    """Run a copy of a model once and record the uses of the outputs of ``norms``.
 
     A module that cannot run without data (data-dependent routing, kernels without a meta version) is skipped: the pass
     goes on with an empty tensor shaped like its first argument, and everything the module touched counts as another
     use.
 
     Args:
+        modules: every module of the model by FQN, the model itself ("") first.
         norms: FQNs of the norms to watch.
         linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
         mixtures: FQNs of the mixtures of experts whose use of their input is known.
@@ -91,10 +92,12 @@ def watch(
         with fakes:
             return _empty(tensor)
 
-    model_copy = copy_of(model, fake)
-    owners = {id(model_copy.get_submodule(fqn).weight): fqn for fqn in linears}
-    watcher = _Watcher(model, norms, owners, mixtures, where)
-    for (fqn, original), module in zip(model.named_modules(), model_copy.modules(), strict=True):
+    model, model_copy = modules[""], copy_of(modules[""], fake)
+    copies = dict(zip(modules, model_copy.modules(), strict=True))
+    owners = {id(copies[fqn].weight): fqn for fqn in linears}
+    watcher = _Watcher(modules, norms, owners, mixtures, where)
+    for fqn, module in copies.items():
+        original = modules[fqn]
         # Layers of an earlier conversion do not run without data; the plain ones that they replaced do.
         if isinstance(module, MXNorm | QuantizedLinear):
             module.__class__ = nn.RMSNorm if isinstance(module, MXNorm) else nn.Linear
@@ -145,7 +148,7 @@ class _Watcher(TorchFunctionMode):
 
     def __init__(
         self,
-        model: nn.Module,
+        modules: Mapping[str, nn.Module],
         norms: Collection[str],
         linear_of: Mapping[int, str],
         mixtures: Collection[str],
@@ -157,7 +160,7 @@ class _Watcher(TorchFunctionMode):
         self.uses = Uses({fqn: [] for fqn in norms}, {fqn: set() for fqn in norms}, calls)
         self.running = ""
         self.inputs: list[tuple[str, torch.Tensor, int | None]] = []
-        self._model, self._linear_of, self._mixtures = model, linear_of, mixtures
+        self._modules, self._linear_of, self._mixtures = modules, linear_of, mixtures
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
 
@@ -195,7 +198,7 @@ class _Watcher(TorchFunctionMode):
 
     def _runner(self) -> str:
         """What runs now: the name of a linear; the class of any other module, for many layers have the same one."""
-        module = self._model.get_submodule(self.running)
+        module = self._modules[self.running]
         return self.running if isinstance(module, nn.Linear) else type(module).__name__
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,7 +1,7 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch.nn as nn
@@ -31,6 +31,7 @@ from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.norms import FUSED_NORMS
 
+Rename = Callable[[str], str]
 _CONVERTED = (MXNorm, QuantizedLayer, MXNormRouter)
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
 # The parameters of the classes that are swapped.
@@ -107,10 +108,16 @@ def matches(fqn: str, pattern: str) -> bool:
     )
 
 
-def names_of(model: nn.Module) -> dict[str, str]:
+def modules_of(model: nn.Module, rename: Rename = str) -> dict[str, nn.Module]:
+    """Every module by its FQN, the model itself as ""."""
+    return {rename(fqn): module for fqn, module in model.named_modules()}
+
+
+def names_of(model: nn.Module, rename: Rename = str) -> dict[str, str]:
     """Every name of every module -> its FQN, which is the first of them."""
-    fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    return {name: fqns[id(module)] for name, module in model.named_modules(remove_duplicate=False) if name}
+    fqns = {module: fqn for fqn, module in modules_of(model, rename).items()}
+    names = ((rename(name), module) for name, module in model.named_modules(remove_duplicate=False))
+    return {name: fqns[module] for name, module in names if name}
 
 
 def selected(names: Mapping[str, str], pattern: str, field: str) -> list[str]:
@@ -131,7 +138,13 @@ def selected(names: Mapping[str, str], pattern: str, field: str) -> list[str]:
     return list(hits)
 
 
-def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, watch_norms: bool = False) -> Survey:
+def survey(
+    model: nn.Module,
+    example_inputs: tuple | Mapping | None = None,
+    *,
+    watch_norms: bool = False,
+    rename: Rename = str,
+) -> Survey:
     """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass without data.
 
     Nothing of the model runs: norms and the forward pass run on copies without data.
@@ -140,6 +153,7 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids. If they are given,
             the forward pass runs without ``watch_norms``, too, and shows where else the weights of linears are used;
             but it may fail.
+        rename: gives the names that a survey uses, from those of the model's modules.
 
     Raises:
         ConfigError: if the model is wrapped, sharded or compiled, cannot be copied, or the forward pass fails;
@@ -152,7 +166,7 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         raise ConfigError(
             f"example_inputs is a {kind}, no tuple or dict: write (inputs,) for a model with one argument"
         )
-    modules = dict(model.named_modules())
+    modules = modules_of(model, rename)
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     linears, experts, blocks = find_linears(modules), find_experts(modules), find_blocks(modules)
@@ -161,7 +175,7 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
     facts = Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
-        names=names_of(model),
+        names=names_of(model, rename),
         blocks=blocks,
         norms=norms,
         lookalikes={kind: {f: unswappable.get(f, why) for f, why in of.items()} for kind, of in lookalikes.items()},
@@ -179,7 +193,7 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
     if not watched and example_inputs is None:
         return facts
     try:
-        return replace(facts, uses=watch(model, watched, followed, facts.mixtures, example_inputs))
+        return replace(facts, uses=watch(modules, watched, followed, facts.mixtures, example_inputs))
     except ConfigError as error:
         if watched:
             raise
