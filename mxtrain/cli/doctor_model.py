@@ -10,7 +10,8 @@ import torch.nn as nn
 
 from mxtrain.analysis.tables import titled
 from mxtrain.cli import console
-from mxtrain.conversion.weights import find_weights, weight_uses
+from mxtrain.conversion.plan import weight_uses
+from mxtrain.conversion.survey import find_weights
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import raise_first
 from mxtrain.settings.machine import layout_problems, pipeline_problems
@@ -60,7 +61,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     yield memory_table(model, job_config)
     plans = convert_on_meta(job_config, model)
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
-    uses = uses or weight_uses(find_weights(modules_of(model)), {}, {})
+    uses = uses or weight_uses(find_weights(modules_of(model)), {})
     total = sum(use.multiplications for use in uses.values())
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]

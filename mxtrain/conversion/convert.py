@@ -1,10 +1,8 @@
 """``mxtrain.convert``: survey a model, plan its conversion, swap its modules."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
 
-import torch
 import torch.nn as nn
 
 from mxtrain.compile.passes import install, remove
@@ -54,9 +52,9 @@ def convert(
 ) -> Plan:
     """Swap modules of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
-    Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations, or a forward or
-    tensors of its own stays, with the reason; attributes that were set on a module move to the new one, unless it has
-    one of that name. PyTorch's fast path for ``nn.TransformerEncoder`` in evaluation calls no linear: switch it off
+    Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations or a forward of its
+    own stays, with the reason; attributes that were set on a module move to the new one, unless it has one of that
+    name. PyTorch's fast path for ``nn.TransformerEncoder`` in evaluation calls no linear: switch it off
     with ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
@@ -73,9 +71,7 @@ def convert(
         converter: one of the names above.
         example_inputs: arguments for one forward pass of ``model``, a tuple, or a mapping for arguments by name; on any
             device, because only shapes and dtypes matter. Leave out masks whose values the model looks at. None stands
-            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see whose
-            weights other code uses, and keep these layers; without ``example_inputs`` only "mxnorm" does. The plan of
-            another converter says so if the pass fails.
+            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms; the others make none.
         prefix: FQN of ``model`` within a whole model that is converted in parts, such as "layers.0". Layers then have
             the random bits that a conversion of the whole would give them. Without a prefix, layers with the same name
             in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
@@ -99,7 +95,6 @@ def convert(
     return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-@torch.inference_mode(False)  # tensors made in inference mode are useless for training
 def apply(
     converter: Converter,
     model: nn.Module,
@@ -114,7 +109,6 @@ def apply(
     """
     facts = survey(model, example_inputs, watch_norms=converter.watches_norms, rename=rename)
     plan = converter.plan(facts)
-    plan = replace(plan, notes=plan.notes + facts.unseen)
     _swap(modules_of(model, rename), plan, prefix)
     if converter.graph_passes is True:
         install()
@@ -151,7 +145,4 @@ def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:
     for name, value in vars(old).items():
         if not hasattr(new, name):
             setattr(new, name, value)
-    # An optimizer numbers its states by the order of the parameters.
-    for name in [name for name in old._parameters if name in new._parameters]:
-        new._parameters[name] = new._parameters.pop(name)
     return new

@@ -7,7 +7,7 @@ from itertools import combinations
 import torch
 import torch.nn as nn
 
-from mxtrain.conversion.survey import Rename, modules_of, names_of, selected
+from mxtrain.conversion.survey import Rename, modules_of, selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe, Recipe, recipe_of_norm
@@ -141,7 +141,7 @@ class _Layers:
     """The swapped layers of a model, and what changes make of them. Arguments as for ``attach_schedule``."""
 
     def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]], rename: Rename):
-        self.modules, self._names, self._feeds = modules_of(model, rename), names_of(model, rename), feeds
+        self.modules, self._feeds = modules_of(model, rename), feeds
         self._layers = {fqn: module for fqn, module in self.modules.items() if isinstance(module, QuantizedLayer)}
         self._estimates = {norm: self.modules[norm].estimate for norm in feeds}
         # Experts behind a plain norm stay quantized.
@@ -170,7 +170,7 @@ class _Layers:
             yield entry.name, swapped
         for pattern in entry.modules or ():
             where = f"{entry.name}.modules"
-            hits = swapped.intersection(selected(self._names, pattern, where))
+            hits = swapped.intersection(selected(list(filter(None, self.modules)), pattern, where))
             if not hits:
                 raise ConfigError(
                     f"{where}: {pattern!r} selects no swapped layer: what it names stays in high precision"
