@@ -84,10 +84,9 @@ def convert(
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear and no experts, or only an output head that stays by default, ``example_inputs`` that are
-            neither a tuple nor a mapping, a prefix that is no FQN, a forward pass that fails without data, a model that
-            is wrapped, sharded, compiled or was converted before, or one with nothing to convert. The model is then
-            unchanged.
+            matches no linear and no experts, ``example_inputs`` that are neither a tuple nor a mapping, a prefix that
+            is no FQN, a forward pass that fails without data, a model that is wrapped, sharded, compiled or was
+            converted before, or one with nothing to convert. The model is then unchanged.
     """
     # Another spelling of a name, such as "layers.0.", would give other bits.
     if not isinstance(prefix, str) or (prefix and not all(prefix.split("."))):

@@ -35,7 +35,7 @@ class Converter(ABC):
     """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
 
     Attributes:
-        filter_fqns: patterns of modules to keep (see ``selection.matches``); each must match a module. None names none.
+        filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None names none.
 
     Raises:
         ConfigError: for a wrong setting.
@@ -431,13 +431,7 @@ class DecomposeKRouterConverter(Converter):
 
 
 CONVERTERS = {
-    converter.name: converter
-    for converter in (
-        MXNormConverter,
-        MXLinearConverter,
-        FusedNormConverter,
-        DecomposeKRouterConverter,
-    )
+    kind.name: kind for kind in (MXNormConverter, MXLinearConverter, FusedNormConverter, DecomposeKRouterConverter)
 }
 
 

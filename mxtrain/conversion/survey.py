@@ -139,17 +139,15 @@ def survey(
     watch_norms: bool = False,
     rename: Rename = str,
 ) -> Survey:
-    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass without data.
-
-    The forward pass runs on a copy.
+    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data.
 
     Args:
         example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids.
         rename: gives the names that a survey uses, from those of the model's modules.
 
     Raises:
-        ConfigError: if the model is wrapped, sharded or compiled, cannot be copied, or the forward pass fails;
-            for ``example_inputs`` that are neither a tuple nor a mapping.
+        ConfigError: if the model is wrapped, sharded or compiled, or the forward pass fails, or for ``example_inputs``
+            that are neither a tuple nor a mapping.
     """
     _refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.

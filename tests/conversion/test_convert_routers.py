@@ -67,7 +67,7 @@ def test_filtered_gates_and_those_of_another_class_stay():
         convert(model, "decompose_k_router")
 
 
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear", "fused_norm"])
+@pytest.mark.parametrize("converter", ["mxnorm", "fused_norm"])
 def test_decompose_k_router_goes_before_or_after_the_others(converter):
     """Which leave the gates alone, swapped or not, and the norms that feed them."""
     kwargs = {} if converter == "fused_norm" else {"mode": "reference", "filter_fqns": ["output"]}

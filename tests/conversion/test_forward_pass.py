@@ -267,11 +267,10 @@ FLEX = (  # the compiled one is not run, to spare the test Inductor
 
 def test_a_norm_before_flex_attention_is_swapped():
     x = torch.randn(2, 32, 64)
-    for attend in FLEX:
-        for mask in (None, causal_mask(32, "cpu")):
-            model = FlexAttention(attend, mask)
-            plan = convert(model, example_inputs=(x,), filter_fqns=[])
-            assert plan.norms == {"norm": ["wq", "wk", "wv"]} and plan.linears == ["wo"]
+    for attend, mask in zip(FLEX, (None, causal_mask(32, "cpu"), None), strict=True):
+        model = FlexAttention(attend, mask)
+        plan = convert(model, example_inputs=(x,), filter_fqns=[])
+        assert plan.norms == {"norm": ["wq", "wk", "wv"]} and plan.linears == ["wo"]
     with torch.no_grad():
         assert model(x).shape == x.shape
 

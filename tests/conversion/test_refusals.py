@@ -53,12 +53,6 @@ def sharded_in_part():
     return model
 
 
-def without_a_copy():
-    model = llama()
-    model.rows = (row for row in range(3))
-    return model
-
-
 def converted(converter, **settings):
     model = llama()
     convert(model, converter, **settings)
@@ -93,7 +87,6 @@ REFUSED = {
         {"converter": "mx_linear"},
         f"{TWICE}_norm is an",
     ),
-    "no copy": (without_a_copy, {}, "this Llama cannot be copied, and conversion looks at a copy: TypeError"),
     "inputs in no tuple": (
         llama,
         {"example_inputs": torch.zeros(1, 32, dtype=torch.long)},
