@@ -344,6 +344,8 @@ def _why_norm_stays(
         return reason
     if uses.others[fqn]:
         return f"its output is used by {', '.join(sorted(uses.others[fqn]))}"
+    if fqn in uses.overwritten:
+        return "its input is written to in place after it"
     if (mixtures := uses.mixtures.get(fqn)) and mixture is None:
         return f"feeds {', '.join(mixtures)}, a mixture of experts"
     if mixture is not None and (reason := _why_mixture_stays(mixture, survey, recipe_of, kept)):

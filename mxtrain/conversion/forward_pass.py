@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxtrain.errors import ConfigError
 from mxtrain.nn.normed_input import LOOKS
+from mxtrain.nn.three_gemms import version
 
 # Functions that a model may call on an MXNorm's result besides multiplying it. A mode gets a method as it is, and the
 # getter of an attribute.
@@ -36,6 +37,8 @@ class Uses:
         others: norm FQN -> everything else that uses its output.
         calls: FQN of a norm or linear -> how often it is called.
         unfollowed: modules that cannot run without data, and why.
+        overwritten: FQNs of the norms whose input is written to in place after they have read it. Compiled, PyTorch
+            would give the linears of an MXNorm the new values in their backward, without an error.
         mixtures: norm FQN -> FQNs of the known mixtures of experts that it feeds. They do not run.
     """
 
@@ -43,6 +46,7 @@ class Uses:
     others: dict[str, set[str]]
     calls: dict[str, int]
     unfollowed: list[str] = field(default_factory=list)
+    overwritten: set[str] = field(default_factory=set)
     mixtures: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -103,6 +107,7 @@ def watch(
         if by_name:
             message += "; leave out masks and other tensors whose values the model looks at"
         raise ConfigError(message) from error
+    watcher.uses.overwritten |= {norm for norm, x, writes in watcher.inputs if version(x) != writes}
     return watcher.uses
 
 
@@ -112,6 +117,7 @@ class _Watcher(TorchFunctionMode):
     Attributes:
         running: FQN of the innermost module whose forward is running, "" for the model itself.
         where: how the pass runs and, if it was not given by the user, its input.
+        inputs: norm FQN, input, and the number of writes to it so far, of every call of a norm.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class _Watcher(TorchFunctionMode):
             {fqn: [] for fqn in norms}, {fqn: set() for fqn in norms}, dict.fromkeys([*norms, *linears], 0)
         )
         self.running, self.where = "", where
+        self.inputs: list[tuple[str, torch.Tensor, int | None]] = []
         self._modules, self._linears, self._mixtures = modules, {*linears}, mixtures
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
@@ -160,6 +167,8 @@ class _Watcher(TorchFunctionMode):
                 self.running = caller
             if fqn in self.uses.linears:
                 self._outputs[id(output)] = (fqn, output)
+                with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
+                    self.inputs += [(fqn, x, version(x)) for x in given]
             return output
 
         return run

@@ -23,7 +23,7 @@ EXPERTS = "GroupedExperts"
 # Of mixtures of them, whose use of their input is known: their parts read it, and nothing else but its shape and dtype.
 _MIXTURE, _PARTS = "MoE", {EXPERTS, "RoutedExperts", "TokenChoiceTopKRouter", "TokenReorderer", "FeedForward"}
 # Names of the output head in TorchTitan's models and in Hugging Face's.
-HEAD_NAMES = ("output", "lm_head", "embed_out")
+HEAD_NAMES = ("output", "lm_head")
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
 
@@ -202,10 +202,18 @@ def _is_in(fqn: str, outer: str) -> bool:
     return f"{fqn}.".startswith(f"{outer}.")
 
 
-def find_heads(linears: Iterable[str], blocks: Sequence[str]) -> tuple[str, ...]:
-    """The linears from the last hidden state to logits, by name: usually one, or none. Heads lie outside the blocks."""
-    named = (fqn for fqn in linears if fqn.rpartition(".")[2] in HEAD_NAMES)
-    return tuple(fqn for fqn in named if not any(_is_in(fqn, block) for block in blocks))
+def find_heads(modules: Mapping[str, nn.Module], linears: Iterable[str], blocks: Sequence[str]) -> tuple[str, ...]:
+    """The linears from the last hidden state to logits; usually one, or none.
+
+    Heads lie outside the blocks. They are called "output" or "lm_head". In a model without these names, the head is the
+    last linear whose weight has the shape of an embedding's. A square one may have it by chance, and does not count.
+    """
+    outside = [fqn for fqn in linears if not any(_is_in(fqn, block) for block in blocks)]
+    if named := [fqn for fqn in outside if fqn.rpartition(".")[2] in HEAD_NAMES]:
+        return tuple(named)
+    embeddings = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
+    shapes = {fqn: (modules[fqn].out_features, modules[fqn].in_features) for fqn in outside}
+    return tuple([fqn for fqn, (out, in_) in shapes.items() if out != in_ and (out, in_) in embeddings][-1:])
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def survey(
         linears=linears,
         experts=experts,
         mixtures=find_mixtures(modules),
-        heads=find_heads(linears, blocks),
+        heads=find_heads(modules, linears, blocks),
         unswappable=unswappable,
         weights=find_weights(modules),
         converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, _CONVERTED)},

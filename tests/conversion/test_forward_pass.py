@@ -62,6 +62,13 @@ class TiedWeights(UsesNormTwice):
         return self.other(self.linear(self.norm(x)))
 
 
+class AddsInPlace(UsesNormTwice):
+    def forward(self, x):
+        x = x * 1
+        x += self.linear(self.norm(x))
+        return self.other(x)
+
+
 class LooksAt(UsesNormTwice):
     def __init__(self, look):
         super().__init__()
@@ -79,6 +86,7 @@ def test_norms_that_cannot_be_proven_are_left_alone():
         (CallsLinearTwice(), "feeds {}.linear, which is called more than once"),
         (TiedWeights(), "its output is used by linear in {}.linear"),
         (MultipliesTheWeightItself(), "its output is used by linear in MultipliesTheWeightItself"),
+        (AddsInPlace(), "its input is written to in place after it"),
         (LooksAt(lambda h: h.dtype), "its output is used by dtype in LooksAt"),
         (LooksAt(len), "its output is used by __len__ in LooksAt"),
         (nn.Sequential(nn.RMSNorm(DIM), nn.RMSNorm(DIM)), None),
@@ -89,8 +97,9 @@ def test_norms_that_cannot_be_proven_are_left_alone():
     plan = convert(model, filter_fqns=[], example_inputs=(x,))
     for i, (_, reason) in enumerate(cases):
         assert reason is None or plan.skipped[f"{i}.norm"] == reason.format(i)
-    assert plan.norms == {"7": ["8"]} and plan.skipped["6.0"] == "its output is used by rms_norm in RMSNorm"
-    model(x)
+    assert plan.norms == {"8": ["9"]} and plan.skipped["7.0"] == "its output is used by rms_norm in RMSNorm"
+    with torch.no_grad():  # PyTorch refuses a backward after the write
+        model(x)
     with pytest.raises(
         ConfigError, match="nothing to convert.*\n  norm: its output is used by the caller of the model"
     ):

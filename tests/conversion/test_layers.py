@@ -38,7 +38,7 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 def heads_of(model: nn.Module) -> tuple[str, ...]:
     modules = dict(model.named_modules())
-    return find_heads(find_linears(modules), find_blocks(modules))
+    return find_heads(modules, find_linears(modules), find_blocks(modules))
 
 
 NANO_GPT = nn.ModuleDict(
@@ -62,14 +62,14 @@ def test_blocks_are_the_layers_that_a_model_repeats():
         assert blocks_of(model) == expected, model
 
 
-def test_heads_are_known_by_name():
+def test_heads_are_known_by_name_or_by_the_shape_of_an_embedding():
     def layers():
         return nn.ModuleList(blocks())
 
     for model, expected in [
         (Model(lm_head=nn.Linear(D, V), layers=layers(), other=nn.Linear(D, D)), ("lm_head",)),
         (Model(m=nn.ModuleDict({"layers": layers(), "lm_head": nn.Linear(D, V)})), ("m.lm_head",)),
-        (Model(e=nn.Embedding(V, D), layers=layers(), up=nn.Linear(D, V), embed_out=nn.Linear(D, V)), ("embed_out",)),
+        (Model(e=nn.Embedding(V, D), layers=layers(), up=nn.Linear(D, V), h=nn.Linear(D, V)), ("h",)),
         (Model(patches=nn.Linear(48, D), layers=layers(), pooler=nn.Linear(D, D)), ()),
     ]:
         assert heads_of(model) == expected, model
