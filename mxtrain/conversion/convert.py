@@ -11,9 +11,8 @@ from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.conversion.survey import Rename, modules_of, survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
-from mxtrain.formats.format import ScaleRounding, TensorScale
 from mxtrain.formats.hardware import Mode
-from mxtrain.formats.recipe import LinearRecipe
+from mxtrain.formats.recipe import LinearRecipe, ScaleRounding, TensorScale
 from mxtrain.nn.group import LinearGroup
 from mxtrain.norms.row_norm import WhenCompiled
 

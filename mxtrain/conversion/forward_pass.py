@@ -11,14 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch._functorch.config
 import torch.nn as nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mxtrain.errors import ConfigError
+from mxtrain.launch.pytorch import DisableTorchFunction, fake_tensor_mode, tree_leaves, tree_map_only
 from mxtrain.nn.normed_input import LOOKS
 from mxtrain.nn.three_gemms import version
 
@@ -79,11 +76,7 @@ def watch(
         where += " with 32 token ids as example_inputs"
     by_name = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
     in_order = () if isinstance(example_inputs, Mapping) else tuple(example_inputs)
-    # Tensors of two modes do not mix: a model may be converted while the user's own is on. Where a tensor has no data,
-    # a Triton kernel would take its null pointer for an address. On a GPU this is an illegal memory access, after which
-    # the process cannot use the GPU any more: here it is an error instead.
-    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-        fakes = detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    fakes = fake_tensor_mode()
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         with fakes:
@@ -167,7 +160,7 @@ class _Watcher(TorchFunctionMode):
                 self.running = caller
             if fqn in self.uses.linears:
                 self._outputs[id(output)] = (fqn, output)
-                with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
+                with DisableTorchFunction():  # looking at the versions is no use of another norm's output
                     self.inputs += [(fqn, x, version(x)) for x in given]
             return output
 
@@ -190,7 +183,7 @@ class _Watcher(TorchFunctionMode):
         return [self._outputs[id(value)][0] for value in tree_leaves(values) if id(value) in self._outputs]
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        with torch._C.DisableTorchFunction():  # looking at the dtype is no use of a norm's output
+        with DisableTorchFunction():  # looking at the dtype is no use of a norm's output
             return _empty(tensor)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch.nn as nn
-from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -25,8 +24,9 @@ from mxtrain.conversion.layers import (
     state_of,
 )
 from mxtrain.errors import ConfigError
+from mxtrain.launch.pytorch import FakeTensor
+from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.three_gemms import QuantizedLayer
 
 Rename = Callable[[str], str]

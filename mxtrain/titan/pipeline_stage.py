@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from mxtrain.nn.buffers import kept_buffers
+from mxtrain.nn.experts import kept_buffers
 from mxtrain.rng.rounding import set_rounding_chunk
 
 FINDS_SHAPES_AGAIN = hasattr(PipelineStage, "_post_metadata_inference_cleanup")

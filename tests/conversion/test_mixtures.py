@@ -11,8 +11,8 @@ from mxtrain import ConfigError, convert
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.formats.schedule import parse_entries
 from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.titan.v02.train_specs import histc
 

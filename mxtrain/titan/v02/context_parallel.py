@@ -10,11 +10,12 @@ Training itself is right: the loss is divided by the tokens of whole sequences, 
 import sys
 
 import torch
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 import torchtitan.distributed.context_parallel as titan_context
-from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torchtitan.models.qwen3.model.model import Qwen3Model
+
+from mxtrain.launch.pytorch import functional_collectives as collectives
+from mxtrain.launch.pytorch import set_rotate_method
 
 
 def prepare_context_parallelism(parallel_dims, job_config) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan import train as titan
 
 from mxtrain.checkpoints.checkpointer import Checkpointer
-from mxtrain.nn.buffers import kept_buffers
+from mxtrain.nn.experts import kept_buffers
 from mxtrain.titan.pipeline_stage import Stage, loss_of_last_stage
 from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v02.context_parallel import correct_max_loss, tokens_of_other_ranks

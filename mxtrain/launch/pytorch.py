@@ -1,0 +1,57 @@
+"""PyTorch's private names, under names of our own. Only ``launch/`` and ``compile/`` use private names."""
+
+from collections.abc import Callable
+
+import torch
+import torch._functorch.config
+import torch.distributed._functional_collectives as functional_collectives
+from torch._C import DisableTorchFunction
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "CheckpointWrapper",
+    "DisableTorchFunction",
+    "FakeTensor",
+    "TorchDispatchMode",
+    "functional_collectives",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+# Operations on lists of tensors, by few kernels.
+abs_of_each, max_of_each, neg_of_each = torch._foreach_abs, torch._foreach_max, torch._foreach_neg
+norm_of_each, sub_of_each = torch._foreach_norm, torch._foreach_sub
+
+collectives = torch.ops._c10d_functional
+"""Collectives on plain tensors, whose results are waited for by an operation of their own"""
+
+
+def autocasts_on_cuda(function: str) -> bool:
+    """Return whether autocast on a GPU casts the arguments of this function of ``torch.ops.aten``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{function}", "AutocastCUDA")
+
+
+def delayed_error(message: str) -> Callable:
+    """Return a function that returns a tensor as it is, and raises RuntimeError in its backward."""
+    return torch._C._functions.DelayedError(message.encode(), 1)
+
+
+def fake_tensor_mode() -> FakeTensorMode:
+    """Return the mode that is on, because tensors of two modes do not mix, or a new one.
+
+    A Triton kernel would take the null pointer of a fake tensor for an address. On a GPU this is an illegal memory
+    access, after which the process cannot use the GPU any more: in a new mode it is an error instead.
+    """
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+def set_rotate_method(method: str) -> None:
+    """Set how the attention of context parallelism exchanges keys and values: "allgather" or "alltoall"."""
+    from torch.distributed.tensor.experimental import _attention
+
+    _attention.set_rotate_method(method)
