@@ -13,9 +13,9 @@ from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSign
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.train import _train
+from tests.support.jobs import with_setting
 
 Trainer = engine().Trainer
 _, TitanTrainer = Trainer.__bases__
@@ -75,7 +75,7 @@ def trainer(monkeypatch, tmp_path):
 
     def make(*flags):
         settings = read_settings(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])
-        made.append(Trainer(job_config_of(settings), settings, None, Start(0)))
+        made.append(Trainer(settings, None, Start(0)))
         return made[-1]
 
     yield make
@@ -179,7 +179,7 @@ def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, 
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
     monkeypatch.setattr("mxtrain.titan.training_run.FINDS_SHAPES_AGAIN", can_validate)
     one, validated = trainer(), []
-    one.job_config.validation.enable = True
+    one.job_config = with_setting(one.job_config, "validation.enable", True)
     one.validator = SimpleNamespace(
         should_validate=lambda step: step == 4, validate=lambda parts, step: validated.append(step)
     )

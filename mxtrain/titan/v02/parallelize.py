@@ -4,13 +4,13 @@ They put mxtrain's styles into the plans of tensor parallelism, let selective ac
 operations, run FSDP2 on gloo, and draw initial weights that fit every layout.
 """
 
-import copy
 import functools
 import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -193,10 +193,12 @@ def try_plan(model: nn.Module, job_config) -> None:
     processes = math.lcm(tensor, expert * expert_tensor)
     shards = processes // tensor
     parallelize = inspect.unwrap(get_train_spec(job_config.model.name).parallelize_fn)  # without checks of the machine
-    job_config = copy.deepcopy(job_config)  # without what is done to a model after it is split
-    job_config.compile.enable = False
-    job_config.activation_checkpoint.mode = "none"
-    job_config.parallelism.enable_async_tensor_parallel = False
+    job_config = replace(  # without what is done to a model after it is split
+        job_config,
+        compile=replace(job_config.compile, enable=False),
+        activation_checkpoint=replace(job_config.activation_checkpoint, mode="none"),
+        parallelism=replace(degrees, enable_async_tensor_parallel=False),
+    )
     torch.distributed.init_process_group("fake", rank=0, world_size=processes)
     try:
         layout = Layout(

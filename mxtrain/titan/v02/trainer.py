@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan import train as titan
+from torchtitan.config import JobConfig
 
 from mxtrain.checkpoints.checkpointer import Checkpointer
 from mxtrain.nn.experts import kept_buffers
@@ -30,6 +31,7 @@ class Trainer(TrainingRun, titan.Trainer):
         own["ensure_pp_loss_visible"] = lambda *args: None  # which warns that rank 0 does not know it
         with (
             patch.multiple(titan, **own),
+            patch.object(type(job_config), "maybe_log", JobConfig.maybe_log, create=True),
             patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage),
         ):
             titan.Trainer.__init__(self, job_config)

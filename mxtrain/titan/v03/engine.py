@@ -26,9 +26,6 @@ from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, adapter_of, config_of, m
 from mxtrain.titan.v03.names import name_in_022 as saved_name
 from mxtrain.titan.v03.parallelize import convertible as convertible
 from mxtrain.titan.v03.parallelize import split_layers
-from mxtrain.titan.v03.settings import GONE as GONE
-from mxtrain.titan.v03.settings import JobConfig as JobConfig
-from mxtrain.titan.v03.settings import refuse_gone
 from mxtrain.titan.v03.trainer import Trainer as Trainer
 from mxtrain.titan.v03.with_mxtrain import with_mxtrain as with_mxtrain
 
@@ -45,10 +42,9 @@ def vocab_size(job_config) -> int:
 
 
 def check_names(job) -> None:
-    """Raise ConfigError for a model, flavor or converter that nobody has registered, or what 0.3 does not have."""
+    """Raise ConfigError for a model, flavor or converter that nobody has registered."""
     if own := job.experimental.custom_import:
         import_own("experimental.custom_import", own)
-    refuse_gone(job)
     require_one_of("model.name", job.model.name, FLAVORS)
     require_one_of("model.flavor", job.model.flavor, FLAVORS[job.model.name])
     for name in job.model.converters:
