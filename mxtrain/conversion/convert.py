@@ -1,16 +1,14 @@
 """``mxtrain.convert``: survey a model, plan its conversion, swap its modules."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
 
-import torch
 import torch.nn as nn
 
 from mxtrain.compile.passes import install, remove
 from mxtrain.conversion.converters import Converter, get_converter
 from mxtrain.conversion.plan import Plan, Swap
-from mxtrain.conversion.survey import survey
+from mxtrain.conversion.survey import Rename, modules_of, survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
 from mxtrain.formats.hardware import Mode
@@ -53,9 +51,9 @@ def convert(
 ) -> Plan:
     """Swap modules of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
-    Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations, or a forward or
-    tensors of its own stays, with the reason; attributes that were set on a module move to the new one, unless it has
-    one of that name. PyTorch's fast path for ``nn.TransformerEncoder`` in evaluation calls no linear: switch it off
+    Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations or a forward of its
+    own stays, with the reason; attributes that were set on a module move to the new one, unless it has one of that
+    name. PyTorch's fast path for ``nn.TransformerEncoder`` in evaluation calls no linear: switch it off
     with ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
@@ -72,9 +70,7 @@ def convert(
         converter: one of the names above.
         example_inputs: arguments for one forward pass of ``model``, a tuple, or a mapping for arguments by name; on any
             device, because only shapes and dtypes matter. Leave out masks whose values the model looks at. None stands
-            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms. All converters see whose
-            weights other code uses, and keep these layers; without ``example_inputs`` only "mxnorm" does. The plan of
-            another converter says so if the pass fails.
+            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms; the others make none.
         prefix: FQN of ``model`` within a whole model that is converted in parts, such as "layers.0". Layers then have
             the random bits that a conversion of the whole would give them. Without a prefix, layers with the same name
             in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
@@ -87,10 +83,9 @@ def convert(
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that
-            matches no linear and no experts, or only an output head that stays by default, ``example_inputs`` that are
-            neither a tuple nor a mapping, a prefix that is no FQN, a forward pass that fails without data, a model that
-            is wrapped, sharded, compiled or was converted before, or one with nothing to convert. The model is then
-            unchanged.
+            matches no linear and no experts, ``example_inputs`` that are neither a tuple nor a mapping, a prefix that
+            is no FQN, a forward pass that fails without data, a model that is wrapped, sharded, compiled or was
+            converted before, or one with nothing to convert. The model is then unchanged.
     """
     # Another spelling of a name, such as "layers.0.", would give other bits.
     if not isinstance(prefix, str) or (prefix and not all(prefix.split("."))):
@@ -98,13 +93,21 @@ def convert(
     return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-@torch.inference_mode(False)  # tensors made in inference mode are useless for training
-def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs = None, prefix: str = "") -> Plan:
-    """``convert`` with a converter that has its settings already."""
-    facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
+def apply(
+    converter: Converter,
+    model: nn.Module,
+    example_inputs: ExampleInputs = None,
+    prefix: str = "",
+    rename: Rename = str,
+) -> Plan:
+    """``convert`` with a converter that has its settings already.
+
+    Args:
+        rename: gives the names that settings, plan and random bits use, from those of the model's modules.
+    """
+    facts = survey(model, example_inputs, watch_norms=converter.watches_norms, rename=rename)
     plan = converter.plan(facts)
-    plan = replace(plan, notes=plan.notes + facts.unseen)
-    _swap(model, plan, prefix)
+    _swap(modules_of(model, rename), plan, prefix)
     if converter.graph_passes is True:
         install()
     elif converter.graph_passes is False:
@@ -112,24 +115,25 @@ def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs 
     return plan
 
 
-def _swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
+def _swap(modules: Mapping[str, nn.Module], plan: Plan, prefix: str) -> None:
     """Put the new modules of ``plan`` in their places, under all names that the old ones have.
 
     Attributes of an old module whose names the new one does not use move to it. All new modules are built before the
     first one is put in its place, and that step runs no code of the model, so that an error leaves the model unchanged.
 
     Args:
-        prefix: FQN of ``model`` within a whole model. Keys of random bits are made from the names there.
+        modules: every module of the model by FQN, before the swap.
+        prefix: FQN of the model within a whole model. Keys of random bits are made from the names there.
     """
-    old = {fqn: model.get_submodule(fqn) for fqn in plan.swaps}
-    built = {fqn: _build(fqn, old[fqn], step, prefix) for fqn, step in plan.swaps.items()}
-    new = {id(old[fqn]): module for fqn, module in built.items()}
-    for parent in list(model.modules()):
+    built = {fqn: _build(fqn, modules[fqn], step, prefix) for fqn, step in plan.swaps.items()}
+    new = {modules[fqn]: module for fqn, module in built.items()}
+    for parent in modules.values():
         for name, child in parent._modules.items():
-            if id(child) in new:
-                parent._modules[name] = new[id(child)]
-    for norm, mixture in plan.mixtures.items():
-        built[mixture.experts].fed_by = (built[norm],)  # a tuple, because a module would become a child
+            if child in new:
+                parent._modules[name] = new[child]
+    for norm, layers in plan.feeds.items():
+        for fqn in layers:
+            built[fqn].fed_by = (built[norm],)  # a tuple, because a module would become a child
     for norm, linears in plan.groups.items():
         built[norm].group = LinearGroup([built[fqn] for fqn in linears])
 
@@ -139,7 +143,4 @@ def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:
     for name, value in vars(old).items():
         if not hasattr(new, name):
             setattr(new, name, value)
-    # An optimizer numbers its states by the order of the parameters.
-    for name in [name for name in old._parameters if name in new._parameters]:
-        new._parameters[name] = new._parameters.pop(name)
     return new

@@ -11,9 +11,8 @@ from typing import ClassVar, get_args
 import torch.nn as nn
 
 from mxtrain.conversion.layers import MixtureFacts
-from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
+from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter, weight_uses
 from mxtrain.conversion.survey import Survey, selected
-from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
 from mxtrain.formats.hardware import Mode, check_mode, default_device_type, resolve_mode
@@ -42,7 +41,7 @@ class Converter(ABC):
     """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
 
     Attributes:
-        filter_fqns: patterns of modules to keep (see ``selection.matches``); each must match a module. None names none.
+        filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None names none.
 
     Raises:
         ConfigError: for a wrong setting.
@@ -61,12 +60,9 @@ class Converter(ABC):
 
     def __post_init__(self):
         names = self.filter_fqns
-        if isinstance(names, str):
-            raise ConfigError(f"filter_fqns = {names!r} is not a list: write [{names!r}]")
-        try:
-            self.filter_fqns = None if names is None else list(names)
-        except TypeError:
-            raise ConfigError(f"filter_fqns = {names!r} is not a list of names of modules") from None
+        if not isinstance(names, Iterable | None) or isinstance(names, str):
+            raise ConfigError(f"filter_fqns = {names!r} is not a list of names of modules, such as ['output']")
+        self.filter_fqns = None if names is None else list(names)
 
     @abstractmethod
     def plan(self, survey: Survey) -> Plan:
@@ -80,8 +76,8 @@ class Converter(ABC):
     def _kept(self, survey: Survey) -> dict[str, str]:
         """The modules that the user named, and those that no converter can swap -> the reason to keep them."""
         patterns = self.filter_fqns or ()
-        named = [fqn for pattern in patterns for fqn in selected(survey.names, pattern, "filter_fqns")]
-        return {**survey.why_unswappable(), **dict.fromkeys(named, "named in filter_fqns")}
+        named = [fqn for pattern in patterns for fqn in selected(survey.fqns, pattern, "filter_fqns")]
+        return {**survey.unswappable, **dict.fromkeys(named, "named in filter_fqns")}
 
     def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
         # A large model has hundreds of modules that stay for the same reason.
@@ -108,8 +104,7 @@ class MXLinearConverter(Converter):
         recipe: what the operands of linears and experts are cast to: a name for all three GEMMs, or one for each as in
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" stay.
         recipes: pattern of linears or experts, or of modules that hold some -> their recipe in the place of ``recipe``.
-            The last pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first. A pattern of
-            the output head alone is refused while ``filter_fqns`` is None.
+            The last pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first.
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
             ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.layers``) the last share * n,
             rounded to nearest, stay.
@@ -164,8 +159,7 @@ class MXLinearConverter(Converter):
             if fqn in recipes:
                 with self._advice(survey, fqn):
                     check_tiles(experts.in_features, experts.out_features, recipes[fqn], self._mode_on(survey))
-        calls = {} if survey.uses is None else survey.uses.calls
-        weights = weight_uses(survey.weights, calls, recipes)
+        weights = weight_uses(survey.weights, recipes)
         _, share = self._last_blocks(survey)
         notes = (self._execution(survey), share) if share else (self._execution(survey),)
         return Plan(swaps, skipped, self.default_recipe, weights, notes)
@@ -183,16 +177,11 @@ class MXLinearConverter(Converter):
         recipe_of = dict.fromkeys(layers, self.default_recipe)
         setting_of = dict.fromkeys(layers, f"recipe = {self.default_recipe.name!r}")
         for pattern, recipe in self.recipe_by_pattern.items():
-            hits = [fqn for fqn in selected(survey.names, pattern, "recipes") if fqn in layers]
+            hits = [fqn for fqn in selected(survey.fqns, pattern, "recipes") if fqn in layers]
             if not hits:
                 raise ConfigError(
                     f"recipes: {pattern!r} names no linear layer and no experts; a norm has the recipe of the linears "
                     "that it feeds, and modules named in filter_fqns keep their precision"
-                )
-            if recipe.name != HIGH_PRECISION_RECIPE and set(hits) <= set(heads):
-                raise ConfigError(
-                    f"recipes: {pattern!r} matches only the output head, which stays in high precision while "
-                    "filter_fqns is unset: set filter_fqns to the modules that stay, [] for none"
                 )
             recipe_of |= dict.fromkeys(hits, recipe)
             setting_of |= dict.fromkeys(hits, f"recipes.{pattern!r} = {recipe.name!r}")
@@ -234,7 +223,7 @@ class MXLinearConverter(Converter):
         count = math.floor(share * len(blocks) + 0.5)
         words = f"{count} of {len(blocks)} blocks"
         last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
-        kept = [fqn for fqn in survey.names.values() if f"{fqn}.".startswith(last)]
+        kept = [fqn for fqn in survey.fqns if f"{fqn}.".startswith(last)]
         return dict.fromkeys(kept, f"in the last {words} ({setting})"), f"{setting} keeps {words}" if share else ""
 
     def _plan_layers(
@@ -372,11 +361,9 @@ def _why_norm_stays(
         return f"no linear was seen to use its output{unfollowed}"
     if kept_linears := [linear for linear in linears if linear in kept]:
         return f"feeds {', '.join(kept_linears)}, {kept[kept_linears[0]]}"
-    if gates := [
-        linear for linear in uses.linears[fqn] if survey.linears[linear].is_gate or survey.linears[linear].is_in_gate
-    ]:
+    if gates := [linear for linear in uses.linears[fqn] if survey.linears[linear].is_gate]:
         return f"feeds {', '.join(gates)}, the gate of a router"
-    if again := [linear for linear in dict.fromkeys(linears) if uses.calls.get(linear, 1) != 1]:
+    if mixture is None and (again := [linear for linear in dict.fromkeys(linears) if uses.calls[linear] != 1]):
         return f"feeds {', '.join(again)}, which is called more than once"
     if len({recipe_of[linear].fprop for linear in linears}) > 1:
         fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
@@ -452,13 +439,7 @@ class DecomposeKRouterConverter(Converter):
 
 
 CONVERTERS = {
-    converter.name: converter
-    for converter in (
-        MXNormConverter,
-        MXLinearConverter,
-        FusedNormConverter,
-        DecomposeKRouterConverter,
-    )
+    kind.name: kind for kind in (MXNormConverter, MXLinearConverter, FusedNormConverter, DecomposeKRouterConverter)
 }
 
 

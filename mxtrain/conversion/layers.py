@@ -1,15 +1,22 @@
-"""A model's linears, experts, gates of routers, blocks and output heads: found in its modules; nothing runs.
+"""A model's linears, experts, gates of routers, blocks, output heads and norms: found in its modules.
 
-``modules`` stands for every module of a model by FQN, the model itself as "".
+``modules`` stands for every module of a model by FQN, the model itself as "". Only norms run: PyTorch's and mxtrain's
+are known by type, a model's own by results and gradients.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
+from itertools import accumulate
 
+import torch
 import torch.nn as nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.func import functional_call
+
+from mxtrain.nn.recipe_module import RecipeModule
+from mxtrain.norms import FUSED_NORMS
 
 EXPERTS = "GroupedExperts"
 """Name of the class of stacked experts that are swapped, as TorchTitan calls it"""
@@ -17,6 +24,11 @@ EXPERTS = "GroupedExperts"
 _MIXTURE, _PARTS = "MoE", {EXPERTS, "RoutedExperts", "TokenChoiceTopKRouter", "TokenReorderer", "FeedForward"}
 # Names of the output head in TorchTitan's models and in Hugging Face's.
 HEAD_NAMES = ("output", "lm_head")
+
+NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
+
+# Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours.
+_ROWS = (1.0, 1e-2, 1e-4, 1e-6)
 
 
 @dataclass(frozen=True)
@@ -27,9 +39,8 @@ class LinearFacts:
         in_features, out_features: of experts, the last two dimensions of their first weight.
         kind: name of its class; with its module if the class has the name of a class that is swapped.
         is_plain: whether its class is ``nn.Linear`` itself, or the module is one of ``are_plain_experts``.
-        is_gate: whether it is the gate of a router.
+        is_gate: whether it is the gate of a router, or a part of one.
         shares_weight: whether another module owns its weight, too.
-        is_in_gate: whether it lies in a module that is called as a gate is.
     """
 
     in_features: int
@@ -38,14 +49,12 @@ class LinearFacts:
     is_plain: bool
     is_gate: bool
     shares_weight: bool
-    is_in_gate: bool = False
 
     @property
     def why_it_stays(self) -> str | None:
         """Why it is not quantized whatever the settings are; None if it may be."""
-        if self.is_gate or self.is_in_gate:
-            part = "the gate" if self.is_gate else "a part"
-            return f"is {part} of a router, whose choices are sensitive to rounding"
+        if self.is_gate:
+            return "is the gate of a router, whose choices are sensitive to rounding"
         if not self.is_plain:
             return f"is a {self.kind}"
         return "shares its weight with another module" if self.shares_weight else None
@@ -57,15 +66,14 @@ def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     for fqn, module in modules.items():
         is_conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
         if fqn and (is_conv or isinstance(module, nn.Linear)):
-            kind, weight = type(module), module._parameters.get("weight")  # .weight would compute a parametrized one
+            is_plain, weight = type(module) is nn.Linear, module._parameters.get("weight")
             linears[fqn] = LinearFacts(
                 in_features=module.nx if is_conv else module.in_features,
                 out_features=module.nf if is_conv else module.out_features,
-                kind=_kind(module, kind is nn.Linear, "Linear"),
-                is_plain=kind is nn.Linear,
+                kind=_kind(module, is_plain, "Linear"),
+                is_plain=is_plain,
                 is_gate=_is_gate(modules, fqn),
                 shares_weight=owners[id(weight)] > 1,
-                is_in_gate=bool(_outer_gates(modules, fqn)),
             )
     return linears
 
@@ -76,8 +84,6 @@ def find_experts(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
     for fqn, module in modules.items():
         is_called_so = fqn.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
         parameters = list(module.parameters(recurse=False))
-        if is_parametrized(module):
-            parameters += module.parametrizations.parameters()
         stacked = [parameter for parameter in parameters if parameter.ndim == 3]
         if fqn and is_called_so and stacked:
             _, out_features, in_features = stacked[0].shape
@@ -143,11 +149,8 @@ def _owners(modules: Mapping[str, nn.Module]) -> Counter[int]:
 
 def _kind(module: nn.Module, is_plain: bool, plain_name: str) -> str:
     kind = type(module)
-    return _full_name(kind) if kind.__name__ == plain_name and not is_plain else kind.__name__
-
-
-def _full_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    is_alike = kind.__name__ == plain_name and not is_plain
+    return f"{kind.__module__}.{kind.__qualname__}" if is_alike else kind.__name__
 
 
 def find_gates(model: nn.Module) -> dict[str, nn.Module]:
@@ -157,18 +160,9 @@ def find_gates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
-    """Whether a linear is a router's gate: it is called so, or it is the only linear in a module that is."""
-    if not fqn:
-        return False
-    counts = (len(_linears_in(modules[outer])) for outer in _outer_gates(modules, fqn))
-    return _is_called_gate(modules, fqn) or 1 in counts
-
-
-def _outer_gates(modules: Mapping[str, nn.Module], fqn: str) -> list[str]:
-    """The modules around ``fqn`` that are called as a gate is. A whole mixture of experts may be called "router"."""
-    parts = fqn.split(".")
-    outer = [".".join(parts[:end]) for end in range(1, len(parts))]
-    return [each for each in outer if _is_called_gate(modules, each) and "experts" not in modules[each]._modules]
+    """Whether a linear is called as a gate is, or lies in a module that is. A mixture may be called "router"."""
+    names = accumulate(fqn.split("."), "{}.{}".format)
+    return any(_is_called_gate(modules, name) for name in names if "experts" not in modules[name]._modules)
 
 
 def _is_called_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
@@ -185,26 +179,22 @@ def _is_called_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
 def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """The layers that a model repeats, in its order.
 
-    They are the members of a ModuleList, and of a ModuleDict with numbers as keys. A list of one class holds blocks
-    instead of being one. Linears, members without linears, and members of blocks do not count.
+    They are the members of a ModuleList, and of a ModuleDict with numbers as keys. Linears, members without linears,
+    and members of blocks do not count.
     """
     blocks: list[str] = []
     for fqn, module in modules.items():
-        is_member = fqn != "" and _is_list(modules[fqn.rpartition(".")[0]]) and not isinstance(module, nn.Linear)
-        holds_blocks = isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
-        is_inside = any(_is_in(fqn, block) for block in blocks)
-        if is_member and not holds_blocks and not is_inside and _linears_in(module):
-            blocks.append(fqn)
+        around = modules[fqn.rpartition(".")[0]]
+        is_numbered = isinstance(around, nn.ModuleDict) and fqn.rpartition(".")[2].isdigit()
+        is_block = isinstance(around, nn.ModuleList) or is_numbered
+        if fqn and is_block and not isinstance(module, nn.Linear) and _has_linears(module):
+            if not any(_is_in(fqn, block) for block in blocks):
+                blocks.append(fqn)
     return tuple(blocks)
 
 
-def _is_list(module: nn.Module) -> bool:
-    is_numbered = isinstance(module, nn.ModuleDict) and all(name.isdigit() for name in module)
-    return isinstance(module, nn.ModuleList) or is_numbered
-
-
-def _linears_in(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if isinstance(part, nn.Linear)]
+def _has_linears(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Linear) for part in module.modules())
 
 
 def _is_in(fqn: str, outer: str) -> bool:
@@ -212,7 +202,7 @@ def _is_in(fqn: str, outer: str) -> bool:
     return f"{fqn}.".startswith(f"{outer}.")
 
 
-def find_heads(modules: Mapping[str, nn.Module], linears: Collection[str], blocks: Sequence[str]) -> tuple[str, ...]:
+def find_heads(modules: Mapping[str, nn.Module], linears: Iterable[str], blocks: Sequence[str]) -> tuple[str, ...]:
     """The linears from the last hidden state to logits; usually one, or none.
 
     Heads lie outside the blocks. They are called "output" or "lm_head". In a model without these names, the head is the
@@ -223,6 +213,147 @@ def find_heads(modules: Mapping[str, nn.Module], linears: Collection[str], block
         return tuple(named)
     embeddings = {(m.num_embeddings, m.embedding_dim) for m in modules.values() if isinstance(m, nn.Embedding)}
     shapes = {fqn: (modules[fqn].out_features, modules[fqn].in_features) for fqn in outside}
-    return tuple(
-        [fqn for fqn, (rows, columns) in shapes.items() if rows != columns and (rows, columns) in embeddings][-1:]
+    return tuple([fqn for fqn, (out, in_) in shapes.items() if out != in_ and (out, in_) in embeddings][-1:])
+
+
+@dataclass(frozen=True)
+class NormFacts:
+    """The norm of PyTorch that a module is or computes.
+
+    Attributes:
+        kind: its class; the other attributes are its arguments.
+        recognised: class of the module, and how it was recognised, in words.
+    """
+
+    kind: NormKind
+    normalized_shape: tuple[int, ...]
+    eps: float | None
+    elementwise_affine: bool = True
+    bias: bool = False
+    recognised: str = ""
+
+    @property
+    def why_it_stays(self) -> str | None:
+        """Why no converter takes it; None if some may."""
+        return None if len(self.normalized_shape) == 1 else "normalizes more than one dimension"
+
+    def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
+        """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
+        bias = {"bias": self.bias} if "bias" in FUSED_NORMS[self.kind].parameters_of else {}
+        norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
+        for name in norm._parameters:
+            setattr(norm, name, getattr(module, name, None))
+        return norm.train(module.training)
+
+
+def find_norms(
+    modules: Mapping[str, nn.Module],
+) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
+    """Every norm, and by kind the modules that are only called a norm of this kind -> what they are, in words.
+
+    Args:
+        modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
+    """
+    norms, lookalikes = {}, {kind: {} for kind in FUSED_NORMS}
+    for fqn, module in modules.items():
+        name = type(module).__name__.lower().replace("_", "")
+        if not fqn or not (isinstance(module, tuple(FUSED_NORMS)) or "norm" in name):
+            continue
+        if facts := norm_facts(module):
+            norms[fqn] = facts
+            continue
+        for kind in FUSED_NORMS:
+            is_derived = isinstance(module, kind) and not isinstance(module, RecipeModule)
+            if is_derived or kind.__name__.lower() in name:
+                lookalikes[kind][fqn] = (
+                    f"is a {type(module).__name__} that does not compute the results and gradients of "
+                    f"nn.{kind.__name__} with an attribute as eps, or changes the dtype"
+                )
+    return norms, lookalikes
+
+
+def norm_facts(module: nn.Module) -> NormFacts | None:
+    """Which norm of PyTorch the module is or computes; None for any other module.
+
+    Many models bring norm classes of their own, with "norm" in the name, a 1-D ``weight``, and an eps under some name.
+    Such a module is an RMSNorm or LayerNorm if its results have the dtype of the rows that it gets, and results and
+    gradients are those of PyTorch's norm for one of the floats that it holds as attributes. (A norm that scales by
+    1 + weight is not, and one that is called a LayerNorm may be an RMSNorm, as T5's.) A module whose forward takes more
+    than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
+    """
+    name, parameters = type(module).__name__, dict(module.named_parameters())
+    has_bias = "bias" in parameters
+    for kind, fused in FUSED_NORMS.items():
+        if type(module) in (kind, fused):
+            shape = tuple(module.normalized_shape)
+            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
+        if (
+            {"weight"} <= parameters.keys() <= {*fused.parameters_of}
+            and all(parameter.shape == (parameters["weight"].numel(),) for parameter in parameters.values())
+            and not dict(module.named_buffers())
+            and not state_of(module)
+            and len(signature(module.forward).parameters) == 1
+            and (eps := _eps_of(module, kind)) is not None
+        ):
+            shape = tuple(module.weight.shape)
+            return NormFacts(kind, shape, eps, True, has_bias, f"{name} by results and gradients")
+    return None
+
+
+@torch.enable_grad()
+def _eps_of(module: nn.Module, kind: NormKind) -> float | None:
+    """The float among the attributes of ``module`` with which it computes PyTorch's norm; None if there is none.
+
+    The module runs with random parameters; its own may be on the meta device. Its rows are a batch of sequences,
+    because a norm over another dimension of a matrix may compute the same.
+    """
+    generator, dim = torch.Generator("cpu").manual_seed(0), module.weight.numel()
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
+
+    x, dy = draw(2, len(_ROWS), dim) * draw(1).new_tensor(_ROWS).unsqueeze(1), draw(2, len(_ROWS), dim)
+    vectors = {name: draw(dim).requires_grad_() for name, _ in module.named_parameters()}
+    try:
+        if not _keeps_bf16(module, x, vectors):
+            return None
+        got = _results(lambda x: functional_call(module, vectors, (x,)), x, dy, *vectors.values())
+    except Exception:  # the module is no function of rows
+        return None
+    vectors = {name: vector.detach().double().requires_grad_() for name, vector in vectors.items()}
+    # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
+    for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
+        norm_of_pytorch = partial(FUSED_NORMS[kind].formula, normalized_shape=(dim,), eps=eps, **vectors)
+        wanted = _results(norm_of_pytorch, x.double(), dy.double(), *vectors.values())
+        limits = [1e-4 * want.abs().amax(-1, keepdim=True) for want in wanted]
+        if all(((g - w).abs() <= limit).all() for g, w, limit in zip(got, wanted, limits, strict=True)):
+            return eps
+    return None
+
+
+def _keeps_bf16(module: nn.Module, x: torch.Tensor, vectors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether rows in bf16 give results in bf16, with parameters in bf16 or in fp32, which some norms need."""
+    for dtype in (torch.bfloat16, torch.float32):
+        try:
+            y = functional_call(module, {name: vector.to(dtype) for name, vector in vectors.items()}, (x.bfloat16(),))
+        except RuntimeError:  # mixed dtypes
+            continue
+        if y.dtype == torch.bfloat16:
+            return True
+    return False
+
+
+def _results(norm, x: torch.Tensor, dy: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """y, and the gradients of x and of all vectors. A module that does not give them all raises an error."""
+    x = x.detach().requires_grad_()
+    y = norm(x)
+    return y.detach(), *torch.autograd.grad(y, [x, *vectors], dy)
+
+
+def state_of(module: nn.Module) -> str:
+    """Hooks and methods that were put on an instance, in words; "" for none."""
+    hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+    methods = [name for name in vars(module) if callable(getattr(type(module), name, None))]
+    return " and ".join(
+        [f"a {name[1:-1].replace('_', ' ')}" for name in hooks] + [f"its own {name}" for name in methods]
     )

@@ -1,14 +1,14 @@
 """What every module of a model becomes, or why it stays: a value that can be printed and tested without a model."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.nn as nn
 
-from mxtrain.conversion.layers import MixtureFacts
-from mxtrain.conversion.norms import NormFacts
-from mxtrain.conversion.weights import WeightUse
+from mxtrain.conversion.layers import MixtureFacts, NormFacts
+from mxtrain.conversion.survey import WeightFacts
 from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.experts import QuantizedExperts
@@ -18,6 +18,31 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.norms import FUSED_NORMS
 from mxtrain.norms.row_norm import FusedNorm
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """What a conversion makes of a weight.
+
+    Attributes:
+        multiplications: per token of a forward pass.
+        quantized: share of its GEMMs (fprop, dgrad, wgrad) that a conversion quantizes, 0 to 1.
+        note: as in ``WeightFacts``.
+    """
+
+    multiplications: float
+    quantized: float
+    note: str
+
+
+def weight_uses(weights: Mapping[str, WeightFacts], recipes: Mapping[str, LinearRecipe]) -> dict[str, WeightUse]:
+    """What becomes of every weight. ``recipes`` are those of all linears and experts that are swapped, by FQN."""
+    uses = {}
+    for name, weight in weights.items():
+        gemms = [gemm for fqn in weight.multipliers if fqn in recipes for gemm in recipes[fqn].gemms]
+        quantized = sum(gemm.format is not None for gemm in gemms) / len(gemms) if gemms else 0.0
+        uses[name] = WeightUse(math.prod(weight.shape) * weight.share * len(weight.multipliers), quantized, weight.note)
+    return uses
 
 
 @dataclass(frozen=True)
@@ -182,7 +207,7 @@ class Plan:
 
     @property
     def quantized_share(self) -> float:
-        """Share of the multiplications by weights that are quantized, 0 to 1 (see ``mxtrain.conversion.weights``)."""
+        """Share of the multiplications by weights that are quantized, 0 to 1 (see ``find_weights``)."""
         if not self.weights:
             return 0.0
         return sum(use.multiplications * use.quantized for use in self.weights.values()) / self._multiplications

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import terminal
-from mxtrain.conversion.survey import names_of, selected
+from mxtrain.conversion.survey import Rename, modules_of, selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe, Recipe, recipe_of_norm
@@ -25,7 +25,9 @@ _PLAIN = RECIPES[HIGH_PRECISION_RECIPE]
 Values = Mapping[tuple[str, str], Recipe | str | None]
 
 
-def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entries: Sequence[ScheduleEntry]) -> None:
+def attach_schedule(
+    model: nn.Module, feeds: Mapping[str, Sequence[str]], entries: Sequence[ScheduleEntry], rename: Rename = str
+) -> None:
     """Give every swapped layer its timeline: the states that the entries lead to.
 
     A pattern selects linears and experts by their names, and norms by their own names or those of the layers that they
@@ -35,12 +37,13 @@ def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entrie
         model: a model whose modules are swapped, before it is split or wrapped.
         feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
         entries: of the schedule.
+        rename: as for ``survey``, whose names patterns and ``feeds`` have.
 
     Raises:
         ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
             its patterns selects, two entries change the same thing at the same step, or a layer does not take a recipe.
     """
-    layers = _Layers(model, feeds)
+    layers = _Layers(model, feeds, rename)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]
     _refuse_overlaps(changes)
     states: dict[str, dict[int, LayerState]] = defaultdict(dict)
@@ -49,7 +52,7 @@ def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entrie
         for fqn, state in layers.states(active).items():
             states[fqn][step] = state
     for fqn, of_steps in states.items():
-        module = model.get_submodule(fqn)
+        module = layers.modules[fqn]
         module.timeline = Timeline(of_steps)
         # All later states have the attributes that this one sets, so that torch.compile knows a state that comes back.
         module.take(module.timeline.at(1))
@@ -137,10 +140,10 @@ def _words(entry: ScheduleEntry) -> str:
 class _Layers:
     """The swapped layers of a model, and what changes make of them. Arguments as for ``attach_schedule``."""
 
-    def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]]):
-        self._names, self._feeds = names_of(model), feeds
-        self._layers = {fqn: module for fqn, module in model.named_modules() if isinstance(module, QuantizedLayer)}
-        self._estimates = {norm: model.get_submodule(norm).estimate for norm in feeds}
+    def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]], rename: Rename):
+        self.modules, self._feeds = modules_of(model, rename), feeds
+        self._layers = {fqn: module for fqn, module in self.modules.items() if isinstance(module, QuantizedLayer)}
+        self._estimates = {norm: self.modules[norm].estimate for norm in feeds}
         # Experts behind a plain norm stay quantized.
         are_experts = {fqn: isinstance(layer, QuantizedExperts) for fqn, layer in self._layers.items()}
         self._norm_of = {fqn: norm for norm, fed in feeds.items() for fqn in fed if not are_experts[fqn]}
@@ -167,7 +170,7 @@ class _Layers:
             yield entry.name, swapped
         for pattern in entry.modules or ():
             where = f"{entry.name}.modules"
-            hits = swapped.intersection(selected(self._names, pattern, where))
+            hits = swapped.intersection(selected(list(filter(None, self.modules)), pattern, where))
             if not hits:
                 raise ConfigError(
                     f"{where}: {pattern!r} selects no swapped layer: what it names stays in high precision"

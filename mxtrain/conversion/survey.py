@@ -1,41 +1,55 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.parallel import DistributedDataParallel
 
-from mxtrain.conversion.forward_pass import Uses, first_line, hooks_of, watch
+from mxtrain.conversion.forward_pass import Uses, watch
 from mxtrain.conversion.layers import (
     LinearFacts,
     MixtureFacts,
-    are_plain_experts,
+    NormFacts,
+    NormKind,
     find_blocks,
     find_experts,
     find_heads,
     find_linears,
     find_mixtures,
+    find_norms,
+    state_of,
 )
-from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
-from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
 from mxtrain.launch.pytorch import FakeTensor
-from mxtrain.nn.experts import weight_names
 from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLayer
-from mxtrain.norms import FUSED_NORMS
 
+Rename = Callable[[str], str]
+_TOP_K_NAMES = ("top_k", "num_experts_per_tok")
 _CONVERTED = (MXNorm, QuantizedLayer, MXNormRouter)
-_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
-# The parameters of the classes that are swapped.
-_PARAMETERS = {kind: norm.parameters_of for norm in FUSED_NORMS.values() for kind in (norm.replaces, norm)}
-_PARAMETERS[nn.Linear] = ("weight", "bias")
+_WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+
+
+@dataclass(frozen=True)
+class WeightFacts:
+    """A weight: a parameter with two or more dimensions.
+
+    Attributes:
+        shape: its dimensions, two or more.
+        multipliers: FQNs of the modules that hold it and multiply it.
+        share: share of its elements that one token multiplies in a call, in (0, 1].
+        note: what a reader should know about ``share``; "" for nothing.
+    """
+
+    shape: tuple[int, ...]
+    multipliers: tuple[str, ...]
+    share: float
+    note: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,7 @@ class Survey:
     Attributes:
         kind: name of the model's class.
         device_type: where the parameters are; None while they are on the meta device, or on several devices.
-        names: every name of every module -> its FQN.
+        fqns: every module.
         blocks: the layers that the model repeats (``find_blocks``).
         norms: every module that is an RMSNorm or LayerNorm, or computes one.
         lookalikes: by kind of norm, modules that are called so but are not known to compute one -> why they stay.
@@ -55,16 +69,15 @@ class Survey:
         mixtures: the mixtures of experts whose use of their input is known.
         experts: every module that holds stacked experts.
         heads: the linears that are output heads.
-        unswappable: every module with something that a new module would not have -> what, and the way out.
+        unswappable: every module with something that a swap would lose -> what, and the way out.
         weights: every parameter with two or more dimensions.
         converted: every MXNorm and every quantized layer of an earlier conversion -> name of its class.
-        uses: what uses the outputs of RMSNorms and the weights of linears; None if no forward pass was watched.
-        unseen: a note on what was not seen because a forward pass failed, which the converter does not need.
+        uses: what uses the outputs of RMSNorms; None if no forward pass was watched.
     """
 
     kind: str
     device_type: str | None
-    names: Mapping[str, str]
+    fqns: tuple[str, ...]
     blocks: tuple[str, ...]
     norms: Mapping[str, NormFacts]
     lookalikes: Mapping[NormKind, Mapping[str, str]]
@@ -76,7 +89,6 @@ class Survey:
     weights: Mapping[str, WeightFacts]
     converted: Mapping[str, str]
     uses: Uses | None
-    unseen: tuple[str, ...] = ()
 
     @property
     def layers(self) -> dict[str, LinearFacts]:
@@ -86,13 +98,6 @@ class Survey:
     def norms_of(self, *kinds: NormKind) -> dict[str, NormFacts]:
         """The norms of these kinds."""
         return {fqn: norm for fqn, norm in self.norms.items() if norm.kind in kinds}
-
-    def why_unswappable(self) -> dict[str, str]:
-        """Every module that no converter can swap -> the reason, from its state or from the forward pass."""
-        if self.uses is None:
-            return dict(self.unswappable)
-        outside = "its weight is used outside of it, by {}, where nothing would be quantized"
-        return {fqn: outside.format(user) for fqn, user in self.uses.outside.items()} | self.unswappable
 
 
 def matches(fqn: str, pattern: str) -> bool:
@@ -107,43 +112,42 @@ def matches(fqn: str, pattern: str) -> bool:
     )
 
 
-def names_of(model: nn.Module) -> dict[str, str]:
-    """Every name of every module -> its FQN, which is the first of them."""
-    fqns = {id(module): fqn for fqn, module in model.named_modules()}
-    return {name: fqns[id(module)] for name, module in model.named_modules(remove_duplicate=False) if name}
+def modules_of(model: nn.Module, rename: Rename = str) -> dict[str, nn.Module]:
+    """Every module by its FQN, the model itself as ""."""
+    return {rename(fqn): module for fqn, module in model.named_modules()}
 
 
-def selected(names: Mapping[str, str], pattern: str, field: str) -> list[str]:
-    """The FQNs of the modules that ``pattern`` matches under any of their names.
-
-    Args:
-        names: every name of every module -> its FQN (``names_of``).
+def selected(fqns: Iterable[str], pattern: str, field: str) -> list[str]:
+    """The modules among ``fqns`` that ``pattern`` matches.
 
     Raises:
         ConfigError: with the name of the setting, ``field``, if there are none.
     """
     if not isinstance(pattern, str):
         raise ConfigError(f"{field}: {pattern!r} is not the name of a module")
-    hits = dict.fromkeys(fqn for name, fqn in names.items() if matches(name, pattern))
+    hits = [fqn for fqn in fqns if matches(fqn, pattern)]
     if not hits:
-        top = ", ".join(name for name in names if "." not in name)
+        top = ", ".join(fqn for fqn in fqns if "." not in fqn)
         raise ConfigError(f"{field}: {pattern!r} matches no module; the top-level modules are: {top}")
-    return list(hits)
+    return hits
 
 
-def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, watch_norms: bool = False) -> Survey:
-    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass without data.
-
-    Nothing of the model runs: norms and the forward pass run on copies without data.
+def survey(
+    model: nn.Module,
+    example_inputs: tuple | Mapping | None = None,
+    *,
+    watch_norms: bool = False,
+    rename: Rename = str,
+) -> Survey:
+    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data.
 
     Args:
-        example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids. If they are given,
-            the forward pass runs without ``watch_norms``, too, and shows where else the weights of linears are used;
-            but it may fail.
+        example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids.
+        rename: gives the names that a survey uses, from those of the model's modules.
 
     Raises:
-        ConfigError: if the model is wrapped, sharded or compiled, cannot be copied, or the forward pass fails;
-            for ``example_inputs`` that are neither a tuple nor a mapping.
+        ConfigError: if the model is wrapped, sharded or compiled, or the forward pass fails, or for ``example_inputs``
+            that are neither a tuple nor a mapping.
     """
     _refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.
@@ -152,16 +156,16 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         raise ConfigError(
             f"example_inputs is a {kind}, no tuple or dict: write (inputs,) for a model with one argument"
         )
-    modules = dict(model.named_modules())
+    modules = modules_of(model, rename)
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     linears, experts, blocks = find_linears(modules), find_experts(modules), find_blocks(modules)
-    unlike = {fqn for fqns in lookalikes.values() for fqn in fqns}
-    unswappable = _unswappable(modules, {*norms, *linears, *experts, *unlike})
+    looked_at = {*norms, *linears, *experts, *(fqn for fqns in lookalikes.values() for fqn in fqns)}
+    unswappable = {fqn: reason for fqn in looked_at if (reason := _why_it_must_stay(modules[fqn]))}
     facts = Survey(
         kind=type(model).__name__,
         device_type=device_types.pop() if len(device_types) == 1 else None,
-        names=names_of(model),
+        fqns=tuple(fqn for fqn in modules if fqn),
         blocks=blocks,
         norms=norms,
         lookalikes={kind: {f: unswappable.get(f, why) for f, why in of.items()} for kind, of in lookalikes.items()},
@@ -174,86 +178,93 @@ def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, w
         converted={fqn: type(m).__name__ for fqn, m in modules.items() if isinstance(m, _CONVERTED)},
         uses=None,
     )
-    watched = facts.norms_of(nn.RMSNorm) if watch_norms else {}
-    followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
-    if not watched and example_inputs is None:
+    if not watch_norms or facts.converted or not (norms := facts.norms_of(nn.RMSNorm)):
         return facts
-    try:
-        return replace(facts, uses=watch(model, watched, followed, facts.mixtures, example_inputs))
-    except ConfigError as error:
-        if watched:
-            raise
-        cause = error.__cause__ or error
-        note = (
-            "not seen: uses of weights outside of their layers, because the forward pass without data failed "
-            f"({type(cause).__name__}: {first_line(cause)})"
-        )
-        return replace(facts, unseen=(note,))
+    followed = [fqn for fqn, linear in linears.items() if linear.is_plain and not linear.shares_weight]
+    return replace(facts, uses=watch(modules, norms, followed, facts.mixtures, example_inputs))
 
 
 def _refuse_unfit_model(model: nn.Module) -> None:
     """Raise ConfigError unless ``model`` is a module tree that was not yet wrapped, sharded or compiled."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+    way_out = "convert the model first, then wrap, shard or compile it"
     for fqn, module in model.named_modules():
-        name, kind = fqn or "the model", type(module).__name__
-        if isinstance(module, _WRAPPERS):
-            raise ConfigError(f"{name} is a {kind}: convert the model first, then wrap it")
-        if isinstance(module, FSDPModule):
-            raise ConfigError(f"{name} is sharded (class {kind}): convert the model first, then call fully_shard")
         # torch.compile(module) makes a module with this child, module.compile() sets this attribute.
-        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            raise ConfigError(f"{name} is compiled: convert the model first, then compile it")
+        is_compiled = "_orig_mod" in module._modules or module._compiled_call_impl is not None
+        if is_compiled or isinstance(module, _WRAPPERS):
+            what = "compiled" if is_compiled else f"a {type(module).__name__}"
+            raise ConfigError(f"{fqn or 'the model'} is {what}: {way_out}")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            raise ConfigError(f"{name} is a DTensor: convert the model first, then distribute it")
-
-
-def _unswappable(modules: Mapping[str, nn.Module], fqns: set[str]) -> dict[str, str]:
-    """Of the modules ``fqns``, those with something that a new module would not have -> what, and the way out."""
-    holders = {
-        held: f"{fqn}.{name}".removeprefix(".")
-        for fqn, module in modules.items()
-        for name, value in vars(module).items()
-        if name != "_modules"
-        for held in _parts(value)
-        if isinstance(held, nn.Module) and held is not module
-    }
-    reasons = {}
-    for fqn in fqns:
-        if reason := _why_it_must_stay(modules[fqn]):
-            reasons[fqn] = reason
-        elif holder := holders.get(modules[fqn]):
-            reasons[fqn] = f"is also held by {holder}, which a swap would not reach: hold it as a child module only"
-    return reasons
-
-
-def _parts(value) -> Collection:
-    """The elements of a plain container; of any other value, the value itself."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple | set) else (value,)
+            raise ConfigError(f"{name} is a DTensor: {way_out}")
 
 
 def _why_it_must_stay(module: nn.Module) -> str | None:
     """What a module has that a new one in its place would lose, and the way out; None for nothing."""
-    if is_parametrized(module):
-        names = ", ".join(module.parametrizations)
-        return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
-    if hooks := hooks_of(module):
-        # Hooks there find a NormedInput among inputs or outputs.
-        sees_values = any("dict" not in hook for hook in hooks)
-        unless = ", unless it needs the result of an MXNorm as a tensor or its gradient" if sees_values else ""
-        return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion{unless}"
     for name, parameter in module._parameters.items():
         if parameter is not None and type(parameter) not in (nn.Parameter, FakeTensor):
             return f"has a {name} of class {type(parameter).__name__}, not a torch.nn.Parameter"
-    if methods := [name for name in vars(module) if callable(getattr(type(module), name, None))]:
-        return f"has its own {methods[0]}, which a swap would lose: set it after conversion"
-    usual = weight_names(module) if are_plain_experts(module) else _PARAMETERS.get(type(module))
-    if usual is not None:
-        if absent := [name for name in usual if name not in module._parameters]:
-            return f"has no parameter called {absent[0]}"
-        if added := [name for name in (*module._parameters, *module._buffers, *module._modules) if name not in usual]:
-            return f"holds {', '.join(added)}, which a swap would lose: add it after conversion"
-    return None
+    state = state_of(module)
+    return f"has {state}, which a swap would lose: put it there after conversion" if state else None
+
+
+def find_weights(modules: Mapping[str, nn.Module]) -> dict[str, WeightFacts]:
+    """Every weight by its name. A weight with several names has the first one under which it is multiplied.
+
+    Multiplications are counted per token, in a forward pass. The backward pass doubles all of them alike.
+
+    - Every element multiplies once for every module that multiplies the weight: in x out for a linear.
+    - An embedding is looked up, and a bias (of many experts) is added: they multiply nothing.
+    - A token uses only top_k of E experts, so top_k / E of the elements of stacked experts [E, in, out] count, and of
+      the weights in an ``nn.ModuleList`` called "experts". Without a known top_k all elements count.
+    - Products without a weight, such as attention scores, are left out.
+
+    Args:
+        modules: every module of a model by FQN, the model itself ("") included.
+    """
+    holders: dict[nn.Parameter, list[tuple[str, str]]] = {}
+    for fqn, module in modules.items():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim >= 2:
+                holders.setdefault(parameter, []).append((fqn, name))
+    weights = {}
+    for parameter, names in holders.items():
+        multipliers = [(fqn, name) for fqn, name in names if not _why_idle(modules[fqn], name)]
+        fqn, name = (multipliers or names)[0]
+        idle = (1.0, _why_idle(modules[fqn], name))
+        share, note = _share_of_a_token(fqn, parameter.shape, modules) if multipliers else idle
+        users = tuple(fqn for fqn, _ in multipliers)
+        weights[f"{fqn}.{name}".removeprefix(".")] = WeightFacts(tuple(parameter.shape), users, share, note)
+    return weights
+
+
+def _why_idle(module: nn.Module, name: str) -> str:
+    """Why the parameter ``name`` of ``module`` multiplies nothing; "" if it does."""
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "only looked up"
+    return "only added" if name.endswith("bias") else ""
+
+
+def _share_of_a_token(fqn: str, shape: tuple[int, ...], modules: Mapping[str, nn.Module]) -> tuple[float, str]:
+    """The share of a weight of the module ``fqn`` that one token multiplies, and a note."""
+    path = fqn.split(".")
+    for end in range(len(path) - 1, 0, -1):
+        holder = ".".join(path[:end])
+        if path[end - 1] == "experts" and isinstance(modules.get(holder), nn.ModuleList | nn.ModuleDict):
+            experts = len(modules[holder])
+            break
+    else:
+        holder, experts = fqn, shape[0]
+        # PyTorch's own modules with such weights are convolutions, all of whose elements multiply. A first dimension
+        # of 1 is that of a batch, as in a table of positions [1, S, D].
+        if len(shape) < 3 or experts == 1 or type(modules[fqn]).__module__.startswith("torch.nn."):
+            return 1.0, ""
+    # The module with the experts, its parent, or a child of either knows top_k.
+    inner, outer = modules[holder], modules[holder.rpartition(".")[0]]
+    for module in (inner, *inner.children(), outer, *outer.children()):
+        for name in _TOP_K_NAMES:
+            top_k = getattr(module, name, None)
+            if type(top_k) is int and 0 < top_k <= experts:
+                return top_k / experts, f"top {top_k} of {experts} experts"
+    return 1.0, f"all {experts} experts count: no top_k was found"

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import torch
+import torch._functorch.config
 import torch.distributed._functional_collectives as functional_collectives
 from torch._C import DisableTorchFunction
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -15,13 +16,10 @@ __all__ = [
     "CheckpointWrapper",
     "DisableTorchFunction",
     "FakeTensor",
-    "FakeTensorMode",
     "TorchDispatchMode",
-    "detect_fake_mode",
     "functional_collectives",
     "tree_leaves",
     "tree_map_only",
-    "unset_fake_temporarily",
 ]
 
 # Operations on lists of tensors, by few kernels.
@@ -39,6 +37,16 @@ def autocasts_on_cuda(function: str) -> bool:
 def delayed_error(message: str) -> Callable:
     """Return a function that returns a tensor as it is, and raises RuntimeError in its backward."""
     return torch._C._functions.DelayedError(message.encode(), 1)
+
+
+def fake_tensor_mode() -> FakeTensorMode:
+    """Return the mode that is on, because tensors of two modes do not mix, or a new one.
+
+    A Triton kernel would take the null pointer of a fake tensor for an address. On a GPU this is an illegal memory
+    access, after which the process cannot use the GPU any more: in a new mode it is an error instead.
+    """
+    with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def set_rotate_method(method: str) -> None:

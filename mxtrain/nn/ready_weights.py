@@ -11,7 +11,7 @@ Results have the same bits as with a cast in every microbatch. Memory, until ``d
 mode "emulated" takes 2, because one image serves both (4 in a group whose linears multiply one by one forward).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -23,18 +23,6 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, version
-
-
-def note_norms(model: nn.Module, feeds: Mapping[str, Sequence[str]]) -> None:
-    """Tell every linear which norm feeds it: its weight is cast with that norm's gain.
-
-    Args:
-        feeds: FQN of every MXNorm -> FQNs of the linears that it feeds (``Plan.norms``).
-    """
-    for norm, linears in feeds.items():
-        for fqn in linears:
-            # A tuple, because a module would become a child of the linear.
-            model.get_submodule(fqn).fed_by = (model.get_submodule(norm),)
 
 
 class ReadyWeights:

@@ -16,7 +16,6 @@ from mxtrain.errors import ConfigError, errors_begin_with, setting_in
 from mxtrain.formats.gemm import sum_bf16_products_in_fp32
 from mxtrain.formats.hardware import mode_reason, resolve_mode
 from mxtrain.formats.parse import SWITCHES, switches_in_effect
-from mxtrain.nn.ready_weights import note_norms
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
@@ -135,7 +134,6 @@ class QuantizingConverter(TitanConverter):
 
     def apply_to(self, model: nn.Module) -> Plan:
         plan = super().apply_to(model)
-        note_norms(model, plan.norms)
         if self._entries:
             attach_schedule(model, plan.feeds, self._entries)
         if self._diagnostics.every:

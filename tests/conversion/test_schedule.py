@@ -167,10 +167,10 @@ class Blocks(nn.Module):
         return x
 
 
-def compiled_beside_eager(recipe, converter, tables) -> Callable[..., int]:
+def compiled_beside_eager(recipe, tables) -> Callable[..., int]:
     """Return what gives two blocks the state of a step, compares them with eager ones, and counts all graphs so far."""
     model, x, graphs = Blocks(), torch.randn(16, 32, requires_grad=True), []
-    plan = mxtrain.convert(model, converter, recipe=recipe, mode="reference", filter_fqns=[], example_inputs=(x,))
+    plan = mxtrain.convert(model, recipe=recipe, mode="reference", filter_fqns=[], example_inputs=(x,))
     attach_schedule(model, plan.norms, parse_entries(tables, 4, {}, "mxnorm.schedule"))
     eager = copy.deepcopy(model)
 
@@ -197,15 +197,14 @@ def compiled_beside_eager(recipe, converter, tables) -> Callable[..., int]:
 def test_blocks_compile_at_most_once_for_an_entry():
     """A state that comes back, and a second block with the same state, are not compiled again."""
     tables = [{"from_step": 2, "until_step": 2, "recipe": "fprop=bf16"}, {"from_step": 3, "norm": "rmsnorm"}]
-    compare = compiled_beside_eager("mxfp8", "mxnorm", tables)
+    compare = compiled_beside_eager("mxfp8", tables)
     assert [compare(step) for step in (1, 2, 3, 4, 1, 4, 2)] == [1, 2, 3, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("converter", ["mxnorm", "mx_linear"])
-def test_compiled_blocks_take_another_format(converter):
+def test_compiled_blocks_take_another_format():
     """Formats differ in the share of blocks in high precision. Dynamo cannot compare a number that has changed."""
     tables = [{"from_step": 2, "until_step": 2, "recipe": "mxfp8"}, {"from_step": 3, "recipe": "bf16"}]
-    compare = compiled_beside_eager("nvfp4", converter, tables)
+    compare = compiled_beside_eager("nvfp4", tables)
     assert [compare(step) for step in (1, 2, 3, 1, 2)] == [1, 2, 3, 3, 3]
 
 

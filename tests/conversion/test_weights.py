@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from mxtrain import convert
-from mxtrain.conversion.weights import WeightFacts, WeightUse, find_weights, weight_uses
+from mxtrain.conversion.plan import WeightUse, weight_uses
+from mxtrain.conversion.survey import WeightFacts, find_weights
 from mxtrain.formats.parse import get_recipe
-from tests.support.conversion_models import DIM, FeedForward, Llama, llama, loss
+from tests.support.conversion_models import DIM, FeedForward, llama, loss
 
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
 
@@ -22,7 +22,7 @@ def test_a_linear_multiplies_and_an_embedding_is_looked_up():
     assert weights["layers.0.feed_forward.w1.weight"] == WeightFacts((128, 64), ("layers.0.feed_forward.w1",), 1.0, "")
     assert weights["tok_embeddings.weight"] == WeightFacts((96, 64), (), 1.0, "only looked up")
     assert len(weights) == 9, "four of attention, three of the feed-forward, embedding, output"
-    uses = weight_uses(weights, {}, {})
+    uses = weight_uses(weights, {})
     assert uses["layers.0.feed_forward.w1.weight"] == WeightUse(128 * 64, 0.0, "")
     assert uses["tok_embeddings.weight"] == WeightUse(0, 0.0, "only looked up")
 
@@ -33,13 +33,7 @@ def test_a_tied_head_multiplies_under_its_own_name():
     weights = weights_of(model)
     assert weights["output.weight"] == WeightFacts((96, 64), ("output",), 1.0, "")
     assert "tok_embeddings.weight" not in weights
-    assert weight_uses(weights, {}, {})["output.weight"].multiplications == 96 * 64
-
-
-def test_calls_count_as_far_as_they_are_known():
-    weights = weights_of(nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 8), nn.Linear(8, 8)))
-    uses = weight_uses(weights, {"0": 3, "1": 0}, {})
-    assert [use.multiplications for use in uses.values()] == [3 * 32, 32, 64]
+    assert weight_uses(weights, {})["output.weight"].multiplications == 96 * 64
 
 
 class Positions(nn.Module):
@@ -51,7 +45,7 @@ class Positions(nn.Module):
 
 def test_other_weights_multiply_with_all_elements():
     model = nn.ModuleDict({"conv": nn.Conv1d(4, 6, 3), "positions": Positions(), "lookup": nn.EmbeddingBag(9, 2)})
-    uses = weight_uses(weights_of(model), {}, {})
+    uses = weight_uses(weights_of(model), {})
     assert uses["positions.batched"].note == uses["conv.weight"].note == "", "no experts"
     assert {name: use.multiplications for name, use in uses.items()} == {
         "conv.weight": 72,
@@ -114,7 +108,7 @@ def test_of_the_experts_a_token_uses_top_k():
 def test_each_of_the_three_products_counts():
     weights = weights_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
     for recipe, quantized in [("mxfp8", 1.0), ("unquantized", 0.0), (MIXED, 2 / 3)]:
-        uses = weight_uses(weights, {}, {"1": get_recipe(recipe)})
+        uses = weight_uses(weights, {"1": get_recipe(recipe)})
         assert [use.quantized for use in uses.values()] == [0.0, quantized]
 
 
@@ -137,22 +131,6 @@ def test_only_what_is_exact_is_said_to_be_all_or_nothing():
     ]:
         plan = convert(llama(layers=4, vocab=vocab), "mx_linear", mode="reference", **settings)
         assert plan.headline.endswith(f"; {said} of the weights' multiplications are quantized")
-
-
-class Twice(Llama):
-    """Runs its layers twice."""
-
-    def forward(self, tokens):
-        x = self.tok_embeddings(tokens)
-        for layer in (*self.layers, *self.layers):
-            x = x + layer.feed_forward(F.silu(x))
-        return self.output(self.norm(x))
-
-
-def test_calls_that_were_seen_count():
-    plan = convert(Twice(layers=1), mode="reference", filter_fqns=[])
-    assert plan.weights["layers.0.feed_forward.w1.weight"].multiplications == 2 * 128 * 64
-    assert plan.weights["output.weight"].multiplications == 96 * 64
 
 
 class SparseMixture(nn.Module):

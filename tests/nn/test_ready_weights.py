@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mxtrain import set_rounding_step
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.ready_weights import ReadyWeights, note_norms
+from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.nn.split import WHOLE, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs
 from tests.support.expert_checks import OfEqualCounts
@@ -53,7 +53,8 @@ class Block(nn.Module):
     def __init__(self, recipe, mode="reference", grouped=True, joins_fprop=True):
         super().__init__()
         self.normed, self.out = NormBlock(D, N, recipe, recipe, mode=mode), mx_linear(N, D, recipe, mode)
-        note_norms(self, {"normed.norm": ["normed.linears.0", "normed.linears.1"]})
+        for linear in self.normed.linears:
+            linear.fed_by = (self.normed.norm,)
         if grouped:
             self.normed.norm.group = LinearGroup(self.normed.linears)
             self.group.joins_fprop = joins_fprop
@@ -403,7 +404,8 @@ def test_parametrized_weights_and_gains_are_not_cast_ahead(fqn, cast_ahead):
 def test_linears_with_signs_of_their_own_are_cast_one_by_one():
     block = NormBlock(D, N, *["fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4"] * 2, norm="mxfp8")
     block.norm.group = LinearGroup(block.linears)
-    note_norms(block, {"norm": ["linears.0", "linears.1"]})
+    for linear in block.linears:
+        linear.fed_by = (block.norm,)
     ReadyWeights([block]).refresh()
     assert block.norm.group.ready is None and all(linear.ready is not None for linear in block.linears)
 
