@@ -71,7 +71,6 @@ def _sections(words: list[str]) -> Iterator[str]:
             yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
         else:
             yield f"{name}: {plan.headline}\n{_grouped(plan.details)}"
-    engine().try_plan(model, job_config)  # at last, because it splits the model
     if entries := schedule_in(job_config):
         yield "\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)])
 
@@ -125,8 +124,6 @@ def memory_table(model: nn.Module, job_config) -> str:
     notes.append(f"left out: {left_out}, and what the allocator reserves")
     if tensor > 1:
         notes.append("matrices that tensor parallelism leaves whole (gates, DeepSeek's wkv_a, wq_a) count as split")
-    if job_config.optimizer.early_step_in_backward:
-        notes.append("optimizer.early_step_in_backward = true: gradients are used up one by one, not held together")
     if training.enable_cpu_offload:
         notes.append("training.enable_cpu_offload = true: all but the gathered weights is in the CPU's memory")
     rows = [("GPUs", "weights", "gradients", "optimizer", "gathered", "sum")]

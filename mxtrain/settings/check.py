@@ -1,6 +1,5 @@
 """Checks that involve two settings."""
 
-import math
 import os
 from itertools import chain
 
@@ -62,15 +61,7 @@ def _problems(settings: Settings) -> Problems:
         less = f"is less than training.steps = {steps}: the learning rate would fall below zero after it"
         yield "lr_scheduler.total_steps", less
     if s.optimizer.early_step_in_backward:
-        if diagnostics.every:
-            needs = "needs optimizer.early_step_in_backward = false: its extra backward would change the weights"
-            yield f"{DIAGNOSTICS}.every", needs
-        if s.training.max_norm != math.inf:
-            yield (
-                "training.max_norm",
-                "has no effect with optimizer.early_step_in_backward = true, which uses up every gradient before the "
-                "norm of all is known: set training.max_norm = inf, which clips nothing",
-            )
+        yield "optimizer.early_step_in_backward", "is not supported: the optimizer steps after the backward; remove it"
     if diagnostics.every and diagnostics.fqns == []:
         unset = f"leave it unset to measure all modules, or set {DIAGNOSTICS}.every = 0"
         yield f"{DIAGNOSTICS}.fqns", f"measures nothing: {unset}"

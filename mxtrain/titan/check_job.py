@@ -12,7 +12,7 @@ from mxtrain.settings.machine import ONE_STAGE, Machine, check_machine, degree, 
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import check_data
 from mxtrain.titan.job_config import check_model, job_config_of
-from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
+from mxtrain.titan.layouts import HAS_PIPELINES
 from mxtrain.titan.releases import engine
 
 TENSOR, PIPELINE, EXPERT = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "expert"))
@@ -75,6 +75,8 @@ def layout_problems(settings: Settings, facts: ModelFacts) -> Problems:
 
 def _pipeline_problems(settings: Settings, facts: ModelFacts, model: str) -> Problems:
     """A model that cannot be divided into stages, and stages that would make another model."""
+    if not HAS_PIPELINES:
+        yield PIPELINE, f"needs PyTorch 2.13 or newer, and this is {torch.__version__}: allowed is 1"
     if not facts.has_stages:
         yield PIPELINE, f"does not work with {model}: allowed is 1"
     if facts.is_tied:
@@ -84,11 +86,6 @@ def _pipeline_problems(settings: Settings, facts: ModelFacts, model: str) -> Pro
         yield "parallelism.module_fqns_per_model_part", problem
     if problem := _stages_problem(settings, facts.n_layers):
         yield PIPELINE, problem
-    for name in ("local_batch_size", "seq_len"):
-        allowed = settings[f"training.{name}"]
-        if not FINDS_SHAPES_AGAIN and settings["validation.enable"] and settings[f"validation.{name}"] != allowed:
-            only = f"a pipeline in PyTorch {torch.__version__} allows only {allowed}"
-            yield f"validation.{name}", f"differs from training.{name}: {only}"
 
 
 def _stages_problem(settings: Settings, layers: int) -> str | None:

@@ -61,13 +61,6 @@ class Engine(Protocol):
     def example_inputs(self, model: nn.Module) -> tuple:
         """Arguments for one forward pass of a language model without data."""
 
-    def try_plan(self, model: nn.Module, job: Any) -> None:
-        """Split a converted model on the meta device by the job's degree of tensor parallelism.
-
-        Raises:
-            ConfigError: training would refuse to split the model.
-        """
-
     def saved_name(self, name: str) -> str:
         """The name in checkpoints of a module or parameter."""
 

@@ -18,12 +18,11 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from mxtrain.parallel.initial_weights import plain_name
-from mxtrain.titan.v02.check_job import check_model_layout as check_model_layout
-from mxtrain.titan.v02.check_job import check_names as check_names
 from mxtrain.titan.v02.models import check_model_args as check_model_args
+from mxtrain.titan.v02.models import check_model_layout as check_model_layout
+from mxtrain.titan.v02.models import check_names as check_names
 from mxtrain.titan.v02.models import is_tied, sizes_in
 from mxtrain.titan.v02.models import vocab_size as vocab_size
-from mxtrain.titan.v02.parallelize import try_plan as try_plan
 from mxtrain.titan.v02.train_specs import register as register
 from mxtrain.titan.v02.train_specs import with_mxtrain as with_mxtrain
 from mxtrain.titan.v02.trainer import Trainer as Trainer
@@ -111,11 +110,13 @@ class SizedModel:
         return list(get_train_spec(name).model_args)
 
     @classmethod
-    def of_flavor(cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0) -> "SizedModel":
-        """A flavor with settings of ``[model_args]``, and another vocabulary if it is not 0."""
+    def of_flavor(
+        cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0, seq_len: int = 2048
+    ) -> "SizedModel":
+        """A flavor with settings of ``[model_args]``, this number of positions, and a vocabulary unless it is 0."""
         args = get_train_spec(name).model_args[flavor]  # a copy
         args.set_model_args(given)
-        args.vocab_size = vocab_size or args.vocab_size
+        args.vocab_size, args.max_seq_len = vocab_size or args.vocab_size, seq_len
         return cls(name, args)
 
     @classmethod
@@ -131,20 +132,10 @@ class SizedModel:
         own = {"vocab_size": self.args.vocab_size, "seq_len": self.args.max_seq_len}
         return {**sizes_in(self.name, self.args), **own}
 
-    def shortened(self, n_layers: int, seq_len: int) -> "SizedModel":
-        """The same model with so many layers and positions."""
-        return replace(self, args=replace(self.args, n_layers=n_layers, max_seq_len=seq_len))
-
-    def on_meta(self, experts_in_fp32: bool = False) -> nn.Module:
-        """The model without converters on the meta device, fp32.
-
-        TorchTitan's grouped product of experts rounds to bf16. With ``experts_in_fp32`` they are multiplied one by one.
-        """
-        args = copy.deepcopy(self.args)
-        if experts_in_fp32 and hasattr(args, "moe_args"):
-            args.moe_args.use_grouped_mm = False
+    def on_meta(self) -> nn.Module:
+        """The model without converters on the meta device, fp32."""
         with torch.device("meta"):
-            return get_train_spec(self.name).model_cls(args)
+            return get_train_spec(self.name).model_cls(copy.deepcopy(self.args))
 
     def adapter(self):
         """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""

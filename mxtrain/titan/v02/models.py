@@ -1,4 +1,4 @@
-"""TorchTitan's model arguments: mxtrain's flavors, and the sizes that ``[model_args]`` and ``[data]`` set."""
+"""TorchTitan's model arguments: mxtrain's flavors, the sizes that ``[model_args]`` and ``[data]`` set, their checks."""
 
 import copy
 from collections import UserDict
@@ -7,20 +7,29 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
+from torchtitan.models import _supported_models
 from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
 from torchtitan.models.llama3.model.model import FeedForward, Transformer
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.llama4.model.args import RoPEScalingArgs as Llama4RoPEScalingArgs
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
+from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.settings.fields import Problems, Settings, raise_first
+from mxtrain.settings.machine import degree
 from mxtrain.settings.model_settings import PLACES, SECTION, absent, given_in, refuse, wrong_sizes
+from mxtrain.settings.read import import_own
+from mxtrain.titan.check_job import TENSOR, ModelFacts, layout_problems
+from mxtrain.titan.data import check_datasets
 
+CONTEXT = "parallelism.context_parallel_degree"
 HEAD = "output.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -252,3 +261,51 @@ def sizes_in(model: str, args) -> dict[str, object]:
             with suppress(AttributeError):  # llama4 without scaled rotation, and models without experts
                 sizes[name] = attrgetter(place)(args)
     return sizes
+
+
+def check_names(job: SimpleNamespace) -> None:
+    """Raise ConfigError for a model, flavor, converter or dataset that nobody has registered."""
+    if own := job.experimental.custom_import:
+        import_own("experimental.custom_import", own)  # it registers names; TorchTitan imports it later
+    models = sorted(_supported_models - {"flux"} | train_spec._extra_train_specs.keys())  # flux has its own trainer
+    require_one_of("model.name", job.model.name, models)
+    flavors = get_train_spec(job.model.name).model_args
+    require_one_of("model.flavor", job.model.flavor, flavors)
+    for name in job.model.converters:
+        require_one_of("model.converters", name, model_converter._registry_model_converter_cls)
+    check_datasets(job)
+
+
+def check_model_layout(settings: Settings, has_gpus: bool) -> None:
+    """Raise ConfigError for degrees of parallelism that the flavor of a model does not allow."""
+    spec = get_train_spec(settings["model.name"])
+    args = spec.model_args[settings["model.flavor"]]
+    if getattr(args, "takes_model_args", False):
+        args.set_model_args(given_in(settings.values))
+    raise_first(_problems_of_this_release(settings, args), settings)
+    has_experts = getattr(args, "moe_enabled", hasattr(args, "moe_args"))
+    facts = ModelFacts(
+        n_layers=args.n_layers,
+        heads={"heads": args.n_heads, "key-value heads": getattr(args, "n_kv_heads", None)},
+        experts=args.moe_args.num_experts if has_experts else 0,
+        is_tied=is_tied(args),
+        # Without with_mxtrain, nothing divides a pipeline's loss by the number of tokens.
+        has_stages=spec.pipelining_fn is not None and isinstance(spec.model_args, Flavors),
+    )
+    raise_first(layout_problems(settings, facts), settings)
+
+
+def _problems_of_this_release(settings: Settings, args) -> Problems:
+    model, attention = f"{settings['model.name']} {settings['model.flavor']}", getattr(args, "attn_type", "sdpa")
+    if degree(settings, "context") > 1:
+        if attention != "sdpa":
+            yield CONTEXT, f"works with attention 'sdpa', and {model} has {attention!r}: allowed is 1"
+        for name, allowed in (("load_balancer", "headtail"), ("rotate_method", "allgather")):
+            if settings[f"parallelism.context_parallel_{name}"] not in (allowed, None):
+                yield f"parallelism.context_parallel_{name}", f"is not supported: allowed is {allowed!r}"
+    if degree(settings, "expert_tensor") > 1:
+        instead = "experts are split by parallelism.expert_parallel_degree alone"
+        yield "parallelism.expert_tensor_parallel_degree", f"is not supported: {instead}; allowed is 1"
+    if is_tied(args) and degree(settings, "tensor") > 1:
+        parts = f"makes two weights of the one that embedding and head of {model} share in TorchTitan 0.2.2"
+        yield TENSOR, f"{parts}: allowed is 1, or model_args.enable_weight_tying = false"

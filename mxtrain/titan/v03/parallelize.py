@@ -11,7 +11,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention
@@ -19,7 +18,6 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
-from torchtitan.tools import utils
 
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mxnorm import MXNorm
@@ -28,13 +26,12 @@ from mxtrain.nn.routed_rows import RoutedRows
 from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
-from mxtrain.parallel.expert_dispatch import SentRows, choose_exchange
-from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
-from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
+from mxtrain.parallel.activation_checkpoint import knows_own_operations
+from mxtrain.parallel.expert_dispatch import SentRows
+from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, no_split
 from mxtrain.reports.terminal import show_line
-from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.titan.converters import titan_converter
+from mxtrain.titan.layouts import finish_layout
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v03.config import same
 from mxtrain.titan.v03.names import name_in_022, names_of_022
@@ -117,19 +114,9 @@ def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
         _redistribute_in_hooks(model, parallel_dims)
-        if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
-            choose_exchange(model, job_config.mxnorm.dispatch)
-        if parallel_dims.tp_enabled:
-            choose_gathers(model, job_config.mxnorm.gather)
-        if job_config.activation_checkpoint.mode == "selective":
-            multiply_one_by_one(model)
-        if torch.distributed.get_backend() == "gloo":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)
-        seed = shared_seed(parallel_dims, job_config.debug.seed)
-        is_tied = getattr(model, "enable_weight_tying", False)
-        draw_by_name(model, seed, torch.device(utils.device_type), partial(_drawn_as, is_tied))
+        is_selective = job_config.activation_checkpoint.mode == "selective"
+        drawn_as = partial(_drawn_as, getattr(model, "enable_weight_tying", False))
+        finish_layout(model, parallel_dims, job_config, is_selective, drawn_as)
         return model
 
     return parallelize
