@@ -41,6 +41,7 @@ def report(arguments: list[str]) -> str:
 
 
 def _sections(words: list[str]) -> Iterator[str]:
+    from mxtrain.titan.check_job import check_model_layout
     from mxtrain.titan.converters import convert_on_meta
     from mxtrain.titan.job_config import check_model, job_config_of
     from mxtrain.titan.releases import engine
@@ -49,7 +50,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     check_model(settings.values)
     job_config = job_config_of(settings)
     raise_first(pipeline_problems(settings), settings)
-    engine().check_model_layout(settings, has_gpus=True)
+    check_model_layout(settings)
     raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes
     model, name = engine().build_on_meta(job_config), job_config.model.name
     if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules_of(model)]:

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.fields import Problems, Settings
+from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.machine import ONE_STAGE, Machine, check_machine, degree, parts_problem
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import check_data
@@ -26,7 +25,7 @@ def check_job(settings: Settings, machine: Machine) -> None:
     """
     check_machine(settings, machine)
     check_model(settings.values)
-    engine().check_model_layout(settings, machine.has_gpus)
+    check_model_layout(settings)
     compilation = settings.values.compile
     if compilation.enable and compilation.backend not in torch._dynamo.list_backends(exclude_tags=()):
         raise ConfigError(
@@ -39,52 +38,36 @@ def check_job(settings: Settings, machine: Machine) -> None:
         convert_on_meta(job_config, engine().build_on_meta(job_config))
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a layout must fit.
-
-    Attributes:
-        n_layers: number of blocks.
-        heads: "heads" and "key-value heads" -> their number; None for the same number as the other.
-        experts: their number in a block; 0 for a dense model.
-        is_tied: whether the embedding is the head's weight.
-        has_stages: whether TorchTitan can divide it into stages.
-    """
-
-    n_layers: int
-    heads: Mapping[str, int | None]
-    experts: int
-    is_tied: bool
-    has_stages: bool
+def check_model_layout(settings: Settings) -> None:
+    """Raise ConfigError for degrees of parallelism that the model does not allow."""
+    raise_first(engine().layout_problems(settings), settings)
+    raise_first(_layout_problems(settings, engine().sizes_of(settings.values)), settings)
 
 
-def layout_problems(settings: Settings, facts: ModelFacts) -> Problems:
-    """Degrees that a model does not allow."""
+def _layout_problems(settings: Settings, sizes: Mapping[str, object]) -> Problems:
     model = f"{settings['model.name']} {settings['model.flavor']}"
-    for kind, number in facts.heads.items():
-        if number and number % degree(settings, "tensor"):
+    for name, kind in (("n_heads", "heads"), ("n_kv_heads", "key-value heads")):
+        if (number := sizes.get(name)) and number % degree(settings, "tensor"):
             yield TENSOR, f"does not divide the {number} {kind} of {model}"
     if degree(settings, "pipeline") > 1:
-        yield from _pipeline_problems(settings, facts, model)
-    if (experts := degree(settings, "expert")) > 1:
-        if not facts.experts:
+        yield from _pipeline_problems(settings, sizes, model)
+    if (degree_of_experts := degree(settings, "expert")) > 1:
+        if not (experts := sizes.get("num_experts", 0)):
             yield EXPERT, f"needs experts, which {model} does not have: allowed is 1"
-        elif facts.experts % experts:
-            yield EXPERT, f"does not divide the {facts.experts} experts of {model}"
+        elif experts % degree_of_experts:
+            yield EXPERT, f"does not divide the {experts} experts of {model}"
 
 
-def _pipeline_problems(settings: Settings, facts: ModelFacts, model: str) -> Problems:
+def _pipeline_problems(settings: Settings, sizes: Mapping[str, object], model: str) -> Problems:
     """A model that cannot be divided into stages, and stages that would make another model."""
     if not HAS_PIPELINES:
         yield PIPELINE, f"needs PyTorch 2.13 or newer, and this is {torch.__version__}: allowed is 1"
-    if not facts.has_stages:
-        yield PIPELINE, f"does not work with {model}: allowed is 1"
-    if facts.is_tied:
+    if sizes.get("enable_weight_tying"):
         apart = f"separates the embedding of {model} from the head, which has the same weight"
         yield PIPELINE, f"{apart}: allowed is 1"
-    if problem := parts_problem(settings, facts.n_layers):
+    if problem := parts_problem(settings, sizes["n_layers"]):
         yield "parallelism.module_fqns_per_model_part", problem
-    if problem := _stages_problem(settings, facts.n_layers):
+    if problem := _stages_problem(settings, sizes["n_layers"]):
         yield PIPELINE, problem
 
 

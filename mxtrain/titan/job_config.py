@@ -8,10 +8,14 @@ from dataclasses import field, fields, is_dataclass, make_dataclass
 from importlib import import_module
 from types import SimpleNamespace
 
+from mxtrain.data.config import DATASETS
+from mxtrain.errors import require_one_of
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.read import read_settings
+from mxtrain.settings.model_settings import absent, given_in, refuse, wrong_sizes
+from mxtrain.settings.read import import_own, read_settings
 from mxtrain.settings.sections import JobConfig
 from mxtrain.titan.converters import active_settings
+from mxtrain.titan.data import check_datasets, validation_dataset
 from mxtrain.titan.releases import engine
 
 
@@ -32,9 +36,26 @@ def check_model(job: SimpleNamespace) -> None:
     Args:
         job: TorchTitan's job config, or ``Settings.values``.
     """
-    engine().check_names(job)
+    check_names(job)
     active_settings(job)
-    engine().check_model_args(job)
+    if given := given_in(job):
+        model, sizes = job.model.name, engine().sizes_of(job)
+        has_experts = "num_experts" in sizes
+        refuse(given, (*absent(model, job.model.flavor, has_experts), *wrong_sizes(model, sizes)))
+
+
+def check_names(job) -> None:
+    """Raise ConfigError for a model, flavor, converter or dataset that nobody has registered."""
+    if own := job.experimental.custom_import:
+        import_own("experimental.custom_import", own)  # it registers names; TorchTitan imports it later
+    engine().refuse_gone(job)
+    require_one_of("model.name", job.model.name, engine().models())
+    require_one_of("model.flavor", job.model.flavor, engine().SizedModel.flavors(job.model.name))
+    for name in job.model.converters:
+        require_one_of("model.converters", name, engine().converters())
+    check_datasets(job)
+    if job.validation.enable:  # whose text mxtrain's loaders read
+        require_one_of("validation.dataset", validation_dataset(job), DATASETS)
 
 
 def job_config_of(settings: Settings):

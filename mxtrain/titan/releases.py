@@ -3,7 +3,7 @@
 A new release is a row of ``RELEASES`` and a folder, whose file ``engine.py`` is an ``Engine``. Deleting both drops one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.metadata import version
@@ -13,6 +13,7 @@ from packaging.specifiers import SpecifierSet
 from torch import nn
 
 from mxtrain.errors import ConfigError
+from mxtrain.settings.fields import Problems
 
 RELEASES = {"v02": ">=0.2.2,<0.3", "v03": ">=0.3,<0.4"}
 """Folder in this one -> the versions of TorchTitan that it is for"""
@@ -37,17 +38,23 @@ class Engine(Protocol):
     def register(self) -> None:
         """Make mxtrain known to TorchTitan, once, when ``mxtrain.titan`` is imported."""
 
-    def check_names(self, job: Any) -> None:
-        """Raise ConfigError for a model, flavor, converter or dataset that nobody has registered."""
+    def models(self) -> Iterable[str]:
+        """The names of all models that somebody has registered."""
 
-    def check_model_args(self, job: Any) -> None:
-        """Raise ConfigError for settings of ``[model_args]`` that the flavor or one another rule out."""
+    def converters(self) -> Iterable[str]:
+        """The names of all converters that somebody has registered."""
 
-    def check_model_layout(self, settings: Any, has_gpus: bool) -> None:
-        """Raise ConfigError for degrees of parallelism that the model does not allow, with or without GPUs."""
+    def refuse_gone(self, job: Any) -> None:
+        """Raise ConfigError for a setting of 0.2.2 that the release does not have."""
+
+    def sizes_of(self, job: Any) -> dict[str, Any]:
+        """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len"."""
 
     def vocab_size(self, job: Any) -> int:
-        """The model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0."""
+        """``data.vocab_size``, or the flavor's if that is 0."""
+
+    def layout_problems(self, settings: Any) -> Problems:
+        """Degrees of parallelism that the release does not have for a model."""
 
     def names_of_stages(self, stages: int, layers: int, first: int, last: int) -> list[list[str]]:
         """The modules of every stage of a pipeline, as TorchTitan divides a model of so many layers."""

@@ -11,6 +11,7 @@ from mxtrain import ConfigError, cli
 from mxtrain.cli import doctor_model
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
+from mxtrain.titan.check_job import check_model_layout
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import RELEASE, engine
 from tests.support.releases import only_022
@@ -123,7 +124,7 @@ def test_the_layout_of_70b_fits_64_gpus_of_80_gb():
     """Every rank of the pipeline has 40 layers, and the embedding or the head. Norms are not divided by 8."""
     settings = read_settings([LARGE])
     check_machine(settings, Machine(64, has_gpus=True))
-    engine().check_model_layout(settings, has_gpus=True)
+    check_model_layout(settings)
     with pytest.raises(ConfigError, match="tensor_parallel_degree = 8 does not fit 56"):
         check_machine(settings, Machine(56, has_gpus=True))
     text = memory(LARGE)

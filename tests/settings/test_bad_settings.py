@@ -91,7 +91,7 @@ FLAGS = {
     "--checkpoint.enable --checkpoint.folder=/scratch": "checkpoint.folder = '/scratch' | job.dump_folder",
     "--checkpoint.enable --checkpoint.folder=a/../../b": "checkpoint.folder = 'a/../../b' | job.dump_folder",
     "--checkpoint.export_dtype=bfloat16": "checkpoint.export_dtype = 'bfloat16' | checkpoint.last_save_model_only",
-    "--optimizer.early_step_in_backward": "early_step_in_backward = True | steps after the backward",
+    "--optimizer.early_step_in_backward": "optimizer.early_step_in_backward = True | steps after the backward",
     "--mxnorm.diagnostics.fqns=wo": "mxnorm.diagnostics.fqns = ['wo'] | mxnorm.diagnostics.every",
     "--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=": "mxnorm.diagnostics.fqns = []",
     # The model

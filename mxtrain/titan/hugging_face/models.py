@@ -78,7 +78,7 @@ def require_computed_alike(model, where: str) -> None:
     wrong = [f"{name} = {sizes[name]!r}" for name, values in required.items() if sizes[name] not in values]
     if "num_experts" in sizes and model.name != "deepseek_v3" and sizes["load_balance_coeff"]:
         wrong.append(f"load_balance_coeff = {sizes['load_balance_coeff']}")
-    if wrong := [*wrong, *model.unlike_transformers()]:
+    if wrong:
         raise ConfigError(f"{where}: a {model.name} with {', '.join(wrong)} has no counterpart in transformers")
 
 

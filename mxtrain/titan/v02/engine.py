@@ -1,7 +1,7 @@
 """What the rest of mxtrain uses of TorchTitan 0.2.2."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -13,16 +13,15 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config import JobConfig as JobConfig
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.models import _supported_models
 from torchtitan.models.attention import VarlenMetadata
+from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from mxtrain.parallel.initial_weights import plain_name
-from mxtrain.titan.v02.models import check_model_args as check_model_args
-from mxtrain.titan.v02.models import check_model_layout as check_model_layout
-from mxtrain.titan.v02.models import check_names as check_names
-from mxtrain.titan.v02.models import is_tied, sizes_in
-from mxtrain.titan.v02.models import vocab_size as vocab_size
+from mxtrain.titan.v02.models import is_tied, sizes_in, sizes_of
+from mxtrain.titan.v02.models import layout_problems as layout_problems
 from mxtrain.titan.v02.train_specs import register as register
 from mxtrain.titan.v02.train_specs import with_mxtrain as with_mxtrain
 from mxtrain.titan.v02.trainer import Trainer as Trainer
@@ -38,6 +37,22 @@ FSDP_ON_ONE_PROCESS = False
 
 def convertible(model: nn.Module) -> nullcontext:
     return nullcontext()
+
+
+def models() -> list[str]:
+    return sorted(_supported_models - {"flux"} | train_spec._extra_train_specs.keys())  # flux has its own trainer
+
+
+def converters() -> Iterable[str]:
+    return model_converter._registry_model_converter_cls
+
+
+def vocab_size(job) -> int:
+    return sizes_of(job)["vocab_size"]
+
+
+def refuse_gone(job) -> None:
+    """Nothing: the settings are those of this release."""
 
 
 def wandb_logger(folder, job_config) -> WandBLogger:
@@ -71,20 +86,6 @@ def example_inputs(model: nn.Module) -> tuple:
         offsets = torch.tensor([0, 32], dtype=torch.int32)
         return tokens, VarlenMetadata(offsets, offsets, 32, 32)
     return (tokens,)
-
-
-_IN_TRANSFORMERS = {
-    "qwen3": {
-        "num_shared_experts": 0,
-        "score_func": "softmax",
-        "route_scale": 1.0,
-        "score_before_experts": False,
-        "gate_bias": False,
-        "num_expert_groups": None,
-    },
-    "deepseek_v3": {"score_before_experts": False, "gate_bias": False},
-}
-"""Model -> TorchTitan's arguments of experts, with the values that give what transformers compute"""
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,3 @@ class SizedModel:
         """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""
         args = replace(self.args, enable_weight_tying=False) if is_tied(self.args) else self.args
         return get_train_spec(self.name).state_dict_adapter(args, None)
-
-    def unlike_transformers(self) -> Iterator[str]:
-        """What transformers do not compute, as "name = value"."""
-        if not getattr(self.args, "qk_norm", True):
-            yield "qk_norm = False"
-        if getattr(self.args, "moe_enabled", hasattr(self.args, "moe_args")):
-            found = vars(self.args.moe_args)
-            expected = _IN_TRANSFORMERS[self.name]
-            yield from (f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name])

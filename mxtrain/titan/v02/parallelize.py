@@ -25,11 +25,8 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations
 from mxtrain.parallel.tensor_parallel import check_part
 from mxtrain.reports.terminal import show_line
-from mxtrain.settings.machine import Machine, check_machine
-from mxtrain.settings.titan import settings_of
 from mxtrain.titan.layouts import build_pipeline, finish_layout
 from mxtrain.titan.metrics import describe_model
-from mxtrain.titan.v02.models import check_model_layout
 from mxtrain.titan.v02.tensor_parallel import boundary, inner_style, is_boundary, style_for, with_local_heads
 
 
@@ -41,7 +38,7 @@ def checked_parallelize(parallelize_fn):
 
     @functools.wraps(parallelize_fn)
     def parallelize(model, parallel_dims, job_config):
-        check_layout(parallel_dims, job_config)
+        check_layout(parallel_dims)
         if not parallel_dims.pp_enabled:
             show_line(describe_model(job_config, model))  # here, while the model is whole
         with shared_group(model), plans_with_own_styles(), knows_own_operations():
@@ -64,7 +61,7 @@ def checked_pipeline(pipelining_fn):
 
     @functools.wraps(pipelining_fn)
     def pipeline(model, parallel_dims, job_config, device, model_args, parallelize_fn, loss_fn):
-        check_layout(parallel_dims, job_config)
+        check_layout(parallel_dims)
         show_line(describe_model(job_config, model))  # here, while the model is not yet split into stages
         loss = LossPerToken(loss_fn, parallel_dims.cp)
 
@@ -78,28 +75,19 @@ def checked_pipeline(pipelining_fn):
     return pipeline
 
 
-def check_layout(parallel_dims, job_config) -> None:
-    """Check a layout that another trainer than mxtrain's, which has checked its own, has made.
+def check_layout(parallel_dims) -> None:
+    """Raise ConfigError for a layout that another trainer than mxtrain's has made, unless it is FSDP's alone.
 
-    With ``-m torchtitan.train`` nobody divides a pipeline's loss by the number of tokens, and replicas average their
-    gradients.
-
-    Raises:
-        ConfigError: the layout does not fit the processes or the model, or gives wrong gradients.
+    mxtrain's trainer has checked its own. With ``-m torchtitan.train`` nobody divides a pipeline's loss by the number
+    of tokens, and replicas average their gradients.
     """
-    if isinstance(parallel_dims, Layout):
-        return
-    settings = settings_of(job_config)
-    machine = Machine(parallel_dims.world_size, torch.cuda.is_available())
-    check_machine(settings, machine)
-    check_model_layout(settings, machine.has_gpus)
-    if parallel_dims.pp_enabled:
-        setting = f"pipeline_parallel_degree = {parallel_dims.pp}"
-    elif parallel_dims.dp_replicate_enabled and not parallel_dims.fsdp_enabled:
-        setting = f"data_parallel_replicate_degree = {parallel_dims.dp_replicate} without sharding"
-    else:
-        return
-    raise ConfigError(f"parallelism.{setting} has wrong gradients in TorchTitan 0.2.2: train with -m mxtrain.train")
+    kinds = {"data_parallel_replicate": "dp_replicate", "context_parallel": "cp", "tensor_parallel": "tp"}
+    kinds |= {"pipeline_parallel": "pp", "expert_parallel": "ep"}
+    for kind, name in kinds.items() if not isinstance(parallel_dims, Layout) else ():
+        if (degree := getattr(parallel_dims, name)) > 1:
+            raise ConfigError(
+                f"parallelism.{kind}_degree = {degree} needs mxtrain's trainer: train with -m mxtrain.train"
+            )
 
 
 @contextmanager

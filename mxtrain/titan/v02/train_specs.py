@@ -8,7 +8,6 @@ import torch
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing as build_balancing_optimizers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
-from torchtitan.components.validate import build_validator as build_titan_validator
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.deepseek_v3 import get_train_spec as deepseek_v3_spec
 from torchtitan.models.llama3 import get_train_spec as llama3_spec
@@ -22,9 +21,9 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.data.loader import Loader
 from mxtrain.titan.converters import titan_converter
-from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader, opening, validation_dataset
+from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.v02.models import EXTRA_FLAVORS, Flavors, Llama3, Llama3Adapter
+from mxtrain.titan.v02.models import Flavors, Llama3, Llama3Adapter
 from mxtrain.titan.v02.parallelize import checked_parallelize, checked_pipeline
 
 
@@ -47,8 +46,7 @@ def register() -> None:
         "deepseek_v3": deepseek_v3_spec(),
     }
     for name, spec in specs.items():
-        flavors = {**spec.model_args, **EXTRA_FLAVORS.get(name, {})}
-        register_train_spec(name, _with_mxtrain(name, replace(spec, model_args=flavors)))
+        register_train_spec(name, _with_mxtrain(name, spec))
 
 
 def with_mxtrain(spec: TrainSpec) -> TrainSpec:
@@ -87,13 +85,7 @@ def build_validator(
     # Fault: see ``Trainer.batch_generator``. The validator counts the tokens of one part, and adds up all losses.
     parts["loss_fn"] = lambda predictions, labels: loss_fn(predictions, labels) / cp
     loader = build_validation_loader(job_config, tokenizer, (dp_rank, dp_world_size))
-    if loader is not None:
-        return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
-    validation = replace(job_config.validation, dataset=validation_dataset(job_config))
-    with opening("validation", validation.dataset, validation.dataset_path):
-        return build_titan_validator(
-            replace(job_config, validation=validation), dp_world_size, dp_rank, tokenizer, **parts
-        )
+    return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
 
 
 class LoaderValidator(Validator):

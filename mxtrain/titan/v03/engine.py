@@ -1,6 +1,6 @@
 """What the rest of mxtrain uses of TorchTitan 0.3."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,20 +10,14 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 from mxtrain.conversion.converters import CONVERTERS
-from mxtrain.data.config import DATASETS
-from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.settings.fields import Settings, raise_first
-from mxtrain.settings.model_settings import absent, given_in, refuse, wrong_sizes
-from mxtrain.settings.read import import_own
-from mxtrain.titan.check_job import ModelFacts, layout_problems
-from mxtrain.titan.data import check_datasets, validation_dataset
+from mxtrain.settings.fields import Problems, Settings
 from mxtrain.titan.v03.config import same, trainer_config
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, adapter_of, config_of, model_spec, sizes_of
-from mxtrain.titan.v03.names import name_in_022 as saved_name
 from mxtrain.titan.v03.parallelize import convertible as convertible
+from mxtrain.titan.v03.parallelize import name_in_022 as saved_name
 from mxtrain.titan.v03.settings import GONE as GONE
 from mxtrain.titan.v03.settings import JobConfig as JobConfig
-from mxtrain.titan.v03.settings import refuse_gone
+from mxtrain.titan.v03.settings import refuse_gone as refuse_gone
 from mxtrain.titan.v03.trainer import Trainer as Trainer
 from mxtrain.titan.v03.with_mxtrain import with_mxtrain as with_mxtrain
 
@@ -34,47 +28,21 @@ def example_inputs(model: nn.Module) -> tuple:
     return (torch.zeros(1, 32, dtype=torch.long),)
 
 
-def vocab_size(job_config) -> int:
-    require_one_of("model.flavor", job_config.model.flavor, FLAVORS[job_config.model.name])
-    return sizes_of(job_config)["vocab_size"]
+def models() -> Iterable[str]:
+    return FLAVORS
 
 
-def check_names(job) -> None:
-    """Raise ConfigError for a model, flavor or converter that nobody has registered, or what 0.3 does not have."""
-    if own := job.experimental.custom_import:
-        import_own("experimental.custom_import", own)
-    refuse_gone(job)
-    require_one_of("model.name", job.model.name, FLAVORS)
-    require_one_of("model.flavor", job.model.flavor, FLAVORS[job.model.name])
-    for name in job.model.converters:
-        require_one_of("model.converters", name, CONVERTERS)
-    check_datasets(job)
-    if job.validation.enable:  # whose text mxtrain's loaders read
-        require_one_of("validation.dataset", validation_dataset(job), DATASETS)
+def converters() -> Iterable[str]:
+    return CONVERTERS
 
 
-def check_model_args(job) -> None:
-    model, flavor = job.model.name, job.model.flavor
-    refuse(
-        given_in(job),
-        (*absent(model, flavor, "num_experts" in FLAVORS[model][flavor]), *wrong_sizes(model, sizes_of(job))),
-    )
+def vocab_size(job) -> int:
+    return sizes_of(job)["vocab_size"]
 
 
-def check_model_layout(settings: Settings, has_gpus: bool) -> None:
-    if (context := settings["parallelism.context_parallel_degree"]) > 1:
-        raise ConfigError(
-            f"parallelism.context_parallel_degree = {context} is not supported with TorchTitan 0.3: allowed is 1"
-        )
-    sizes = sizes_of(settings.values)
-    facts = ModelFacts(
-        n_layers=sizes["n_layers"],
-        heads={"heads": sizes["n_heads"], "key-value heads": sizes.get("n_kv_heads")},
-        experts=sizes.get("num_experts", 0),
-        is_tied=sizes.get("enable_weight_tying", False),
-        has_stages=True,
-    )
-    raise_first(layout_problems(settings, facts), settings)
+def layout_problems(settings: Settings) -> Problems:
+    if settings["parallelism.context_parallel_degree"] > 1:
+        yield "parallelism.context_parallel_degree", "is not supported with TorchTitan 0.3: allowed is 1"
 
 
 def names_of_stages(*args) -> list[list[str]]:
@@ -146,7 +114,3 @@ class SizedModel:
     def adapter(self):
         """TorchTitan's adapter, for one parameter at a time."""
         return adapter_of(self.name)(config_of(self.name, self.sizes), None)
-
-    def unlike_transformers(self) -> Iterator[str]:
-        """What transformers do not compute: nothing that sizes can set."""
-        return iter(())

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import torch.nn as nn
 import torchtitan.trainer as titan
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
@@ -17,8 +19,7 @@ from mxtrain.titan.metrics import build_metrics_processor
 from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
-from mxtrain.titan.v03.names import OptimizerStates, SchedulerStates, name_in_022
-from mxtrain.titan.v03.parallelize import with_converters
+from mxtrain.titan.v03.parallelize import name_in_022, with_converters
 
 
 class LoggingTrainer(titan.Trainer):
@@ -114,3 +115,39 @@ class _Rows:
             for i in range(0, len(labels), self._rows):
                 part = slice(i, i + self._rows)
                 yield {name: value[part] for name, value in inputs.items()}, labels[part]
+
+
+# States are saved as 0.2.2 saves them, so that each release resumes from checkpoints of the other.
+
+
+class OptimizerStates(Stateful):
+    """Moments and settings of every parameter by its name in 0.2.2: "state.layers.0.attention.wq.weight.exp_avg"."""
+
+    def __init__(self, optimizers: OptimizersContainer):
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict:
+        return {_renamed(key): value for key, value in self._optimizers.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        keys = {key: _renamed(key) for key in self._optimizers.state_dict()}
+        self._optimizers.load_state_dict({key: state_dict[saved] for key, saved in keys.items()})
+
+
+def _renamed(key: str) -> str:
+    kind, _, rest = key.partition(".")
+    name, _, last = rest.rpartition(".")
+    return f"{kind}.{name_in_022(name)}.{last}"
+
+
+class SchedulerStates(Stateful):
+    """What the first scheduler saves. Of that, 0.3 restores the number of steps."""
+
+    def __init__(self, schedulers: LRSchedulersContainer):
+        self._schedulers = schedulers
+
+    def state_dict(self) -> dict:
+        return self._schedulers.schedulers[0].state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self._schedulers.load_state_dict(state_dict)

@@ -4,11 +4,11 @@ import pytest
 
 from mxtrain import ConfigError
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.v02.models import check_model_layout
+from mxtrain.titan.check_job import check_model_layout
 
 
 def check(flags: str) -> None:
-    check_model_layout(read_settings(["--model.converters=mxnorm", *flags.split()]), has_gpus=True)
+    check_model_layout(read_settings(["--model.converters=mxnorm", *flags.split()]))
 
 
 CP, TP, PP, EP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline", "expert"))

@@ -48,26 +48,18 @@ def job(converters, **degrees):
     return parse_job_config([f"--model.converters={converters}", "--debug.seed=0", *flags])
 
 
-@pytest.mark.parametrize("kind", ["data_parallel_replicate", "pipeline_parallel"])
-def test_replicas_and_pipelines_need_mxtrains_trainer(kind):
-    degree = {"data_parallel_replicate": "dp_replicate", "pipeline_parallel": "pp"}[kind]
-    check_layout(dims(2, **{degree: 2}), job("mxnorm", **{kind: 2}))
-    with pytest.raises(ConfigError, match=f"{kind}_degree = 2 .*has wrong gradients .*: train with -m mxtrain.train"):
-        check_layout(dims(2, ParallelDims, **{degree: 2}), job("mxnorm", **{kind: 2}))
-
-
-def test_hsdp_works_with_any_trainer():
-    check_layout(dims(4, ParallelDims, dp_replicate=2), job("mxnorm", data_parallel_replicate=2))
-
-
-def test_tensor_parallelism_works_with_every_converter():
-    for converters in ("mxnorm", "mx_linear", "fused_norm", "fused_norm,mxnorm"):
-        check_layout(dims(4, ParallelDims), job(converters, tensor_parallel=4))
+@pytest.mark.parametrize(
+    "kind, name", [("data_parallel_replicate", "dp_replicate"), ("pipeline_parallel", "pp"), ("tensor_parallel", "tp")]
+)
+def test_other_layouts_than_fsdp_need_mxtrains_trainer(kind, name):
+    check_layout(dims(2, **{name: 2}))
+    with pytest.raises(ConfigError, match=f"{kind}_degree = 2 needs mxtrain's trainer: train with -m mxtrain.train"):
+        check_layout(dims(2, ParallelDims, **{name: 2}))
 
 
 def test_fsdp_and_one_process_are_fine():
-    check_layout(dims(1, ParallelDims), job("mxnorm"))
-    check_layout(dims(8, ParallelDims), job("mxnorm"))
+    check_layout(dims(1, ParallelDims))
+    check_layout(dims(8, ParallelDims))
 
 
 @pytest.mark.parametrize(
