@@ -196,7 +196,7 @@ def plain_modules(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         module.__class__ = _PLAIN.get(type(module), type(module))
         if isinstance(module, FlexAttention):
-            module.forward = _plain_attention
+            module.forward = MethodType(_plain_attention, module)
     try:
         yield
     finally:
@@ -209,7 +209,7 @@ def plain_modules(model: nn.Module) -> Iterator[None]:
                 module._pos_arg_list = ["input"]  # the name of the argument in TorchTitan's shardings
 
 
-def _plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_) -> torch.Tensor:
+def _plain_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_) -> torch.Tensor:
     """Attention to all positions, [B, L, heads, features of v]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
