@@ -30,6 +30,22 @@ def errors_begin_with(words: str) -> Iterator[None]:
         raise ConfigError(f"{words}{error}") from None
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or the error's type if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def raised_as(problem: str) -> Iterator[None]:
+    """Turn errors into a ConfigError that begins with ``problem``: networks and readers raise many types."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{problem}: {type(error).__name__}: {one_line(error)}") from error
+
+
 def setting_in(message: str) -> str:
     """The full name of the setting that a ConfigError's message begins with, such as "mxnorm.schedule[1].recipe".
 

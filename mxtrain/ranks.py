@@ -38,12 +38,11 @@ class CommonError(ConfigError):
     """A mistake in the settings that every rank knows, so that one of each node can report it."""
 
 
-def run_on_all_ranks(work: Callable[[], object] | None, before: list[dict] | None = None) -> list[dict]:
+def run_on_all_ranks(work: Callable[[], object] | None) -> list[dict]:
     """Call ``work`` and return the results of all ranks, with their nodes: {"node": ..., "result": ...}.
 
     Args:
         work: what this rank does; its result must be a JSON value. None: nothing, and the result is None.
-        before: an earlier return value; its results stay where this call has None.
 
     Raises:
         CommonError: ``work`` raised ConfigError on some rank. Every rank raises the same error.
@@ -65,8 +64,6 @@ def run_on_all_ranks(work: Callable[[], object] | None, before: list[dict] | Non
             raise RuntimeError(f"rank {number} on {rank['node']} failed: {rank['error']}")
         where = f" (on node {rank['node']})" if len({other["node"] for other in ranks}) > 1 else ""
         raise CommonError(rank["error"] + where) from failure
-    for rank, earlier in zip(ranks, before or [], strict=False):
-        rank["result"] = rank["result"] or earlier["result"]
     return ranks
 
 

@@ -31,7 +31,7 @@ LAYERS = [
     {"train"},
     {""},  # mxtrain/__init__.py, which imports for type checkers only
 ]
-METHOD = {"recipes", "rng", "reference", "kernels", "ops", "nn", "compile", "conversion", "parallel", "diagnostics"}
+METHOD = {"launch", "rng", "formats", "norms", "nn", "compile", "conversion", "parallel", "diagnostics"}
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -111,6 +111,24 @@ def test_references_and_kernels_know_nothing_of_each_other():
 def test_torchaos_prototype_names_are_imported_in_one_file():
     users = [module for module in FILES if any(n.startswith("torchao.prototype") for n in imported(module))]
     assert users == ["mxtrain.formats.mx"]
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Names of PyTorch with a part that begins with an underscore. The names of operations are the operations' own."""
+    found = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    of_torch = {name for name in found if re.fullmatch(r"torch(\.(?!ops\.)\w+)+", name)}
+    return {name for name in of_torch if re.search(r"\._(?!_)|\.FakeTensor", name)}
+
+
+def test_private_names_of_pytorch_are_used_in_two_folders():
+    for module, path in FILES.items():
+        if part(module) not in ("launch", "compile"):
+            assert not private_names(ast.parse(path.read_text())), module
 
 
 def test_importing_mxtrain_or_its_command_line_does_not_import_torch():

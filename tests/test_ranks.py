@@ -65,18 +65,14 @@ def write(path: Path, count: int = 30) -> None:
 
 
 def prepared_on(node: int, folder: Path, local_rank: int, **fields) -> dict:
-    """Prepare the node's own files, and return the identity, and how often this rank listed and built them."""
-    calls = {"listed": 0, "built": 0}
-    find, build = prepared.LocalFiles._find, prepared._build
+    """Prepare the node's own files, and return the identity, and how often this rank built them."""
+    calls, build = {"built": 0}, prepared._build
 
-    def counted(name, function):
-        def call(*args):
-            calls[name] += 1
-            return function(*args)
+    def counted(*args):
+        calls["built"] += 1
+        return build(*args)
 
-        return call
-
-    prepared.LocalFiles._find, prepared._build = counted("listed", find), counted("built", build)
+    prepared._build = counted
     config = DataConfig(dataset="files", path=str(folder / f"node{node}" / "a.jsonl"), vocab_size=300, **fields)
     result = titan_data._prepare(config, lambda line: None)
     assert result.train[:1] == [0]
@@ -137,22 +133,20 @@ def two_nodes(tmp_path_factory):
     return {name: (folder / name, result) for name, result in zip(names, results, strict=True)}
 
 
-def test_one_rank_of_each_node_reads_the_source(tmp_path):
+def test_one_rank_of_each_node_prepares_the_text(tmp_path):
     for node in range(2):
         write(tmp_path / "same_files" / f"node{node}" / "a.jsonl")
         # The contents count, not the times.
         os.utime(tmp_path / "same_files" / f"node{node}" / "a.jsonl", (node, node))
         write(tmp_path / "other_files" / f"node{node}" / "a.jsonl", 30 + node)
     results, errors = ranks_of([same_files, other_files], 2, 2, tmp_path)
-    assert [(result["listed"], result["built"]) for result in results] == [(1, 1), (0, 0)] * 2
+    assert [result["built"] for result in results] == [1, 0] * 2
     assert len({json.dumps(result["identity"]) for result in results}) == 1
     assert {path.name for path in (tmp_path / "same_files").glob("home*")} == {"home0", "home1"}
     host = socket.gethostname()
     assert len(set(errors)) == 1
-    assert errors[0].startswith(
-        f"ConfigError: {SETTING}: rank 2 on node {host} (node 1) has other data than rank 0 on node {host}: "
-    )
-    assert "training text " in errors[0] and "data.prepared" in errors[0] and "\n" not in errors[0]
+    assert errors[0].startswith(f"CommonError: {SETTING}: other data than on node {host}: ")
+    assert "training text " in errors[0] and errors[0].endswith(f"(on node {host} (node 1))")
 
 
 def test_a_missing_file_on_one_node_is_the_same_error_everywhere(two_nodes):

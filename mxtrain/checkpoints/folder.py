@@ -26,7 +26,6 @@ from mxtrain.files import FileRecord, hash_file, reason, sync_file
 from mxtrain.json_toml import read_json
 
 SAVING, REMOVING, SET_ASIDE = ".saving", ".removing", "set_aside"
-LEFTOVERS = (SAVING, REMOVING)
 MANIFEST_FILE = "manifest.json"
 DCP_METADATA = ".metadata"
 """File with the index of a checkpoint in PyTorch's format"""
@@ -136,10 +135,8 @@ class Checkpoints:
     """The checkpoints in a folder. Looks at the sizes of files, not at their contents."""
 
     def __init__(self, folder: Path):
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"checkpoint.folder: {folder} is not a folder")
         self.folder = folder
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
         self.found = sorted(filter(_is_step, names), key=step_of)
         """Names of all checkpoints, whole or not, in the order of their steps"""
         self.whole: dict[int, Manifest] = {}
@@ -187,15 +184,7 @@ def read_whole(checkpoint: Path) -> Manifest:
 
     Raises DamagedCheckpoint.
     """
-    # os.path: a folder that cannot be entered is damaged.
-    if not os.path.exists(checkpoint / MANIFEST_FILE) and os.path.exists(checkpoint / DCP_METADATA):
-        raise DamagedCheckpoint(
-            f"it has no {MANIFEST_FILE}: TorchTitan itself or an older mxtrain wrote it, and no run can resume from "
-            "it; a new run can start from its weights with checkpoint.initial_load_path"
-        )
     manifest = read_manifest(checkpoint)
-    if _is_step(checkpoint.name) and manifest.step != step_of(checkpoint.name):
-        raise DamagedCheckpoint(f"it is a copy of step-{manifest.step}")
     check_sizes(checkpoint, manifest)
     return manifest
 
@@ -229,8 +218,6 @@ def withdraw(checkpoint: Path) -> Path:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what killed runs left: parts of checkpoints that were being saved or removed, and an empty folder."""
-    for name in LEFTOVERS:
+    """Remove what killed runs left: parts of checkpoints that were being saved or removed."""
+    for name in (SAVING, REMOVING):
         shutil.rmtree(folder / name, ignore_errors=True)
-    with suppress(OSError):
-        folder.rmdir()

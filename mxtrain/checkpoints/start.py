@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 
 from mxtrain.checkpoints.folder import (
     DCP_METADATA,
-    LEFTOVERS,
     MANIFEST_FILE,
     SAVING,
     SET_ASIDE,
@@ -150,7 +149,7 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
 
 
 def _start_from_own_weights(folder: Path, saved: Checkpoints, checkpoint, path: Path) -> Start:
-    if not begins_again(folder, checkpoint):
+    if interrupted_after(folder) is None:
         _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
     if saved.after(0) and not checkpoint.load_only:
         raise ConfigError(
@@ -184,16 +183,13 @@ def _resumed(folder: Path, saved: Checkpoints, checkpoint, step: int) -> Start:
 
 
 def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
-    if not begins_again(folder, checkpoint):
+    if interrupted_after(folder) is None:
         _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
     initial = checkpoint.initial_load_path
     if not (initial or checkpoint.initial_load_in_hf):
         if checkpoint.load_only:
             raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
         return Start()
-    if saved.folder.is_dir() and any(path.name not in LEFTOVERS for path in saved.folder.iterdir()):
-        setting = f"initial_load_path = {initial!r}" if initial else "initial_load_in_hf"
-        raise ConfigError(f"checkpoint.{setting} would be ignored, because {saved.folder} is not empty; remove it")
     if not initial or checkpoint.initial_load_in_hf:
         return Start()
     path, manifest = Path(initial), _initial_manifest(Path(initial))
@@ -212,22 +208,20 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
 def _initial_manifest(path: Path) -> Manifest | None:
     """Return the manifest of the checkpoint whose weights a new run starts with, or None if TorchTitan wrote it."""
     setting = f"checkpoint.initial_load_path = {str(path)!r}"
-    if (path / MANIFEST_FILE).is_file():
-        try:
-            return read_whole(path)
-        except DamagedCheckpoint as error:
-            raise ConfigError(f"{setting} cannot be loaded: {error}") from error
-    if not (path / DCP_METADATA).is_file():
+    if not (path / MANIFEST_FILE).is_file() and (path / DCP_METADATA).is_file():
+        return None
+    try:
+        return read_whole(path)
+    except DamagedCheckpoint as error:
         raise ConfigError(
-            f"{setting} holds no complete checkpoint: {DCP_METADATA} is missing; name the folder of one step, such as "
-            "outputs/a/checkpoint/step-100"
-        )
-    return None
+            f"{setting} cannot be loaded: {error}; name the folder of one step, such as outputs/a/checkpoint/step-100"
+        ) from error
 
 
 def require_no_other_run(folder: Path, checkpoint) -> None:
     """Raise ConfigError if a run that starts in ``folder`` under TorchTitan's own trainer would replace metrics."""
-    if resumed_step(folder, checkpoint) == 0 and not begins_again(folder, checkpoint):
+    may_begin = checkpoint.enable and interrupted_after(folder) is not None
+    if resumed_step(folder, checkpoint) == 0 and not may_begin:
         _require_no_metrics(folder, "there is no checkpoint from which it would resume")
 
 
@@ -240,40 +234,25 @@ def _require_no_metrics(folder: Path, because: str) -> None:
         )
 
 
-def begins_again(folder: Path, checkpoint) -> tuple[str, ...]:
-    """Return a line for the user if the run in ``folder`` was killed before it saved, else nothing.
-
-    Call it before ``clear_leftovers``: parts of a checkpoint may be all that tells such a run from one that has saved.
-    """
-    saved = Checkpoints(folder / checkpoint.folder)
-    last = None if saved.after(0) or not checkpoint.enable else interrupted_after(folder, saved.folder)
-    if last is None:
-        return ()
-    return (f"the run in this folder ended near step {last}, before its first checkpoint: it begins again",)
-
-
-def interrupted_after(folder: Path, checkpoints: Path) -> int | None:
+def interrupted_after(folder: Path) -> int | None:
     """Return the last step of a run that a kill ended before its first checkpoint was complete, else None.
 
-    Such a run has nothing to resume from, and may begin again. A run without ``checkpoint.enable``, a finished run and
-    a run that must have saved are results, and none of these. A seed checkpoint, ``step-0``, says nothing.
-
-    Args:
-        folder: the run's folder.
-        checkpoints: where the run that starts looks for checkpoints, and finds none.
+    Such a run has nothing to resume from, and begins again. A run without ``checkpoint.enable``, a finished run and a
+    run that must have saved are results. A seed checkpoint, ``step-0``, says nothing. Call it before
+    ``clear_leftovers``: parts of a checkpoint may be all that tells such a run from one that has saved.
     """
     try:
         config = read_toml(folder / CONFIG_FILE)
         saving, training = config.get("checkpoint", {}), config.get("training", {})
         interval, steps = saving.get("interval", CHECKPOINT_INTERVAL), training.get("steps", STEPS)
+        checkpoints = folder / saving.get("folder", CHECKPOINT_FOLDER)
         metrics = (folder / METRICS_FILE).read_text(encoding="utf-8")
         rows = metrics[: metrics.rfind("\n") + 1].splitlines()  # without a row that the kill has cut
         first, last = (parse(row)["step"] for row in (rows[0], rows[-1]))
-        # To its own folder, which may be another than ``checkpoints``.
-        own = (folder / saving.get("folder", CHECKPOINT_FOLDER)).glob("step-*")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # not the files of a run of ours, or damaged
-    if not saving.get("enable") or saving.get("load_only") or any(path.name != "step-0" for path in own):
+    has_saved = any(path.name != "step-0" for path in checkpoints.glob("step-*"))
+    if not saving.get("enable") or saving.get("load_only") or has_saved:
         return None
     # A run that goes on from another run's step logs its own steps only.
     is_early = last < steps and last <= math.ceil(first / interval) * interval

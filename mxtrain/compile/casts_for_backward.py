@@ -17,9 +17,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mxtrain.compile.nodes import that_depend_on_tangents
-from mxtrain.compile.pointwise import Chain
-from mxtrain.formats.format import FORMATS
+from mxtrain.compile.nodes import Chain, that_depend_on_tangents
+from mxtrain.formats.recipe import FORMATS
 from mxtrain.formats.swiglu import swiglu
 
 

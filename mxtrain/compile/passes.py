@@ -10,12 +10,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.lowering import needs_realized_inputs
 from torch.fx import Graph
 
-from mxtrain.compile import analyses
 from mxtrain.compile.casts_for_backward import compute_casts_in_backward
 from mxtrain.compile.complex_products import split_complex_products
-from mxtrain.compile.launches import launch_from_graphs
-from mxtrain.compile.residual_add import fuse_residual_add
-from mxtrain.compile.rounding import fuse_rounding
+from mxtrain.compile.kernel_inputs import fuse_residual_add, fuse_rounding
+from mxtrain.compile.launches import forget_analyses, launch_from_graphs, remember_analyses
 from mxtrain.compile.swiglu import fuse_swiglu
 
 JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward)
@@ -72,7 +70,7 @@ def install() -> None:
         if not isinstance(before, _Passes):
             others = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
             setattr(config, field, _Passes(ours, tuple(others)))
-    analyses.install()
+    remember_analyses()
     setattr(config, LAUNCHER, True)
     # Else Inductor computes and stores a tensor once for every kernel that reads it.
     needs_realized_inputs.add(triton_kernel_wrapper_mutation)
@@ -90,6 +88,6 @@ def remove() -> None:
             # A single pass is not put into a tuple: PyTorch 2.11 accepts no sequence.
             others = installed.others
             setattr(config, field, others[0] if len(others) == 1 else others or None)
-    analyses.remove()
+    forget_analyses()
     setattr(config, LAUNCHER, False)
     needs_realized_inputs.discard(triton_kernel_wrapper_mutation)

@@ -20,10 +20,9 @@ import torch
 from torch._inductor import config
 from torch.fx import Graph, Node
 
-from mxtrain.compile.nodes import as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
-from mxtrain.compile.pointwise import Chain
-from mxtrain.formats.format import FORMATS, Format
+from mxtrain.compile.nodes import Chain, as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
 from mxtrain.formats.ops import Fusions
+from mxtrain.formats.recipe import FORMATS, Format
 from mxtrain.formats.swiglu import swiglu, swiglu_backward
 
 aten = torch.ops.aten

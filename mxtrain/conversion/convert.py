@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -15,11 +13,9 @@ from mxtrain.conversion.plan import Plan, Swap
 from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
-from mxtrain.formats.format import ScaleRounding, TensorScale
 from mxtrain.formats.hardware import Mode
-from mxtrain.formats.recipe import LinearRecipe
+from mxtrain.formats.recipe import LinearRecipe, ScaleRounding, TensorScale
 from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.normed_input import refuse_backward_hook
 from mxtrain.norms.row_norm import WhenCompiled
 
 ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
@@ -136,21 +132,6 @@ def _swap(model: nn.Module, plan: Plan, prefix: str = "") -> None:
         built[mixture.experts].fed_by = (built[norm],)  # a tuple, because a module would become a child
     for norm, linears in plan.groups.items():
         built[norm].group = LinearGroup([built[fqn] for fqn in linears])
-    for norm, layers in plan.feeds.items():
-        gates = [plan.mixtures[norm].gate] if norm in plan.mixtures else []
-        for layer in (*layers, *gates):
-            _refuse_backward_hooks(model, norm, layer, prefix)
-
-
-def _refuse_backward_hooks(model: nn.Module, norm: str, layer: str, prefix: str) -> None:
-    """Refuse full backward hooks on modules around only one of a norm and a layer: the norm's result passes them."""
-    around_norm, around_layer = ({*accumulate(fqn.split("."), "{}.{}".format)} for fqn in (norm, layer))
-    for fqn in around_norm ^ around_layer:
-        module = model.get_submodule(fqn)
-        for name in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-            # Where the result is a tensor, its gradient is that of the plain model.
-            if name not in vars(type(module)) and (fqn in around_norm or "pre" not in name):
-                vars(module)[name] = partial(refuse_backward_hook, f"{prefix}.{fqn}" if prefix else fqn)
 
 
 def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:

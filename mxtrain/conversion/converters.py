@@ -16,15 +16,21 @@ from mxtrain.conversion.survey import Survey, selected
 from mxtrain.conversion.weights import weight_uses
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
-from mxtrain.formats.format import ScaleRounding, TensorScale
 from mxtrain.formats.hardware import Mode, check_mode, default_device_type, resolve_mode
 from mxtrain.formats.parse import SWITCHES, get_recipes
-from mxtrain.formats.recipe import DEFAULT_RECIPE, HIGH_PRECISION_RECIPE, LinearRecipe, recipe_of_norm
+from mxtrain.formats.recipe import (
+    DEFAULT_RECIPE,
+    HIGH_PRECISION_RECIPE,
+    LinearRecipe,
+    ScaleRounding,
+    TensorScale,
+    recipe_of_norm,
+)
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.experts import QuantizedExperts, check_tiles
+from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
-from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.norms import FUSED_NORMS
 from mxtrain.norms.row_norm import WHEN_COMPILED, WhenCompiled

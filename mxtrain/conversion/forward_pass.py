@@ -15,13 +15,18 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.runtime.jit import KernelInterface
 
 from mxtrain.errors import ConfigError
+from mxtrain.launch.pytorch import (
+    DisableTorchFunction,
+    FakeTensorMode,
+    detect_fake_mode,
+    tree_leaves,
+    tree_map_only,
+    unset_fake_temporarily,
+)
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import LOOKS
 from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, version
@@ -164,7 +169,7 @@ class _Watcher(TorchFunctionMode):
     def track(self, norm: str, inputs, output: torch.Tensor) -> None:
         self.uses.calls[norm] += 1
         self._outputs[id(output)] = (norm, output)
-        with torch._C.DisableTorchFunction():  # looking at the versions is no use of another norm's output
+        with DisableTorchFunction():  # looking at the versions is no use of another norm's output
             self.inputs += [(norm, x, version(x)) for x in tree_leaves(inputs) if isinstance(x, torch.Tensor)]
 
     def note_mixture(self, fqn: str, args: tuple) -> tuple:
@@ -173,7 +178,7 @@ class _Watcher(TorchFunctionMode):
             return args
         for norm in norms:
             self.uses.mixtures.setdefault(norm, []).append(fqn)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return tuple(_empty(value) if isinstance(value, torch.Tensor) else value for value in args)
 
     def note_other_use(self, values, user: str) -> None:
@@ -238,7 +243,7 @@ def _watched(watcher: _Watcher, fqn: str, forward, hooks: str):
             if not given or not fqn:
                 raise
             watcher.note_unfollowed(fqn, (args, kwargs), error)
-            with torch._C.DisableTorchFunction():  # looking at the dtype is no use of a norm's output
+            with DisableTorchFunction():  # looking at the dtype is no use of a norm's output
                 return _empty(given[0])
         finally:
             watcher.running = caller

@@ -12,9 +12,9 @@ from mxtrain.conversion.weights import WeightUse
 from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.norms import FUSED_NORMS
 from mxtrain.norms.row_norm import FusedNorm

@@ -70,7 +70,7 @@ def allow_graphs(graphs: int) -> None:
     TorchTitan compiles every block alone, and all blocks share one count, because they run the same code. A block needs
     graphs for training, for validation and for other shapes; blocks with other recipes need graphs of their own.
     """
-    config = torch._dynamo.config
+    config = torch.compiler.config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch.nn as nn
-from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -25,9 +24,10 @@ from mxtrain.conversion.layers import (
 from mxtrain.conversion.norms import NormFacts, NormKind, find_norms
 from mxtrain.conversion.weights import WeightFacts, find_weights
 from mxtrain.errors import ConfigError
+from mxtrain.launch.pytorch import FakeTensor
 from mxtrain.nn.experts import weight_names
+from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_router import MXNormRouter
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.norms import FUSED_NORMS
 
@@ -241,7 +241,7 @@ def _why_it_must_stay(module: nn.Module) -> str | None:
         names = ", ".join(module.parametrizations)
         return f"has a parametrization of {names}, which a swap would lose: register it after conversion"
     if hooks := hooks_of(module):
-        # Hooks there find a NormedInput among inputs or outputs, and full backward hooks are refused.
+        # Hooks there find a NormedInput among inputs or outputs.
         sees_values = any("dict" not in hook for hook in hooks)
         unless = ", unless it needs the result of an MXNorm as a tensor or its gradient" if sees_values else ""
         return f"has {' and '.join(hooks)}, which a swap would lose: register it after conversion{unless}"

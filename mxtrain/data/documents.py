@@ -1,28 +1,51 @@
-"""Documents, the hashes that order, split and sample them, rows with text, and streams of such rows.
+"""Documents: their hashes, and those of local JSONL, CSV, Parquet, Arrow and text files, which may exceed the memory.
 
-The hashes depend on document keys alone, so every machine gets the same order, split and sample.
+Documents stay in file order, and duplicates are kept, because a mixture may repeat a file to give it more weight. A
+document's text decides whether it is held out, as in a stream: equal documents are on the same side, and stay there
+when files or rows come and go. The pieces of a long text file go where its first piece goes, unless it is the only
+file. Hashes depend on keys alone, so every machine gets the same order, split and sample.
+
+A column of integer lists holds documents that are tokenized already. ``token_files.py`` reads files of ids only.
+
+The readers of ``datasets`` infer types: they turn texts that look like dates into dates, refuse Parquet with types that
+they do not know, and name no line of an error.
 """
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import bz2
+import csv
+import glob
+import gzip
+import lzma
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from functools import partial
-from hashlib import blake2b
-from typing import NamedTuple
+from hashlib import blake2b, sha256
+from io import TextIOWrapper
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 import numpy as np
 
 from mxtrain.data.config import DataConfig
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, one_line
+from mxtrain.json_toml import parse
 
 SPLITS = ("train", "validation")
-
 OVER_LIMIT = "over max_bytes"
-"""The reasons for which a source leaves out what does not fit into ``DataConfig.max_bytes`` begin with this"""
+"""The reason for which a source leaves out what does not fit into ``DataConfig.max_bytes``"""
 
-PATIENCE_ROWS = 1000
+FORMATS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
+FORMATS |= {".feather": "arrow", ".csv": "csv", ".tsv": "csv", ".bin": "tokens", ".idx": "tokens"}
+"""Format by suffix, without a suffix of COMPRESSED. Files with any other suffix are plain text."""
+DATASETS_OWN = re.compile(r"dataset_info\.json|state\.json|cache-.*\.arrow")
+"""Files of the library ``datasets`` beside those with a dataset's rows"""
 
-logger = logging.getLogger(__name__)
+# Longer text files are cut at line ends into documents of about this size, so that they need not fit into the memory.
+# A typical source file or article fits into one document.
+PIECE_CHARACTERS = 1 << 16
 
 
 class Document(NamedTuple):
@@ -90,91 +113,236 @@ class TextColumn:
             raise ConfigError(self._first_problem)
 
 
-class StreamedText(TextColumn):
-    """The text of a row of a stream, and a warning about the first row without text, which is "".
-
-    Raises ConfigError if none of the first PATIENCE_ROWS rows has text: a stream may have no end.
-    """
-
-    def __init__(self, text_key: str, path: str):
-        super().__init__(text_key)
-        self._path = path
-
-    def __call__(self, row: dict) -> str:
-        text = self.text_of(row, self._path)
-        if text is None and self.without_text == 1:
-            logger.warning(f"{self._path} has rows without text in {self.text_key!r}; they count as empty")
-        if text is None and self.without_text == PATIENCE_ROWS:
-            self.require_text()
-        return text or ""
-
-
-def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
-    """Open a split of the Hugging Face dataset ``path``, for example "allenai/c4", without a download of the whole.
-
-    Args:
-        hf_config: the dataset's configuration, for example "en"; "" means its default.
-        section: TOML section of ``path``, for error messages.
-
-    Returns:
-        The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
-        local files' names and times; None where it is not known.
+class LocalFiles:
+    """The files that match ``config.path``. They can be read more than once.
 
     Raises:
-        ConfigError: ``path`` is empty, or the dataset, configuration or split cannot be opened.
+        ConfigError: no files are found, formats are mixed, a file is unreadable, or no row has text in ``text_key``.
     """
-    import datasets
 
-    if not path:
-        raise ConfigError(
-            f"{section}.dataset = 'hf' needs {section}.dataset_path: the id of a Hugging Face dataset, "
-            "for example 'allenai/c4' (with data.hf_config = 'en')"
-        )
-    settings = f"(data.hf_config = {hf_config!r}, split {split!r})"
-    with raised_as(f"{section}.dataset_path = {path!r} {settings} cannot be opened as a Hugging Face dataset"):
-        builder = datasets.load_dataset_builder(path, name=hf_config or None)
-        return builder.as_streaming_dataset(split=split), builder.hash
+    listing: list[tuple[str, int, int]]
+    """All files found, before any is read: path, bytes and time of the last change in ns, for the cache key"""
+    dropped: Counter[str]
+    """Number of files or documents that the last reading left out, by reason"""
+    has_ids: bool
+    """Whether documents have shown to be token ids"""
+    token_files: list[Path]
+    """Files of token ids only, which have no documents (see ``token_files.py``)"""
+
+    def __init__(self, config: DataConfig, vocabulary: int = 0):
+        self._config, self.vocabulary = config, vocabulary
+        self.setting = f"{config.section}.dataset_path = {config.path!r}"
+        self.dropped, self.token_files = Counter(), []
+        try:
+            self._files = listed = self._find()
+            self._format = self._one_format()
+            if self._format == "tokens":
+                self.token_files = sorted({file.with_suffix(".bin") for file in listed})
+                indices = [file.with_suffix(".idx") for file in self.token_files]
+                listed = [*self.token_files, *filter(Path.exists, indices)]
+            self.listing = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in listed]
+        except OSError as error:  # no permission, or a file that was deleted meanwhile
+            raise ConfigError(f"{self.setting} cannot be read: {error}") from error
+        self.has_ids = bool(self.token_files)
+
+    def _find(self) -> list[Path]:
+        """Return the files in sorted order, those in folders without hidden ones."""
+        if not self._config.path:
+            raise ConfigError(
+                f"{self._config.section}.dataset = 'files' needs {self._config.section}.dataset_path: "
+                "a file, a folder or a glob of text, or of files with token ids"
+            )
+        path = Path(os.path.expanduser(self._config.path)).absolute()
+        for file in (path, Path(f"{path}.bin")):  # Megatron names two files by their prefix
+            if file.is_file():
+                return [file]
+        pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
+        files = sorted(file for file in map(Path, glob.glob(pattern, recursive=True)) if file.is_file())
+        files = [f for f in files if not (DATASETS_OWN.fullmatch(f.name) and (f.parent / "state.json").exists())]
+        if not files:
+            problem = "holds no files" if path.is_dir() else f"does not exist and matches no files: {path}"
+            raise ConfigError(f"{self.setting} {problem}; data.prepared names a text that is prepared already")
+        return files
+
+    def _one_format(self) -> str:
+        suffixes = Counter(_suffix(file) for file in self._files)
+        formats = {FORMATS.get(suffix, "text") for suffix in suffixes}
+        if len(formats) > 1:
+            counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in suffixes.most_common())
+            pattern = f"**/*{next(suffix for suffix in suffixes if suffix in FORMATS)}"
+            raise ConfigError(f"{self.setting} mixes formats ({counts}); select one with a glob such as {pattern!r}")
+        return formats.pop()
+
+    def documents(self) -> Iterator[Document]:
+        """Yield all documents in the order of the files."""
+        limit, total, self.dropped = self._config.max_bytes, 0, Counter()
+        for document in self._all_documents():
+            try:
+                size = document.size
+            except UnicodeEncodeError:  # JSON can hold half a character, UTF-8 cannot
+                self.dropped["half of a surrogate pair"] += 1
+                continue
+            if not (document.text.strip() if isinstance(document.text, str) else size):
+                self.dropped["empty"] += 1
+            elif limit and size > limit:  # its size says nothing about the room that is left
+                self.dropped[OVER_LIMIT] += 1
+            elif limit and total + size > limit:
+                self.dropped[f"{OVER_LIMIT} and all after it"] = 1
+                break  # later ones may fit, but the search for them would read all files
+            else:
+                total += size
+                yield document
+
+    def _all_documents(self) -> Iterator[Document]:
+        column, is_only_file = TextColumn(self._config.text_key), len(self._files) == 1
+        try:
+            for file in self._files:
+                first = None
+                for text in self._texts(file, column):
+                    if isinstance(text, np.ndarray):
+                        self.has_ids = True
+                        require_ids(text, self.vocabulary)
+                        yield Document(sha256(text.astype("<u4")).hexdigest(), text)
+                        continue
+                    first = text if first is None else first
+                    yield Document(text, text, "" if self._format != "text" or is_only_file else first)
+        except Exception as error:  # each format's reader raises its own types
+            problem = f"{self.setting}: cannot read {file} as {self._format}: {one_line(error)}"
+            if isinstance(error, UnicodeDecodeError):
+                problem += f"; formats are {', '.join(FORMATS)} and UTF-8 text, and {', '.join(COMPRESSED)} of them"
+            raise ConfigError(problem) from error
+        column.require_text()
+
+    def _texts(self, file: Path, column: TextColumn) -> Iterator[str | np.ndarray]:
+        if self._format == "text":
+            with open_text(file) as opened:
+                yield from split_lines(opened, PIECE_CHARACTERS)
+            return
+        rows = {"json": json_rows, "csv": csv_rows}.get(self._format) or partial(table_rows, key=column.text_key)
+        for row in rows(file):
+            if isinstance(ids := row.get(column.text_key), np.ndarray):
+                yield ids
+            elif (text := column.text_of(row, str(file))) is not None:
+                yield text
+            else:
+                self.dropped["without text"] += 1
 
 
-def is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
-    """Return whether a row of a stream is held out for validation; for ``held_out = False``, whether it is not.
+def _open_zstd(file: Path, mode: str, **text) -> TextIO:
+    import pyarrow
 
-    A stream has no paths, so a document's text decides. Rows without text are not held out.
+    return TextIOWrapper(pyarrow.input_stream(str(file), compression="zstd"), **text)
+
+
+COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+
+
+def _suffix(file: Path) -> str:
+    name, suffix = os.path.splitext(file.name.lower())
+    return os.path.splitext(name)[1] if suffix in COMPRESSED else suffix
+
+
+def open_text(file: Path) -> TextIO:
+    """Open a UTF-8 text file, plain or compressed with gzip, bzip2, xz or zstd. Every line end is read as "\\n".
+
+    A byte order mark at the start is not part of the text.
     """
-    text = row.get(text_key)
-    return held_out == (isinstance(text, str) and is_held_out(text, share))
+    return COMPRESSED.get(file.suffix.lower(), open)(file, "rt", encoding="utf-8-sig")
 
 
-def hub_texts(config: DataConfig) -> Iterator[str]:
-    """Yield the texts of a Hugging Face dataset on which a tokenizer is trained."""
-    stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
-    stream = filter(partial(is_on_side, text_key=config.text_key, share=config.stream_share, held_out=False), stream)
-    text_of = StreamedText(config.text_key, config.path)
-    yield from stream_texts(stream, text_of, f"{config.section}.dataset_path = {config.path!r}")
-    text_of.require_text()
+def split_lines(file: TextIO, size: int) -> Iterator[str]:
+    """Cut the text of ``file`` after line ends into pieces of at most ``size`` characters. A longer line stays whole.
+
+    An empty file is one empty piece. Raises ValueError for archives and other files that begin with a zero byte.
+    """
+    lines, length = [], 0
+    for line in file:
+        if not lines and "\0" in line:
+            raise ValueError("it is no text: it has zero bytes")
+        if lines and length + len(line) > size:
+            yield "".join(lines)
+            lines, length = [], 0
+        lines.append(line)
+        length += len(line)
+    yield "".join(lines)
 
 
-def stream_texts(rows: Iterable, text_of: Callable[[dict], str], setting: str) -> Iterator[str]:
-    """Yield the text of every row. An error while reading becomes a ConfigError that begins with ``setting``."""
-    with raised_as(f"{setting} cannot be read further"):
-        yield from map(text_of, rows)
+def json_rows(file: Path) -> Iterator[dict]:
+    """Yield the rows in a file: one JSON object per line, or an array of objects, which is read whole.
+
+    Raises ValueError for text that is neither, with the line.
+    """
+    is_first = True
+    with open_text(file) as opened:
+        for number, line in enumerate(opened, start=1):
+            if not (line := line.strip()):
+                continue
+            is_array, is_first = is_first and line.startswith("["), False
+            try:
+                rows = parse(line + opened.read()) if is_array else [parse(line)]
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            for row in rows:
+                if not isinstance(row, dict):
+                    raise ValueError(f"line {number} holds a JSON {type(row).__name__}, not an object with a text")
+                yield row
 
 
-def megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+def csv_rows(file: Path) -> Iterator[dict]:
+    """Yield the rows of a file with a header and values between commas, or between tabs in ``.tsv``."""
+    csv.field_size_limit(sys.maxsize)
+    with open_text(file) as opened:
+        yield from csv.DictReader(opened, delimiter="\t" if _suffix(file) == ".tsv" else ",", strict=True)
 
 
-def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line, or the error's type if it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
+def table_rows(file: Path, key: str) -> Iterator[dict]:
+    """Yield rows with the column ``key`` alone, or, in a file without it, with the names of all columns.
+
+    A list of integers is an array. Raises ValueError for a null in it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    with pa.memory_map(str(file)) as opened:
+        if _suffix(file) == ".parquet":
+            parquet = pa.parquet.ParquetFile(opened)
+            schema = parquet.schema_arrow
+            batches = parquet.iter_batches(1000, columns=[key] if key in schema.names else [])
+        elif opened.read(6) == b"ARROW1":  # Arrow's file format, which Feather has, too
+            arrow = pa.ipc.open_file(opened)
+            schema, batches = arrow.schema, map(arrow.get_batch, range(arrow.num_record_batches))
+        else:
+            opened.seek(0)
+            batches = pa.ipc.open_stream(opened)
+            schema = batches.schema
+        kind = schema.field(key).type if key in schema.names else None
+        is_list = isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType)
+        has_ids = is_list and pa.types.is_integer(kind.value_type)
+        for batch in batches:
+            if kind is None:
+                yield from [dict.fromkeys(schema.names)] * batch.num_rows
+            elif has_ids:
+                yield from ({key: ids} for ids in _lists(batch.column(key)))
+            else:
+                yield from batch.select([key]).to_pylist()
 
 
-@contextmanager
-def raised_as(problem: str) -> Iterator[None]:
-    """Turn errors into a ConfigError that begins with ``problem``: networks and readers raise many types."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{problem}: {type(error).__name__}: {one_line(error)}") from error
+def _lists(column) -> list[np.ndarray]:
+    """Return the lists of integers in an array of pyarrow. A null is an empty list."""
+    from pyarrow.compute import list_value_length
+
+    values = column.flatten()
+    if values.null_count:
+        raise ValueError("a list of ids has a null")
+    lengths = list_value_length(column).fill_null(0).to_numpy()
+    return np.split(values.to_numpy(), np.cumsum(lengths)[:-1])
+
+
+def require_ids(ids: np.ndarray, vocabulary: int) -> None:
+    """Raise ValueError for an id that is not in the vocabulary. 0 stands for a tokenizer that would be built."""
+    if not vocabulary:
+        raise ValueError("ids need the tokenizer that made them: name its folder in model.hf_assets_path")
+    for wrong in {int(ids.min()), int(ids.max())} if len(ids) else ():
+        if not 0 <= wrong < vocabulary:
+            has = f"the {vocabulary:,} tokens of the tokenizer in model.hf_assets_path"
+            raise ValueError(f"the id {wrong}, read as {ids.dtype}, is not among {has}")

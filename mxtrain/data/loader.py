@@ -1,15 +1,21 @@
 """Batches of tokenized text for one data-parallel rank, from any place in the text, and the data loader of a run.
 
+A run keeps the identity of its data, and does not resume with other data: every checkpoint has the hashes in the state
+of the loader, and the run's folder gets ``data.json`` (hashes, and the name of the prepared text) and the tokenizer.
+
 Only this file and ``streams.py`` of ``mxtrain.data`` import PyTorch.
 """
 
 import atexit
 import json
+import logging
 import pickle
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
+from pathlib import Path
 from weakref import WeakSet
 
 import numpy as np
@@ -17,12 +23,21 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from mxtrain.checkpoints.run_folder import DATA_FILE, TOKENIZER_FOLDER
 from mxtrain.checkpoints.storage import unpickle
-from mxtrain.data.run_data import EXCLUDE, RunData
+from mxtrain.data.config import held_out_share
+from mxtrain.data.prepared import Prepared, differences
 from mxtrain.data.token_files import Tokens
+from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
+from mxtrain.files import os_errors_as, replace_file
+from mxtrain.json_toml import read_json
 from mxtrain.launched import stop_signals
 from mxtrain.ranks import gather, is_first
+
+HELD_OUT = "held_out"
+"""In an identity: share of a stream's documents that training does not read"""
+EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 _loaders: WeakSet[StatefulDataLoader] = WeakSet()
 
@@ -124,6 +139,122 @@ class Loader(StatefulDataLoader):
         _loaders.add(self)
 
 
+class RunData:
+    """The data of a run. Only rank 0 writes it into the run's folder.
+
+    Every method that writes raises ConfigError if the folder cannot be written.
+    """
+
+    def __init__(self, job_config, prepared: Prepared):
+        share, folder = held_out_share(job_config), prepared.folder
+        self.prepared = prepared
+        self.record = {
+            "identity": prepared.identity | ({HELD_OUT: share} if share else {}),
+            "prepared": folder.name if folder else None,
+            "cache": str(folder.parent) if folder else None,
+        }
+        """What ``data.json`` and checkpoints hold, as a JSON value"""
+        self._starts_anew = "dataloader" in job_config.checkpoint.exclude_from_loading
+        """Whether the loader starts at the beginning of its text in a resumed run, too"""
+        self._job, self._folder = job_config, Path(job_config.job.dump_folder)
+
+    def keep(self) -> None:
+        """Write ``data.json`` and the tokenizer, unless a checkpoint will be loaded, whose data is compared first.
+
+        A loader that starts anew loads no such state. Raises ConfigError if it has another tokenizer than the run.
+        """
+        checkpoint = self._job.checkpoint
+        if checkpoint.enable and self._has_checkpoints():
+            if not self._starts_anew:
+                return
+            if kept := _read_record(self._folder):
+                self.require_same(kept)
+        elif checkpoint.enable and checkpoint.initial_load_path:
+            self._warn_of_another_tokenizer(Path(checkpoint.initial_load_path))
+        self._write(self.record)
+        self._copy_tokenizer()
+
+    def _warn_of_another_tokenizer(self, checkpoint: Path) -> None:
+        """Log a warning if a new run starts with weights that were trained with another tokenizer."""
+        run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
+        kept = _read_record(run)
+        if kept and checkpoint.name != "step-0" and kept["identity"]["tokenizer"] != self.prepared.tokenizer_sha256:
+            logging.getLogger(__name__).warning(
+                f"checkpoint.initial_load_path = {str(checkpoint)!r} has weights that were trained with another "
+                f"tokenizer; set model.hf_assets_path = {str(run / TOKENIZER_FOLDER)!r} to use it"
+            )
+
+    def go_on(self, kept: dict) -> None:
+        """Write ``data.json`` and the tokenizer, after a checkpoint has shown that its ``record`` is the same data."""
+        self.require_same(kept)
+        if is_first():
+            self._write((_read_record(self._folder) or {}) | self.record)
+            self._copy_tokenizer()
+
+    def _copy_tokenizer(self) -> None:
+        with os_errors_as(f"job.dump_folder = {str(self._folder)!r} cannot be written"):
+            copy_tokenizer(self.prepared.tokenizer, self._folder / TOKENIZER_FOLDER)
+
+    def keep_facts(self, **facts: str) -> None:
+        """Add facts to ``data.json``, by which a comparison sees whether two runs have read the same.
+
+        ``validation_text`` is the hash of the validation tokens, ``validation_sequences`` the number of sequences that
+        one validation reads on all ranks, ``stream_version`` the version of a training stream (``open_stream``).
+        """
+        if kept := _read_record(self._folder):
+            self._write(kept | facts)
+
+    def _write(self, content: dict) -> None:
+        with os_errors_as(f"job.dump_folder = {str(self._folder)!r} cannot be written"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._folder / DATA_FILE, (json.dumps(content, indent=2) + "\n").encode())
+
+    def require_same(self, kept: dict) -> None:
+        """Raise ConfigError if this run would go on with other data than the ``record`` of the run so far.
+
+        A loader that starts at the beginning of its text (see EXCLUDE) may read another text, but needs the tokenizer.
+        """
+        before, after = kept["identity"], self.record["identity"]
+        dataset, name, needed = self._job.training.dataset, kept["prepared"], before["tokenizer"]
+        if self._starts_anew:
+            before, after = {"tokenizer": needed}, {"tokenizer": after["tokenizer"]}
+        elif (share := before.get(HELD_OUT, 0.0)) != (now := after.get(HELD_OUT, 0.0)):
+            way = f"set validation.enable = true, validation.dataset = '' and data.validation_share = {share}"
+            way = way if share else "set validation.dataset to a text of its own, or validation.enable = false"
+            raise ConfigError(
+                f"validation.dataset = {self._job.validation.dataset!r} holds a share of {now} of the documents out of "
+                f"the training stream, but the run so far held out {share}: {way}; or set {EXCLUDE} to start anew"
+            )
+        if before == after:
+            return
+        ways = []
+        if name:
+            own = name.rpartition("-")[0]
+            settings = "" if own == dataset else f"training.dataset = {own!r} and "
+            ways.append(f"set {settings}data.prepared = {str(Path(kept['cache'], name))!r} to go on with the run's own")
+        tokenizer = f"model.hf_assets_path = {str(self._folder / TOKENIZER_FOLDER)!r}, the run's own tokenizer, and "
+        tokenizer = "" if after["tokenizer"] == needed else tokenizer
+        ways.append(f"set {tokenizer}{EXCLUDE} to start at the beginning of the new text")
+        raise ConfigError(
+            f"training.dataset = {dataset!r} gives other data than the run so far "
+            f"({differences(before, after)}): {'; or '.join(ways)}"
+        )
+
+    def _has_checkpoints(self) -> bool:
+        """Return whether the run's folder holds a checkpoint to resume from. Step 0 holds initial weights only."""
+        found = (self._folder / self._job.checkpoint.folder).glob("step-*")
+        return any(re.fullmatch(r"step-[1-9]\d*", path.name) for path in found)
+
+
+def _read_record(folder: Path) -> dict | None:
+    """Return what ``data.json`` in a run's folder holds (see ``RunData``), or None if it is missing or damaged."""
+    try:
+        kept = read_json(folder / DATA_FILE)
+        return kept if kept["identity"]["tokenizer"] and {"prepared", "cache"} <= kept.keys() else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # the checkpoint has the hashes, too
+
+
 class RunLoader(Loader):
     """The loader of training text, a TokenDataset or a Stream, whose state fits any layout of processes.
 
@@ -152,8 +283,6 @@ class RunLoader(Loader):
 
     def state_dict(self) -> dict:
         """Return the state. All ranks must call it at about the same time."""
-        if self._data.starts_anew and is_first():
-            self._data.write()
         data, streams = dict(self._data.record), b""
         if self._is_stream:
             # One value instead of a key per rank: with more ranks than before, DCP would look for missing keys.
@@ -173,7 +302,7 @@ class RunLoader(Loader):
                 numbers of workers or, with workers, of data-parallel ranks read.
         """
         kept = json.loads(state["data"])
-        self._data.require_same(kept)
+        self._data.go_on(kept)
         if self._is_stream:
             self._load_streams(unpickle(state["streams"], "the streams' states", {}))
         else:
@@ -185,8 +314,6 @@ class RunLoader(Loader):
                         "beginning of the text"
                     )
         self._samples = state["samples"]
-        if is_first():
-            self._data.write()
 
     def _load_streams(self, contents: list[bytes]) -> None:
         streams = [unpickle(content, "the stream's state", {}) for content in contents]

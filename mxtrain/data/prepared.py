@@ -12,7 +12,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from hashlib import sha256
 from heapq import heappop, heappush
@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from mxtrain.data.config import DATASETS, DataConfig
-from mxtrain.data.documents import OVER_LIMIT, SPLITS, fraction, hub_texts, megabytes, one_line, open_stream
-from mxtrain.data.local_files import LocalFiles
+from mxtrain.data.documents import SPLITS, LocalFiles, fraction
 from mxtrain.data.python_source import PythonSource
 from mxtrain.data.token_files import PART_BYTES, Tokens, link_tokens, open_parts, token_dtype
 from mxtrain.data.tokenizer import (
@@ -34,7 +33,7 @@ from mxtrain.data.tokenizer import (
     tokenizer_hash,
     train_tokenizer,
 )
-from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.errors import ConfigError, one_line, require_one_of
 from mxtrain.files import BUILDING, new_folder, reason
 from mxtrain.json_toml import read_json
 from mxtrain.launched import end_with_parent
@@ -76,8 +75,6 @@ class TextReport:
     validation_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Files or documents left out, by reason: "duplicate", "machine-made", "over the package share", ..."""
-    formats: dict[str, int] = field(default_factory=dict)
-    """Number of files by the format in which they were read"""
     separators: str = ""
     """Which tokens separate documents, in words, or that they were tokenized before; "" if none do"""
 
@@ -86,15 +83,18 @@ class TextReport:
         """The text in one line, with all that is left out."""
         tokens = f"{self.train_tokens + self.validation_tokens:,} tokens"  # where documents do not show
         text = "streamed" if self.streamed else f"{self.documents:,} documents" if self.documents else tokens
-        text += f", {megabytes(self.bytes)}" if self.bytes else ""
-        text += f"; files: {_in_words(self.formats)}" if self.formats else ""
+        text += f", {_megabytes(self.bytes)}" if self.bytes else ""
         text += f"; each document {self.separators}" if self.separators else ""
         return text + (f"; left out: {_in_words(self.dropped)}" if any(self.dropped.values()) else "")
 
     def __str__(self) -> str:
-        rows = vars(self) | {"dropped": _in_words(self.dropped), "formats": _in_words(self.formats)}
+        rows = vars(self) | {"dropped": _in_words(self.dropped)}
         texts = {name: f"{value:,}" if type(value) is int else value for name, value in rows.items() if value}
         return "\n".join(f"{name.replace('_', ' '):<20}  {text}" for name, text in texts.items())
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
 
 
 def _in_words(counts: dict[str, int]) -> str:
@@ -155,10 +155,19 @@ def prepare(
     if stream is None:
         require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
         if config.dataset == "hf":
+            from mxtrain.data.streams import hub_texts  # which needs PyTorch
+
             stream = partial(hub_texts, config)
     tokenizer = _existing_tokenizer(config) if config.tokenizer_path else None
     if config.prepared:
-        return _chosen(config)
+        prepared = load_text(_chosen_folder(config), config.tokenizer_path)
+        if prepared.report.dataset != config.dataset:
+            raise ConfigError(
+                f"data.prepared = {config.prepared!r} is a text of {config.section}.dataset = "
+                f"{prepared.report.dataset!r}, not {config.dataset!r}; set the dataset to that name, or leave "
+                "data.prepared empty"
+            )
+        return prepared
     if stream and tokenizer:  # nothing to build
         path = Path(config.tokenizer_path)
         report = TextReport(config.dataset, str(path), tokenizer.size, 0, True, separators=tokenizer.separators)
@@ -180,8 +189,6 @@ def check_source(config: DataConfig) -> None:
         _chosen_folder(config)
     elif config.dataset == "files":
         LocalFiles(config, size)
-    elif config.dataset == "hf" and not config.path:
-        open_stream(config.path, section=config.section)
 
 
 def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
@@ -194,8 +201,9 @@ def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
     """
     try:
         summary = read_json(folder / SUMMARY)
-        summary["report"].pop("cut", None)  # of an earlier version
-        report = TextReport(**summary["report"] | {"folder": str(folder)})
+        known = {field.name for field in fields(TextReport)}  # an earlier version wrote more
+        found = {name: value for name, value in summary["report"].items() if name in known}
+        report = TextReport(**found | {"folder": str(folder)})
         tokens, rows = {}, _rows(folder) if (folder / TOKENS).exists() else None
         for split, facts in summary["tokens"].items():
             tokens[split] = open_parts(folder, facts) if rows is None else _column(rows, split, **facts)
@@ -232,18 +240,6 @@ def _chosen_folder(config: DataConfig) -> Path:
             "text from its source"
         )
     return folder
-
-
-def _chosen(config: DataConfig) -> Prepared:
-    """Load the text that ``config.prepared`` names."""
-    prepared = load_text(_chosen_folder(config), config.tokenizer_path)
-    if prepared.report.dataset != config.dataset:
-        raise ConfigError(
-            f"data.prepared = {config.prepared!r} is a text of {config.section}.dataset = "
-            f"{prepared.report.dataset!r}, not {config.dataset!r}; set the dataset to that name, or leave "
-            "data.prepared empty"
-        )
-    return prepared
 
 
 def _key(config: DataConfig, source: Source | None, tokenizer: LoadedTokenizer | None) -> str:
@@ -299,13 +295,13 @@ def _build(
         try:
             train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
         except NoText:
-            raise _no_text(config, source, " to train a tokenizer on") from None
+            raise _no_text(config, " to train a tokenizer on") from None
     path = Path(config.tokenizer_path or folder / TOKENIZER)
     tokenizer = load_tokenizer(path)
     if source and not facts:
         facts, counts = _tokenize(folder, config, source, path, progress)
     if source:
-        counts |= {"files": len(source.listing), "dropped": dict(source.dropped), "formats": dict(source.formats)}
+        counts |= {"files": len(source.listing), "dropped": dict(source.dropped)}
     report = TextReport(
         dataset=config.dataset,
         folder="",
@@ -336,10 +332,9 @@ def _training_texts(config: DataConfig, source: Source) -> list[str]:
     return [document.text for *_, document in sorted(kept, key=itemgetter(1))]
 
 
-def _no_text(config: DataConfig, source: Source | None, purpose: str = "") -> ConfigError:
+def _no_text(config: DataConfig, purpose: str = "") -> ConfigError:
     where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
-    is_limited = source and any(reason.startswith(OVER_LIMIT) for reason in source.dropped)
-    limit = f" within data.max_bytes = {config.max_bytes}" if is_limited else ""
+    limit = f" within data.max_bytes = {config.max_bytes}" if config.max_bytes else ""
     return ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text{purpose}{limit}")
 
 
@@ -366,26 +361,20 @@ def _tokenize(
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
     if not counts["documents"]:
-        raise _no_text(config, source)
+        raise _no_text(config)
     processes = min(len(os.sched_getaffinity(0)), len(texts))
-    progress(f"tokenizing {megabytes(counts['bytes'])} of text in {processes} process(es)")
+    progress(f"tokenizing {_megabytes(counts['bytes'])} of text in {processes} process(es)")
     if processes > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
     _of_process.cache_clear()  # the tokenizer's files may have changed
-    try:
-        rows = texts.map(
-            partial(_encode, str(tokenizer), os.getpid()),
-            num_proc=processes if processes > 1 else None,
-            remove_columns=list(read),
-            features=datasets.Features.from_arrow_schema(pa.schema(dict.fromkeys(SPLITS, ids))),
-            writer_batch_size=ROWS_IN_MEMORY,
-            new_fingerprint=folder.name,
-        )
-    except RuntimeError as error:  # of ``datasets``
-        raise ConfigError(
-            "a process that tokenizes text was killed, perhaps for lack of memory: prepare the text again, with more "
-            "memory or on fewer cores (taskset -c 0-3)"
-        ) from error
+    rows = texts.map(
+        partial(_encode, str(tokenizer), os.getpid()),
+        num_proc=processes if processes > 1 else None,
+        remove_columns=list(read),
+        features=datasets.Features.from_arrow_schema(pa.schema(dict.fromkeys(SPLITS, ids))),
+        writer_batch_size=ROWS_IN_MEMORY,
+        new_fingerprint=folder.name,
+    )
     rows.save_to_disk(folder / TOKENS)
     shutil.rmtree(folder / "text")
     rows = _rows(folder)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import OVER_LIMIT, Document, fraction
-from mxtrain.errors import ConfigError
 
 PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
@@ -47,38 +46,28 @@ class SourceFile(NamedTuple):
 class PythonSource:
     """The Python files of this machine, with the attributes of ``LocalFiles``."""
 
-    formats, has_ids, token_files = Counter(), False, []
+    has_ids, token_files = False, []
 
     def __init__(self, config: DataConfig):
-        self._config, self._setting = config, f"{config.section}.dataset = 'python'"
+        self._config = config
         self._files = list_files(config.installed)
         self.listing = [(file.path, file.size, file.mtime_ns) for file in self._files]
         self.dropped = Counter()
 
     @cached_property
     def _kept(self) -> list[SourceFile]:
-        config = self._config
         # Sorted by a hash of the key, so that files that two machines share have the same relative order on both.
-        files = sorted(self._files, key=lambda file: (fraction(file.key, f"order {config.seed}"), file.path))
-        files, self.dropped = _clean(files, config.max_bytes)
+        order = f"order {self._config.seed}"
+        files = sorted(self._files, key=lambda file: (fraction(file.key, order), file.path))
+        files, self.dropped = _clean(files, self._config.max_bytes)
         kept = cap_packages(files)
         self.dropped["over the package share"] = len(files) - len(kept)
-        if not kept:
-            raise ConfigError(
-                f"{self._setting} found no usable text in {len(self._files):,} files with "
-                f"data.max_bytes = {config.max_bytes}"
-            )
         return kept
 
     def documents(self) -> Iterator[Document]:
-        """Yield the files that are kept. Raises ConfigError if none are, or one changes while it is read."""
+        """Yield the files that are kept."""
         for file in self._kept:
-            try:
-                text = Path(file.path).read_bytes().decode()
-            except (OSError, UnicodeDecodeError) as error:
-                problem = f"{file.path} changed while it was read: {error}; try again"
-                raise ConfigError(f"{self._setting}: {problem}") from error
-            yield Document(file.key, text)
+            yield Document(file.key, Path(file.path).read_bytes().decode())
 
 
 def list_files(installed: bool) -> list[SourceFile]:
@@ -106,13 +95,9 @@ def _clean(files: list[SourceFile], max_bytes: int) -> tuple[list[SourceFile], C
     """
     kept, dropped, seen, total = [], Counter(), set(), 0
     for file in files:
-        reason = OVER_LIMIT
-        if not max_bytes or total + file.size <= max_bytes:  # else it is not even read
-            try:
-                reason = _reason_to_drop(Path(file.path).read_bytes(), seen)
-            except (OSError, UnicodeDecodeError):
-                reason = "unreadable"
-        if reason:
+        if max_bytes and total + file.size > max_bytes:
+            dropped[OVER_LIMIT] += 1
+        elif reason := _reason_to_drop(file, seen):
             dropped[reason] += 1
         else:
             kept.append(file)
@@ -120,9 +105,13 @@ def _clean(files: list[SourceFile], max_bytes: int) -> tuple[list[SourceFile], C
     return kept, dropped
 
 
-def _reason_to_drop(content: bytes, seen: set[bytes]) -> str:
-    """Return why a file is left out, or "". ``seen`` gets the hash of its content. Raises UnicodeDecodeError."""
-    content.decode()
+def _reason_to_drop(file: SourceFile, seen: set[bytes]) -> str:
+    """Return why a file is left out, or "". ``seen`` gets the hash of its content."""
+    try:
+        content = Path(file.path).read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError):
+        return "unreadable"
     digest = sha256(content).digest()
     is_duplicate = digest in seen
     seen.add(digest)

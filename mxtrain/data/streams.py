@@ -1,23 +1,91 @@
 """Streams as datasets of PyTorch: for training, for validation, and held-out documents of one stream for both."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from itertools import islice
 from math import gcd
 
+import datasets
 import torch
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
 
-from mxtrain.data.config import held_out_share, shares_stream
-from mxtrain.data.documents import StreamedText, is_on_side, open_stream
-from mxtrain.data.run_data import EXCLUDE
-from mxtrain.errors import ConfigError
+from mxtrain.data.config import DataConfig, held_out_share, shares_stream
+from mxtrain.data.documents import TextColumn, is_held_out
+from mxtrain.errors import ConfigError, raised_as
+
+PATIENCE_ROWS = 1000
 
 logger = logging.getLogger(__name__)
+
+
+class StreamedText(TextColumn):
+    """The text of a row of a stream; "" if it has none.
+
+    Raises ConfigError if none of the first PATIENCE_ROWS rows has text: a stream may have no end.
+    """
+
+    def __init__(self, text_key: str, path: str):
+        super().__init__(text_key)
+        self._path = path
+
+    def __call__(self, row: dict) -> str:
+        text = self.text_of(row, self._path)
+        if text is None and self.without_text == PATIENCE_ROWS:
+            self.require_text()
+        return text or ""
+
+
+def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
+    """Open a split of the Hugging Face dataset ``path``, for example "allenai/c4", without a download of the whole.
+
+    Args:
+        hf_config: the dataset's configuration, for example "en"; "" means its default.
+        section: TOML section of ``path``, for error messages.
+
+    Returns:
+        The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
+        local files' names and times; None where it is not known.
+
+    Raises:
+        ConfigError: ``path`` is empty, or the dataset, configuration or split cannot be opened.
+    """
+    if not path:
+        raise ConfigError(
+            f"{section}.dataset = 'hf' needs {section}.dataset_path: the id of a Hugging Face dataset, "
+            "for example 'allenai/c4' (with data.hf_config = 'en')"
+        )
+    settings = f"(data.hf_config = {hf_config!r}, split {split!r})"
+    with raised_as(f"{section}.dataset_path = {path!r} {settings} cannot be opened as a Hugging Face dataset"):
+        builder = datasets.load_dataset_builder(path, name=hf_config or None)
+        return builder.as_streaming_dataset(split=split), builder.hash
+
+
+def is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
+    """Return whether a row of a stream is held out for validation; for ``held_out = False``, whether it is not.
+
+    A stream has no paths, so a document's text decides. Rows without text are not held out.
+    """
+    text = row.get(text_key)
+    return held_out == (isinstance(text, str) and is_held_out(text, share))
+
+
+def hub_texts(config: DataConfig) -> Iterator[str]:
+    """Yield the texts of a Hugging Face dataset on which a tokenizer is trained."""
+    stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
+    stream = filter(partial(is_on_side, text_key=config.text_key, share=config.stream_share, held_out=False), stream)
+    text_of = StreamedText(config.text_key, config.path)
+    yield from stream_texts(stream, text_of, f"{config.section}.dataset_path = {config.path!r}")
+    text_of.require_text()
+
+
+def stream_texts(rows: Iterable, text_of: Callable[[dict], str], setting: str) -> Iterator[str]:
+    """Yield the text of every row. An error while reading becomes a ConfigError that begins with ``setting``."""
+    with raised_as(f"{setting} cannot be read further"):
+        yield from map(text_of, rows)
 
 
 class Stream(IterableDataset):
@@ -80,12 +148,7 @@ class Stream(IterableDataset):
         return {"samples": self._samples, "count": self._count, "read": lanes}
 
     def load_state_dict(self, *states: dict) -> None:
-        """Go on after a run whose ranks had these states. Raises ConfigError for those of an earlier mxtrain."""
-        if "read" not in states[0]:
-            raise ConfigError(
-                "the checkpoint's position in the stream is of an earlier mxtrain; go on with that, or set "
-                f"{EXCLUDE} to start at the beginning of the text"
-            )
+        """Go on after a run whose ranks had these states."""
         self._samples, self._count, self._lanes = states[0]["samples"], states[0]["count"], {}
         first, step = self._samples + self._rank, gcd(self._count, self._ranks)
         for number, lane in (item for state in states for item in state["read"].items()):

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from mxtrain.data.config import DataConfig
-from mxtrain.data.documents import SPLITS, one_line
-from mxtrain.data.local_files import LocalFiles, require_ids
-from mxtrain.errors import ConfigError
+from mxtrain.data.documents import SPLITS, LocalFiles, require_ids
+from mxtrain.errors import ConfigError, one_line
 
 # megatron/core/datasets/indexed_dataset.py: magic, version, dtype, number of sequences and of document ends; then the
 # sequences' lengths (int32) and their places in the .bin file (int64, bytes), and the documents' ends (int64).
@@ -168,6 +167,4 @@ def _layout(path: Path, vocabulary: int) -> tuple[str, np.ndarray]:
     if places[0] or (places[1:] != ends[:-1]).any():
         raise ValueError(f"{index.name} leaves out a part of it, or has sequences in another order")
     firsts = np.concatenate(([0], np.memmap(index, "<i8", "r", HEADER.size + 12 * sequences, documents)))
-    if firsts[-1] > sequences or (np.diff(firsts) < 0).any():
-        raise ValueError(f"{index.name} has documents in another order, or more sequences in them than there are")
     return DTYPES[code], places[np.unique(firsts[firsts < sequences])]

@@ -7,8 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from mxtrain.data.documents import megabytes, one_line
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, one_line
 from mxtrain.files import replace_file
 from mxtrain.json_toml import read_json
 
@@ -106,19 +105,7 @@ def _sample(texts: Iterable[str], progress: Callable[[str], None]) -> Iterator[s
         yield part.decode("utf-8", errors="ignore")  # without half of a character
     if is_blank:
         raise NoText
-    progress(f"merging pairs of {megabytes(total)} of text")
-
-
-def require_tokenizer(folder: Path) -> Path:
-    """Return the path of ``tokenizer.json`` in ``folder``. Raises ConfigError if the file is missing or unreadable."""
-    file = folder / "tokenizer.json"
-    if not (file.is_file() and os.access(file, os.R_OK)):
-        problem = "holds no tokenizer.json that can be read" if folder.is_dir() else "is not a folder"
-        raise ConfigError(
-            f"model.hf_assets_path = {str(folder)!r} {problem}; give a folder with a Hugging Face tokenizer, "
-            "or leave it empty to train a tokenizer"
-        )
-    return file
+    progress(f"merging pairs of {total / 1e6:,.1f} MB of text")
 
 
 def load_tokenizer(folder: Path) -> LoadedTokenizer:
@@ -133,9 +120,13 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     from tokenizers import Tokenizer, processors
 
     setting = f"model.hf_assets_path = {str(folder)!r}"
-    file = require_tokenizer(folder)
+    if not (folder / FILES[0]).is_file():
+        problem = "holds no tokenizer.json" if folder.is_dir() else "is not a folder"
+        raise ConfigError(
+            f"{setting} {problem}; give a folder with a Hugging Face tokenizer, or leave it empty to train one"
+        )
     try:
-        encoder = Tokenizer.from_file(str(file))
+        encoder = Tokenizer.from_file(str(folder / FILES[0]))
     except Exception as error:  # tokenizers raises plain Exception
         raise ConfigError(f"{setting}: tokenizer.json cannot be read: {one_line(error)}") from error
     encoder.encode_special_tokens = True

@@ -16,6 +16,7 @@ from mxtrain.diagnostics.totals import Totals, count_where, maxima, norms, ratio
 from mxtrain.formats.collectives import largest
 from mxtrain.formats.hadamard import pad
 from mxtrain.formats.recipe import Recipe
+from mxtrain.launch.pytorch import abs_of_each, neg_of_each, sub_of_each
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +84,11 @@ def _measure(casts: Sequence[MeasuredCast]) -> None:
     values = [matrix.values for matrix in matrices]
     pairs = [(cast.matrix.values, cast.image) for cast in casts]
     # Of the matrices first, then of the casts.
-    roots = norms([*values, *torch._foreach_sub(*zip(*pairs))])
+    roots = norms([*values, *sub_of_each(*zip(*pairs))])
     nonzero = count_where(torch.logical_and, [*zip(values, values), *pairs])
     of_matrix = dict(zip(matrices, zip(roots, nonzero)))
     of_casts = zip(roots[len(matrices) :], nonzero[len(matrices) :])
-    magnitudes = dict(zip(matrices, torch._foreach_abs(values)))
+    magnitudes = dict(zip(matrices, abs_of_each(values)))
     blocks = [cast.blocks(magnitudes[cast.matrix]) for cast in casts]
     tops, least, greatest = _block_ranges(casts, blocks)
     saturated = count_where(torch.gt, list(zip(blocks, tops)))
@@ -140,7 +141,7 @@ def _block_ranges(
     extremes = maxima(torch.where(used, torch.cat((scales, -scales)), -math.inf).split(sizes + sizes))
     of_casts = zip(casts, block_maxima, tops.split(sizes))
     tops = [part.view(amax.shape).unsqueeze(cast.dim + 1) for cast, amax, part in of_casts]
-    return tops, torch._foreach_neg(extremes[len(casts) :]), extremes[: len(casts)]
+    return tops, neg_of_each(extremes[len(casts) :]), extremes[: len(casts)]
 
 
 def _tensor_scales(casts: Sequence[MeasuredCast], block_maxima: Sequence[torch.Tensor]) -> list[torch.Tensor]:

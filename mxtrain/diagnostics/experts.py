@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from mxtrain.diagnostics.totals import Totals, ratio
-from mxtrain.formats.grouped import block_of_rows, make_groups
+from mxtrain.formats.gemm import block_of_rows, make_groups
 from mxtrain.formats.matrices import CastSpec, Operand, at_least_fp32
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts, weight_names

@@ -33,6 +33,7 @@ from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
 from mxtrain.formats.matrices import at_least_fp32
 from mxtrain.formats.mxnorm import scale_rows
+from mxtrain.launch.pytorch import sub_of_each
 from mxtrain.nn.three_gemms import ThreeGEMMs
 
 
@@ -191,7 +192,7 @@ def product_totals(gemms: dict[str, tuple[MeasuredCast, MeasuredCast]]) -> dict[
         images = (_reduced_last(cast.image, cast.dim) for cast in casts)
         exact.append(matmul(*values, torch.float32))
         quantized.append(matmul(*images, torch.float32))
-    measured = norms([*exact, *torch._foreach_sub(quantized, exact)])
+    measured = norms([*exact, *sub_of_each(quantized, exact)])
     return {
         gemm: Totals({}, {}, {}, {"signal": signal, "noise": noise})
         for gemm, signal, noise in zip(gemms, measured, measured[len(gemms) :])

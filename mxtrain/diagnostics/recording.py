@@ -37,12 +37,10 @@ from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, norm_to
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
-from mxtrain.formats.format import LONGEST_BLOCK
-from mxtrain.nn.buffers import kept_buffers
-from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.formats.recipe import LONGEST_BLOCK
+from mxtrain.nn.experts import QuantizedExperts, kept_buffers
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_input import NormedInput
-from mxtrain.nn.routed_rows import RoutedRows
+from mxtrain.nn.normed_input import NormedInput, RoutedRows
 from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, compute_dtype
 from mxtrain.parallel.initial_weights import plain_name
 from mxtrain.ranks import gather, is_first

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from mxtrain.launch.pytorch import max_of_each, norm_of_each
+
 Values = dict[str, torch.Tensor | float]
 
 
@@ -53,7 +55,7 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     On a GPU, ``torch.linalg.vector_norm`` would copy every tensor to fp64 first. This function reads them as they are,
     in one launch.
     """
-    return torch._foreach_norm(tensors, 2, torch.float64)
+    return norm_of_each(tensors, 2, torch.float64)
 
 
 def count_where(compare: Callable, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -65,12 +67,12 @@ def count_where(compare: Callable, pairs: Sequence[tuple[torch.Tensor, torch.Ten
     # On a GPU, ``torch.count_nonzero`` takes three kernels a mask, and copies the mask to int64. This takes one a mask
     # and one launch for all sums. A sum of zeros and ones is exact in fp64.
     masks = [compare(a, b, out=torch.empty_like(a)) for a, b in pairs]
-    return torch._foreach_norm(masks, 1, torch.float64)
+    return norm_of_each(masks, 1, torch.float64)
 
 
 def maxima(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the largest element of every tensor, [], in one launch on a GPU. Tensors with a NaN give NaN."""
-    return torch._foreach_max(tensors)
+    return max_of_each(tensors)
 
 
 def ratio(part: float, whole: float) -> float:

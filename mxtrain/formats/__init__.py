@@ -4,12 +4,11 @@ A recipe of known formats is a line of its format's folder; a format is a folder
 mxtrain calls ``register_format``.
 """
 
-from mxtrain.formats.format import FORMATS as FORMATS
-from mxtrain.formats.format import LONGEST_BLOCK, Format
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.nvfp4 import NVFP4, NVFP4_DYNAMIC, NVFP4_STATIC
 from mxtrain.formats.nvfp4 import static_tensor_scale as static_tensor_scale
-from mxtrain.formats.recipe import HIGH_PRECISION_RECIPE, Recipe, register_format
+from mxtrain.formats.recipe import FORMATS as FORMATS
+from mxtrain.formats.recipe import HIGH_PRECISION_RECIPE, LONGEST_BLOCK, Format, Recipe, register_format
 
 __all__ = ["FORMATS", "Format", "Recipe", "register_format", "static_tensor_scale"]
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.launch.device import INTERPRETED, round_up
+from mxtrain.launch.launch import INTERPRETED, round_up
 
 FORMS = ("codes", "blocked", "image")
 

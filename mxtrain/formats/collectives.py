@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from mxtrain.formats.matrices import Codes
-from mxtrain.launch.custom_op import define_op
-
-_ops = torch.ops._c10d_functional
+from mxtrain.launch.functions import define_op
+from mxtrain.launch.pytorch import collectives as _ops
 
 
 def largest(amax: torch.Tensor, group: str | None) -> torch.Tensor:

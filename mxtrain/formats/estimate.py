@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.formats.recipe import Recipe
-from mxtrain.launch.keyed import Keyed
+from mxtrain.launch import Keyed
 
 P = Literal[1, 2]
 P_VALUES = get_args(P)

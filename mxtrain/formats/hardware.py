@@ -1,12 +1,19 @@
 """What this machine supports, and the execution mode that follows."""
 
 import functools
+import os
+from importlib.util import find_spec
 from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.formats.format import FORMATS, Format
+from mxtrain.formats.recipe import FORMATS, Format
+
+# Triton is installed on Linux only.
+HAS_TRITON = find_spec("triton") is not None
+# Triton's own reading of the variable. Importing Triton for it would take longer than the rest of this package.
+_INTERPRETS_TRITON = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "y", "on")
 
 Mode = Literal["auto", "native", "emulated", "reference"]
 MODES = get_args(Mode)[1:]
@@ -106,6 +113,15 @@ def mode_in_forward(mode: str, device_type: str) -> str:
     A layer keeps its mode as configured, because a model may move to another device after it was converted.
     """
     return _cached_mode(mode, device_type)
+
+
+def runs_kernels(mode: str, device_type: str) -> bool:
+    """Return whether ``mode`` runs Triton kernels on this device type; plain PyTorch gives the same bits.
+
+    Kernels run on CUDA devices, and on a CPU in Triton's interpreter (TRITON_INTERPRET=1: very slow, for tests).
+    """
+    has_kernels = device_type == "cuda" or (device_type == "cpu" and _INTERPRETS_TRITON)
+    return HAS_TRITON and mode != "reference" and has_kernels
 
 
 # The trial of the MX tensor cores: is the product of codes and scales the product of the values that they stand for?

@@ -141,12 +141,3 @@ def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:
 def values_dtype(mode: str) -> torch.dtype:
     """Return the dtype in which ``mode`` multiplies the values of codes."""
     return torch.float32 if mode == "reference" else torch.bfloat16
-
-
-def check_tensor(name: str, x: torch.Tensor) -> None:
-    """Raise TypeError for what is no tensor, such as a NumPy array, and ValueError for a sparse or nested tensor."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} of type {type(x).__name__}: expected a torch.Tensor")
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
-        raise ValueError(f"{name} is {kind}: expected a dense tensor")

@@ -10,11 +10,10 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import ScalingType
 
-from mxtrain.formats.format import Format
 from mxtrain.formats.gemm import product_of_codes
 from mxtrain.formats.matrices import Codes, Operand, image_dtype, split_blocks
 from mxtrain.formats.ops import FormatOps
-from mxtrain.formats.recipe import Recipe
+from mxtrain.formats.recipe import Format, Recipe
 
 # On import, torchao warns of compiled extensions that do not fit this machine (we use none), and torch warns of how
 # torchao registers its enums. Users can do nothing about either.

@@ -14,11 +14,10 @@ import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.format import Format
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
 from mxtrain.formats.mxnorm import inverse_rms
-from mxtrain.formats.recipe import Recipe
+from mxtrain.formats.recipe import Format, Recipe
 
 
 class Fusions(NamedTuple):
@@ -46,6 +45,7 @@ class FormatOps:
 
     Attributes:
         casts: operations that cast matrices, which a compiled backward makes anew.
+        norms: operations f(x, residual, *settings) -> [..., total] that normalize and cast x, or total = x + residual.
         weight_casts: the same for operations "(Tensor[] weights, Tensor[] tensor_scales, ...)", of which a graph keeps
             the tensor scales.
         kept: operations that read whole matrices for a few bytes, which activation checkpointing keeps.
@@ -53,6 +53,7 @@ class FormatOps:
     """
 
     casts: tuple[Callable, ...] = ()
+    norms: tuple[Callable, ...] = ()
     weight_casts: tuple[Callable, ...] = ()
     kept: tuple[Callable, ...] = ()
     fusions: Fusions | None = None

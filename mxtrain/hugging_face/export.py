@@ -32,9 +32,8 @@ import torch
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.data.tokenizer import PLAIN_CLASSES, LoadedTokenizer, copy_tokenizer, load_tokenizer, special_tokens
 from mxtrain.errors import ConfigError
-from mxtrain.formats.format import FORMATS
 from mxtrain.formats.matrices import Codes
-from mxtrain.formats.recipe import LinearRecipe, Recipe
+from mxtrain.formats.recipe import FORMATS, LinearRecipe, Recipe
 from mxtrain.hugging_face.model_config import (
     CONFIG_FILE,
     GENERATION_FILE,

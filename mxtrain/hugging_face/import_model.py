@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from mxtrain.checkpoints.run_folder import TOKENIZER_FOLDER
 from mxtrain.config import load_config
-from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import Parameter
 from mxtrain.hugging_face.model_files import SavedTensors

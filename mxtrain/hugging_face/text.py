@@ -9,7 +9,7 @@ import torch
 
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.formats.format import FORMATS
+from mxtrain.formats.recipe import FORMATS
 
 AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
 """How training encodes text: the spelling of a special token is plain text"""

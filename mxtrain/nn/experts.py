@@ -8,7 +8,8 @@ matrix i (w1, w2, w3: 0, 1, 2) of expert e of E rounds stochastically with the l
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn as nn
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
 from mxtrain.errors import ConfigError
-from mxtrain.formats.grouped import (
+from mxtrain.formats.gemm import (
     TILE_ROWS,
     Groups,
     block_of_rows,
@@ -27,11 +28,9 @@ from mxtrain.formats.grouped import (
     split_rows,
 )
 from mxtrain.formats.hardware import resolve_mode
-from mxtrain.formats.matrices import check_tensor
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable
-from mxtrain.nn.routed_rows import RoutedRows
+from mxtrain.launch.functions import once_differentiable, untraced
+from mxtrain.nn.normed_input import RoutedRows
 from mxtrain.nn.three_gemms import (
     QuantizedLayer,
     ReadyOperands,
@@ -215,7 +214,6 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
             ValueError: for another dtype, shape or device.
         """
         rows, x = x, x.h if isinstance(x, RoutedRows) else x
-        check_tensor("x", x)
         gemms = self.gemms(x.device)
         w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in self.weights)
         check_input(x, w1.shape[2], w1, self.recipe, gemms.mode)
@@ -274,3 +272,18 @@ def check_tiles(features: int, hidden: int, recipe: LinearRecipe, mode: str) -> 
                 f"experts with {value} {name}: native grouped products need a multiple of {TILE_ROWS}; use mode "
                 "'emulated', or leave the experts in high precision"
             )
+
+
+@contextmanager
+def kept_buffers(parts: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Give the buffers of a model, or of its parts, their values back after the context.
+
+    A pass beside training must not change them: mixtures count the tokens of every forward in one.
+    """
+    buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

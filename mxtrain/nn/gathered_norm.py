@@ -18,37 +18,27 @@ rho is not sent: after the casts only the norm's backward reads it, each process
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from mxtrain.formats.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.format import LONGEST_BLOCK
 from mxtrain.formats.matrices import CastSpec, Codes, Operand, values_dtype
-from mxtrain.formats.recipe import LinearRecipe, Recipe
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.keyed import from_key
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.formats.recipe import LONGEST_BLOCK, LinearRecipe, Recipe
+from mxtrain.launch import from_key
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.split import SplitSequences
 from mxtrain.nn.three_gemms import constant_operand, without_data
 from mxtrain.norms.mxnorm import norm_backward
 
 
-class NormedSequences(NamedTuple):
-    """Whole sequences after a norm. The names are those of ``NormedInput``."""
-
-    h: torch.Tensor
-    x: torch.Tensor
-    xhat: Operand
-    rho: torch.Tensor
-    gathered: "GatheredColumns | None"
-
-
 def normalize_shard(
     x: torch.Tensor, estimate: RMSEstimate, recipe: LinearRecipe, mode: str, split: SplitSequences
-) -> NormedSequences:
+) -> "tuple[torch.Tensor, torch.Tensor, Operand, torch.Tensor, GatheredColumns | None]":
     """Normalize a shard x [B, S / P, D] and gather, in the order that ``split.gather`` says.
+
+    Returns:
+        h, x, xhat, rho and gathered, as in ``mxtrain.nn.normed_input.NormedInput``.
 
     Raises:
         ValueError: as for ``gathers_codes``.
@@ -61,7 +51,7 @@ def normalize_shard(
     else:
         h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, *settings)
     h = h.view(x.shape[0], split.processes * x.shape[1], x.shape[2])
-    return NormedSequences(h, for_wgrad, constant_operand(xhat, mode), rho, columns)
+    return h, for_wgrad, constant_operand(xhat, mode), rho, columns
 
 
 def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: SplitSequences) -> bool:

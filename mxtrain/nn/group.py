@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from mxtrain.nn.split import WHOLE
-from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype, version
+from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, compute_dtype
 
 
 class LinearGroup:
@@ -61,8 +61,6 @@ class LinearGroup:
             return False
         if any(_stays_single(linear) for linear in self.linears):
             return False
-        if not torch.compiler.is_compiling() and _are_of_several_fsdp_units(self.linears):
-            return False
         return all(_traits(linear) == _traits(first) for linear in others)
 
 
@@ -73,7 +71,6 @@ class GroupCall:
         self.group = group
         self._outputs: dict[int, torch.Tensor] = {}
         self._made_from: tuple = ()
-        self._weights: list[tuple[torch.Tensor, int | None]] = []
 
     def output(self, linear: QuantizedLinear, x, gemms: ThreeGEMMs, multiply: Callable) -> torch.Tensor | None:
         """Return Y [T, N_i] of one linear, without its bias; None if the linears do not make one GEMM.
@@ -87,24 +84,16 @@ class GroupCall:
         if place is None or not self.group.is_one_gemm(gemms.mode, x.signs is not None):
             return None
         dtype = compute_dtype(x.h)
-        # Another mode of autograd needs new outputs. So does a checkpointed part of a layer, which saves other tensors
-        # and calls its linears again.
-        hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
-        made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled(), hooks)
+        # Another mode of autograd needs new outputs.
+        made_from = (dtype, x.h.requires_grad, torch.is_grad_enabled())
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
-        if not is_same or place not in self._outputs or self._has_changed(place):
-            self._weights = [(other.weight, version(other.weight)) for other in self.group.linears]
+        if not is_same or place not in self._outputs:
             linears, ready = self.group.linears, self.group.ready
             if ready is not None and not ready.are_of((*(other.parts()[0] for other in linears), x.gain)):
                 ready = None
             self._outputs = dict(enumerate(multiply(x, linears, gemms, ready, self.group.joins_fprop)))
             self._made_from = (x.h, *made_from)
         return self._outputs.pop(place)
-
-    def _has_changed(self, place: int) -> bool:
-        """Whether a linear has another weight than when the outputs were made, or one that was written to."""
-        weight, before = self._weights[place]
-        return self.group.linears[place].weight is not weight or version(weight) != before
 
 
 def _stays_single(linear: QuantizedLinear) -> bool:
@@ -115,17 +104,7 @@ def _stays_single(linear: QuantizedLinear) -> bool:
     is_own_unit = isinstance(linear.weight, DTensor) or len(linear._forward_pre_hooks) > 0
     # A replaced forward may fetch the weight.
     is_replaced = "forward" in linear.__dict__
-    # FSDP1 keeps a flat shard in the place of a weight that it has not gathered.
-    is_shard = linear.weight.ndim != 2
-    return linear.is_plain or is_replaced or is_shard or (linear.split == WHOLE and is_own_unit)
-
-
-def _are_of_several_fsdp_units(linears: Sequence[QuantizedLinear]) -> bool:
-    """Whether FSDP1 gathers the weights one by one: the others are freed, or on their way, when a linear is called."""
-    # It sets a gathered weight as an attribute: a view into one tensor for each module that it wraps.
-    if not any("weight" in linear.__dict__ for linear in linears):
-        return False
-    return len({linear.parts()[0].untyped_storage()._cdata for linear in linears}) > 1
+    return linear.is_plain or is_replaced or (linear.split == WHOLE and is_own_unit)
 
 
 def _traits(linear: QuantizedLinear) -> tuple:

@@ -2,9 +2,7 @@
 
 import torch
 
-from mxtrain.formats.matrices import check_tensor
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.three_gemms import (
     QuantizedLinear,
     ReadyOperands,
@@ -65,7 +63,6 @@ class MXLinear(QuantizedLinear):
         Raises:
             ValueError: for another dtype, shape or device.
         """
-        check_tensor("x", x)
         gemms, (weight, bias) = self.gemms(x.device), self.parts()
         check_input(x, weight.shape[1], weight, self.recipe, gemms.mode)
         x = x.to(compute_dtype(x))

@@ -32,22 +32,15 @@ import torch.nn.functional as F
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
-from mxtrain.formats.matrices import Operand, check_tensor
+from mxtrain.formats.matrices import Operand
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.formats.schedule import LayerState
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.keyed import from_key
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.launch import from_key
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.gathered_norm import GatheredColumns, GatherSequences, normalize_shard
 from mxtrain.nn.group import GroupCall, LinearGroup
-from mxtrain.nn.normed_input import (
-    NormedInput,
-    check_norm_result,
-    refuse_backward_hook,
-    refuse_global_backward_hooks,
-    writes_to,
-)
+from mxtrain.nn.normed_input import NormedInput, check_norm_result
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import (
@@ -115,7 +108,6 @@ class _MXNormLinearFunction(torch.autograd.Function):
     def forward(ctx, h, gain, of: _Constants, *weights):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(of.x, gain, of.rho, of.signs, *weights)
-        ctx.h = h  # not saved: a hook that copies saved tensors would give it data
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = of.gemms, of.gathered, of.draws, of.ready
         return of.gemms.fprop(of.xhat, weights, of.dtype, gain, of.ready, of.joined)
 
@@ -268,42 +260,23 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         Raises:
             ValueError: for another dtype, shape or device.
         """
-        check_tensor("x", x)
         if self.is_plain:
             y = F.rms_norm(x, self.normalized_shape, self.gain(), self.plain_eps)
             return GatherSequences.apply(y, self.split.key) if self.split and self.gathers_plain else y
-        refuse_global_backward_hooks(self)
         mode = mode_in_forward(self.mode, x.device.type)
         gain = self.gain()
         check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
-        recipe, split = self.recipe.fprop, self.split
-        signs = self.signs(x.device)
-        call = None if self.group is None else GroupCall(self.group)
-        if split is None:
-            rows = x.reshape(-1, x.shape[-1])
-            keys = self.estimate.key, recipe.key
+        recipe = self.recipe.fprop
+        if self.split is None:
+            rows, keys = x.reshape(-1, x.shape[-1]), (self.estimate.key, recipe.key)
             h, rho, *xhat = _MXNormFunction.apply(rows, *keys, mode, torch.compiler.is_compiling())
-            common = (constant_operand(xhat, mode), rho, gain, signs, recipe, mode)
-            kept = rows.detach()
-            return NormedInput(
-                self,
-                h.view(x.shape),
-                kept,
-                *common,
-                call=call,
-                x_writes=writes_to(kept),
-                feeds_mixture=self.feeds_mixture,
-                sends_codes=self.sends_codes,
-            )
-        whole = normalize_shard(x, self.estimate, self.recipe, mode, split)
-        common = (whole.xhat, whole.rho, gain, signs, recipe, mode)
-        for_experts = self.feeds_mixture, self.sends_codes
-        return NormedInput(self, whole.h, whole.x, *common, whole.gathered, call, writes_to(whole.x), *for_experts)
-
-    def register_full_backward_hook(self, *_, **__):
-        refuse_backward_hook(self.fqn or "an MXNorm")
-
-    register_full_backward_pre_hook = register_full_backward_hook
+            normed = h.view(x.shape), rows.detach(), constant_operand(xhat, mode), rho
+            gathered = None
+        else:
+            *normed, gathered = normalize_shard(x, self.estimate, self.recipe, mode, self.split)
+        call = None if self.group is None else GroupCall(self.group)
+        settings = (gain, self.signs(x.device), recipe, mode, gathered, call)
+        return NormedInput(self, *normed, *settings, self.feeds_mixture, self.sends_codes)
 
     def gain(self) -> torch.Tensor | None:
         """The gain for the linears, each of which returns its process's part of the gradient."""
@@ -351,16 +324,15 @@ class MXNormLinear(QuantizedLinear):
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
-            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP or
-                a reentrant checkpoint between the norm and this layer has made useless.
+            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP
+                between the norm and this layer has made useless.
             ValueError: for another dtype, shape or device.
-            RuntimeError: for a norm's input that was written to after the norm and that the weight's gradient needs.
         """
         if self.is_plain:
             weight, bias = self.parts()
             return F.linear(x, weight, bias)
         weight, bias = self.parts()
-        check_norm_result(x, weight)
+        check_norm_result(x)
         gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
             raise ConfigError(
@@ -374,6 +346,3 @@ class MXNormLinear(QuantizedLinear):
             (y,) = _multiply(x, (self,), gemms, self.ready_with(x.gain), True)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)
-
-    def register_full_backward_hook(self, *_, **__):
-        refuse_backward_hook(self.fqn or "an MXNormLinear")

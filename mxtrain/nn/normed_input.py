@@ -1,24 +1,69 @@
 """What an MXNorm hands to its linears. It takes a tensor's place but is not one; only linears accept it."""
 
-from traceback import walk_stack
 from typing import NamedTuple
 
 import torch
-from torch.nn.modules import module as of_all_modules
-from torch.utils.checkpoint import CheckpointFunction
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.matrices import CastSpec, Codes, Operand
 from mxtrain.formats.mxnorm import scale_rows
-from mxtrain.formats.recipe import Recipe
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.keyed import from_key
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.formats.recipe import Format, Recipe, format_named
+from mxtrain.launch import from_key
+from mxtrain.launch.functions import once_differentiable, untraced
+from mxtrain.launch.pytorch import tree_leaves
 from mxtrain.nn.gathered_norm import GatheredColumns
 from mxtrain.nn.group import GroupCall
 from mxtrain.nn.recipe_module import RecipeModule
-from mxtrain.nn.routed_rows import RoutedRows, pack
-from mxtrain.nn.three_gemms import version
+
+
+def pack(codes: Codes) -> torch.Tensor:
+    """8-bit codes [R, D] and scales [R, D / block] -> uint8 [R, D + D / block]."""
+    return torch.cat([codes.data.view(torch.uint8), codes.scales.view(torch.uint8)], 1)
+
+
+def unpack(packed: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """uint8 [R, D + D / block] -> values [R, D] in ``dtype``. Rows of zero bytes are zeros."""
+    data, scales = packed.tensor_split([packed.shape[1] // (fmt.block_size + 1) * fmt.block_size], 1)
+    return fmt.ops.dequantize(Codes(data.view(getattr(torch, fmt.element)), scales.view(torch.float8_e8m0fnu)), dtype)
+
+
+@untraced
+class _RowValues(torch.autograd.Function):
+    """h [R, D] and packed rows -> their values [R, D] in the dtype of h, with h's gradient."""
+
+    @staticmethod
+    def forward(ctx, h: torch.Tensor, packed: torch.Tensor, format: str):
+        ctx.set_materialize_grads(False)
+        return unpack(packed, format_named(format), h.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, saved, dx: torch.Tensor):
+        return dx, None, None
+
+
+class RoutedRows(NamedTuple):
+    """Rows of an MXNorm's result for experts, as expert parallelism sends them: codes and scales, joined as bytes.
+
+    A row of D 8-bit elements in blocks of 32 is D + D / 32 bytes, where bf16 values are 2 D. Bytes also pass FSDP,
+    which casts floating inputs of experts, float8 among them. A tuple, because FSDP's hooks find tensors in tuples.
+
+    Attributes:
+        h: stands for the rows' values [T, D], with the same shape and dtype but without data; takes their gradient.
+        packed: uint8 [T, D + D / block] (``pack``).
+        format: name of their format.
+        index: int64 [R]: the token of every row to be sent. None for rows that are in the order of experts.
+    """
+
+    h: torch.Tensor
+    packed: torch.Tensor
+    format: str
+    index: torch.Tensor | None = None
+
+    def values(self) -> torch.Tensor:
+        """The rows [T, D] in the dtype of h."""
+        return _RowValues.apply(self.h, self.packed, self.format)
+
 
 LOOKS = ("shape", "size", "ndim", "dim", "numel", "device")
 """Attributes and methods that a ``NormedInput`` shares with the plain norm's result, with equal answers.
@@ -52,7 +97,7 @@ class NormedInput(NamedTuple):
     A tuple, because PyTorch finds tensors in tuples: for FSDP, and where a compiled graph ends.
     ``LOOKS`` lists what a model may ask the tuple, ``_REFUSED`` what a model must not do with it. PyTorch itself needs
     iteration and ``len``, so these stay. The norm comes first, so that a model that iterates fails at the first item.
-    Full backward hooks of modules would see other gradients than those of a plain norm's result.
+    Full backward hooks on the norm and its linears see other gradients than those of a plain norm's result, or None.
 
     ``torch.is_tensor`` and ``isinstance`` say that the result is no tensor, which the survey of a conversion cannot
     foresee. A model that then uses the result in another way fails; one that goes on without the result does not.
@@ -70,8 +115,6 @@ class NormedInput(NamedTuple):
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
         gathered: gathers wgrad's operand, where codes are sent instead of x.
         call: this forward of linears that are one GEMM each way (``mxtrain.nn.group``); None for single linears.
-        x_writes: ``writes_to(x)`` before the linears. A hook may have put a copy in the place of x since, with a count
-            of its own.
         feeds_mixture: whether a mixture of experts takes the result: tokens as rows, and rows in the order of experts.
         sends_codes: whether experts on other processes take these rows as codes, where fprop's format
             has no tensor scale.
@@ -88,7 +131,6 @@ class NormedInput(NamedTuple):
     mode: str
     gathered: GatheredColumns | None = None
     call: GroupCall | None = None
-    x_writes: tuple[int, int] | None = None
     feeds_mixture: bool = False
     sends_codes: bool = False
 
@@ -153,7 +195,7 @@ class NormedInput(NamedTuple):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        values = torch.utils._pytree.tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, cls))
+        values = tree_leaves((args, kwargs), is_leaf=lambda value: isinstance(value, cls))
         normed = next(value for value in values if isinstance(value, cls))
         if function is torch.zeros_like and normed.feeds_mixture:  # for the sum of what experts return
             return torch.zeros_like(normed.h)
@@ -163,12 +205,8 @@ class NormedInput(NamedTuple):
         return f"<the result of {_name(self)}, {list(self.shape)}, for linears only>"
 
 
-_REFUSED = (
-    *("setitem", "contains", "reversed", "bool", "float", "int", "index", "array"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "neg", "pos", "abs", "invert", "round"),
-    *(side + name for name in ("add", "sub", "mul", "truediv", "pow", "matmul") for side in ("", "r")),
-    *(side + name for name in ("floordiv", "mod", "divmod", "and", "or", "xor") for side in ("", "r")),
-)
+# A tuple has no other operators, so Python or PyTorch refuses them.
+_REFUSED = "contains reversed bool array eq ne lt le gt ge add radd mul rmul".split()
 
 
 def _name(normed: NormedInput) -> str:
@@ -195,82 +233,25 @@ for _method in (*(f"__{name}__" for name in _REFUSED), "index", "count"):
     setattr(NormedInput, _method, _refuse(_method))
 
 
-def writes_to(x: torch.Tensor) -> tuple[int, int] | None:
-    """Return the id of x and the number of writes to it so far; None if PyTorch does not count them."""
-    writes = version(x)
-    return None if writes is None else (id(x), writes)
-
-
-def check_norm_result(normed, weight: torch.Tensor) -> None:
-    """Require an MXNorm's result that gives a linear with this weight its gradients.
+def check_norm_result(normed) -> None:
+    """Require an MXNorm's result that gives a linear its gradients.
 
     In a compiled graph only class and dtype are checked: Dynamo cannot trace the rest.
 
     Raises:
         TypeError: ``normed`` is not the result of an MXNorm.
-        ConfigError: FSDP or a reentrant checkpoint between the norm and the linear has made the result useless.
-        RuntimeError: x was written to after the norm, as PyTorch raises it for saved tensors.
+        ConfigError: FSDP between the norm and the linear has made the result useless.
     """
     if not isinstance(normed, NormedInput):
-        if isinstance(normed, tuple) and len(normed) == len(NormedInput._fields):
-            raise ConfigError(
-                "a checkpoint with use_reentrant=True around an MXNorm makes its result a plain tuple: set "
-                "use_reentrant=False"
-            )
         raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(normed).__name__}")
-    h, gain = normed.h, normed.gain
     if normed.rho.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"the result of an MXNorm was cast to {normed.rho.dtype} before its linears: set cast_forward_inputs=False "
             "in FSDP's mixed precision of modules between the norm and its linears"
         )
-    if torch.compiler.is_compiling():
-        return
-    if gain is not None and gain.untyped_storage().size() == 0:
+    gain = normed.gain
+    if gain is not None and not torch.compiler.is_compiling() and gain.untyped_storage().size() == 0:
         raise ConfigError(
             "the gain of an MXNorm was freed before its linears: let FSDP shard the norm together with its linears, or "
             "a module that holds them all"
         )
-    if h.requires_grad and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
-        raise ConfigError(
-            "a checkpoint with use_reentrant=True between an MXNorm and its linears loses their gradients: set "
-            "use_reentrant=False"
-        )
-    # PyTorch counts the writes only from the linear on, which saves x, or from the norm on if x needs a gradient.
-    needs_x = weight.requires_grad or (gain is not None and gain.requires_grad)
-    of_x, writes_before = normed.x_writes or (None, 0)
-    if of_x == id(normed.x) and needs_x and torch.is_grad_enabled() and normed.x._version > writes_before:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
-            f"{list(normed.x.shape)} of an MXNorm is at version {normed.x._version} before its linears; expected "
-            f"version {writes_before}, which was normalized"
-        )
-
-
-def _in_reentrant_checkpoint() -> bool:
-    return any(frame.f_code is CheckpointFunction.forward.__code__ for frame, _ in walk_stack(None))
-
-
-# Full backward hooks see and edit dL/dy on the plain model, the gradient of the norm's result y. An MXNorm's result has
-# the gradients dL/dxhat and dL/dgain instead, and is a tuple, in whose place PyTorch shows a hook None and drops what
-# the hook returns. Hooks on modules that hold a norm with all its linears are served. So are
-# ``register_full_backward_pre_hook`` and hooks of tensors, wherever the module's result is a tensor.
-
-
-def refuse_backward_hook(name: str, *_, **__) -> None:
-    """Raise ConfigError. Takes the place of the methods of the module called ``name`` that register a hook."""
-    raise ConfigError(
-        f"a full backward hook on {name} cannot see the gradient of an MXNorm's result, which is no tensor: hook the "
-        "block that holds the norm and its linears, use register_full_backward_pre_hook on a linear for the gradient "
-        "of its result, name the norm in filter_fqns, or convert the model with 'mx_linear'"
-    )
-
-
-def refuse_global_backward_hooks(norm) -> None:
-    """Raise ConfigError if PyTorch would call full backward hooks of all modules on this MXNorm.
-
-    A compiled graph may not look at the norm's name before that: it would be compiled for one name.
-    ``register_module_full_backward_pre_hook`` is left alone: PyTorch's ``CommDebugMode`` uses it and edits nothing.
-    """
-    if of_all_modules._global_backward_hooks and torch.is_grad_enabled():
-        refuse_backward_hook(f"all modules, {norm.fqn or 'an MXNorm'} among them,")

@@ -1,40 +1,14 @@
 """Modules with a recipe, and with random numbers of their own, derived from the job's seed and the module's name."""
 
-from dataclasses import dataclass, field
-
 import torch
 import torch.nn as nn
 
-from mxtrain.formats.format import FORMATS
-from mxtrain.formats.recipe import LinearRecipe
+from mxtrain.formats.recipe import FORMATS, LinearRecipe
 from mxtrain.formats.schedule import LayerState, Timeline
-from mxtrain.rng.rounding import draws_of_call, position_as_set, random_position
+from mxtrain.rng.rounding import position_as_set, random_position
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 
 _LOADED = [fmt.ops for fmt in FORMATS.values()]  # with the layers, not while PyTorch traces one
-
-
-@dataclass(frozen=True)
-class _Numbers:
-    """A layer's signs, packed, and its key. Copies of the layer share the tensors, by which calls are counted."""
-
-    signs: int
-    key: int
-    tensors: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
-
-    def __deepcopy__(self, memo) -> "_Numbers":
-        return self
-
-    def __reduce__(self):
-        return _Numbers, (self.signs, self.key)  # a pickle may be loaded where devices differ
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return signs and key, int64 [2]."""
-        if device in self.tensors:
-            return self.tensors[device]
-        made = torch.tensor([self.signs, self.key], dtype=torch.int64, device="cpu").to(device)
-        # Fake tensors, and those made in inference mode, are of no use later.
-        return self.tensors.setdefault(device, made) if type(made) is torch.Tensor and not made.is_inference() else made
 
 
 class RecipeModule(nn.Module):
@@ -48,8 +22,8 @@ class RecipeModule(nn.Module):
     recipe: LinearRecipe
     timeline: Timeline | None = None
     """The recipes by step; None for one recipe throughout"""
-    # int64 [2] on the device of the parameters (``_Numbers``).
     _seeds: torch.Tensor | None = None
+    """The signs, packed, and the key, int64 [2] on the device of the parameters"""
     _fqn: str = ""
 
     @property
@@ -64,7 +38,7 @@ class RecipeModule(nn.Module):
         the empty name.
         """
         self._fqn = fqn
-        self._numbers = _Numbers(sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn))
+        self._numbers = sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)
         self._seeds = None
         self._make_seeds()
 
@@ -79,7 +53,10 @@ class RecipeModule(nn.Module):
         device = next((p.device for p in self.parameters(recurse=False)), None)
         if device is None or device.type == "meta":
             device = torch.device("cpu") if self._seeds is None else self._seeds.device
-        self._seeds = self._numbers.on(device)
+        # Fake tensors, and those made in inference mode, are of no use later.
+        if self._seeds is None or self._seeds.device != device or type(self._seeds) is not torch.Tensor:
+            with torch.inference_mode(False):
+                self._seeds = torch.tensor(self._numbers, dtype=torch.int64, device="cpu").to(device)
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -105,6 +82,5 @@ class RecipeModule(nn.Module):
         if not (self.recipe.needs_draws and torch.is_grad_enabled()):
             return None
         position = position_as_set(device.type)
-        if position is not None:
-            return draws_of_call(self._seeds, position).to(device)
-        return torch.cat((self._seeds.to(device)[1:], random_position(device)))
+        position = random_position(device) if position is None else position.to(device)
+        return torch.cat((self._seeds.to(device)[1:], position))

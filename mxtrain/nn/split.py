@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial
 
-from mxtrain.launch.keyed import Keyed
+from mxtrain.launch import Keyed
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from mxtrain.formats.matrices import CastSpec, Operand
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
 from mxtrain.formats.schedule import LayerState
-from mxtrain.launch.keyed import from_key
-from mxtrain.launch.once_differentiable import refuse_transforms
+from mxtrain.launch import from_key
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.nn.split import WHOLE, SplitMatrices
 
@@ -356,9 +355,8 @@ def check_features(in_features: int, out_features: int, recipe: LinearRecipe) ->
 def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, recipe: LinearRecipe, mode: str) -> None:
     """Raise ValueError unless a layer with this weight, recipe and mode takes x [..., features].
 
-    Raises ConfigError for DTensors, unless nothing is quantized, and RuntimeError in a transform of ``torch.func``.
+    Raises ConfigError for DTensors, unless nothing is quantized.
     """
-    refuse_transforms()
     if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and recipe.quantizes:
         raise ConfigError(
             "a quantized layer got a DTensor: PyTorch's tensor parallelism (parallelize_module) does not split its "

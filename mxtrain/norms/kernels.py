@@ -26,17 +26,19 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.launch.device import (
+from mxtrain.launch.launch import (
     H100_SMS,
     INTERPRETED,
     MAX_PERSISTENT_COLUMNS,
+    Launch,
     cdiv,
     check_row_length,
+    contiguous,
     next_power_of_2,
+    register_op,
     shared_memory,
     sm_count,
 )
-from mxtrain.launch.launch import Launch, contiguous, register_op
 
 # Launch plans
 

@@ -50,7 +50,7 @@ def layer_norm(
         y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
 
     Raises:
-        ValueError, TypeError, RuntimeError: as ``rms_norm`` does.
+        ValueError, TypeError: as ``rms_norm`` does.
     """
     return row_norm("layer_norm", x, weight, bias, residual, eps)
 

@@ -6,12 +6,9 @@ import torch
 
 from mxtrain.formats import mxnorm as reference
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
-from mxtrain.formats.format import ScaleRounding
-from mxtrain.formats.hardware import Mode, resolve_mode
-from mxtrain.formats.matrices import check_tensor
+from mxtrain.formats.hardware import HAS_TRITON, Mode, resolve_mode, runs_kernels
 from mxtrain.formats.parse import get_recipe
-from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
-from mxtrain.launch import HAS_TRITON, runs_kernels
+from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, ScaleRounding
 
 if HAS_TRITON:
     from mxtrain.norms import mxnorm_backward as kernels
@@ -79,10 +76,8 @@ def mxnorm_cast(
 
     Raises:
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.
-        ValueError: for a dtype or last dimension that cannot be cast, and for a sparse or nested tensor.
-        TypeError: for an x that is no tensor.
+        ValueError: for a dtype or last dimension that cannot be cast.
     """
-    check_tensor("x", x)
     recipe = get_recipe(get_recipe(recipe).fprop, scale_rounding=scale_rounding).fprop
     estimate = RMSEstimate.for_recipe(recipe, p, estimator, eps)
     mode = resolve_mode(mode, x.device.type)

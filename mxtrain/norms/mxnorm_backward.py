@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.launch.device import MAX_PERSISTENT_COLUMNS, cdiv, next_power_of_2
-from mxtrain.launch.launch import Launch, contiguous, register_op
+from mxtrain.launch.launch import MAX_PERSISTENT_COLUMNS, Launch, cdiv, contiguous, next_power_of_2, register_op
 
 # Rows and columns that a program of the fold holds at once, and its warps.
 FOLD_ROWS, FOLD_COLUMNS, FOLD_WARPS = 16, 128, 2

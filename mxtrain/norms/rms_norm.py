@@ -39,8 +39,7 @@ def rms_norm(
 
     Raises:
         ValueError: for mismatched shapes or devices, a negative eps, or an unsupported dtype or width.
-        TypeError: for what is no tensor, and for a mix of DTensors and plain tensors.
-        RuntimeError: in a transform of ``torch.func``.
+        TypeError: for a mix of DTensors and plain tensors.
     """
     return row_norm("rms_norm", x, weight, None, residual, eps)
 

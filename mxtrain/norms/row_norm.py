@@ -13,10 +13,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
-from mxtrain.formats.matrices import at_least_fp32, check_tensor
-from mxtrain.launch import HAS_TRITON, runs_kernels
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable, refuse_transforms
+from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
+from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.launch.functions import once_differentiable, untraced
+from mxtrain.launch.pytorch import autocasts_on_cuda
 from mxtrain.norms import reference
 
 if HAS_TRITON:
@@ -32,10 +32,7 @@ WHEN_COMPILED = get_args(WhenCompiled)
 AUTO_WHEN_COMPILED = "formula"
 
 # Whether autocast on a GPU casts to fp32 before these functions of PyTorch. Before F.rms_norm PyTorch 2.11 does not.
-_AUTOCASTS = {
-    name: torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
-    for name in ("rms_norm", "layer_norm")
-}
+_AUTOCASTS = {name: autocasts_on_cuda(name) for name in ("rms_norm", "layer_norm")}
 
 
 def runs_when_compiled(when_compiled: str) -> str:
@@ -91,7 +88,6 @@ class _RowNormFunction(torch.autograd.Function):
 
 def row_norm(name: str, x, weight, bias, residual, eps):
     """Check the operands, and apply the norm ``name`` to them, or to the shards of DTensors."""
-    refuse_transforms()
     _check(x, weight=weight, bias=bias, residual=residual)
     eps = checked_eps(eps)
     if _AUTOCASTS[name] and x.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
@@ -109,14 +105,12 @@ def row_norm(name: str, x, weight, bias, residual, eps):
 
 
 def _check(x: torch.Tensor, **others: torch.Tensor | None) -> None:
-    check_tensor("x", x)
     shape, dtype, device = x.shape, x.dtype, x.device
     if len(shape) == 0 or shape[-1] == 0:
         raise ValueError(f"x {tuple(shape)}: expected a last dimension of at least 1")
     for name, tensor in {"x": x, **others}.items():
         if tensor is None:
             continue
-        check_tensor(name, tensor)
         if tensor.shape != (shape if name in ("x", "residual") else shape[-1:]):
             part = "its shape" if name == "residual" else "its last dimension"
             raise ValueError(f"{name} {tuple(tensor.shape)} does not match x {tuple(shape)}: expected {part}")
@@ -203,7 +197,6 @@ class FusedNorm(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
-        check_tensor("x", x)
         if x.shape[-1:] != self.normalized_shape:
             raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {self.normalized_shape[0]}")
         takes_formula = torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula"

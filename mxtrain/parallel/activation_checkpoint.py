@@ -32,9 +32,9 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from mxtrain.formats.format import FORMATS
 from mxtrain.formats.gemm import guarded_mm
 from mxtrain.formats.matrices import ELEMENTS_PER_BYTE
+from mxtrain.formats.recipe import FORMATS
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.mxnorm import MXNorm
 

@@ -11,9 +11,8 @@ import torch.nn as nn
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.collectives import exchange_rows
-from mxtrain.formats.format import FORMATS
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.formats.recipe import FORMATS
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import without_data
 

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mxtrain.launch.pytorch import TorchDispatchMode, tree_leaves
 from mxtrain.rng.seeds import weight_seed
 
 # Segments that activation checkpointing and torch.compile add to names.

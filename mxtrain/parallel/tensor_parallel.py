@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.recipe import LinearRecipe
+from mxtrain.launch.pytorch import CheckpointWrapper
 from mxtrain.nn.experts import QuantizedExperts, weight_names
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear

@@ -87,7 +87,7 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
     if not asks_for_help(flags):
         settings = read_settings([f"{CONFIG_FLAGS[0]}={config}", *all_flags])
         saved = folder / settings["checkpoint.folder"]
-        if not any(saved.glob("step-*")) and interrupted_after(folder, saved) is None:
+        if not any(saved.glob("step-*")) and interrupted_after(folder) is None:
             name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
             raise ConfigError(
                 f"{name} = {settings[name]}{so} {saved} holds no checkpoint to resume from; start again, in a new "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
-from mxtrain.formats.format import SCALE_ROUNDINGS, TENSOR_SCALES
+from mxtrain.formats.recipe import SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,

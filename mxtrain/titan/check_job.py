@@ -27,10 +27,10 @@ def check_job(settings: Settings, machine: Machine) -> None:
     check_model(settings.values)
     check_model_layout(settings)
     compilation = settings.values.compile
-    if compilation.enable and compilation.backend not in torch._dynamo.list_backends(exclude_tags=()):
+    if compilation.enable and compilation.backend not in torch.compiler.list_backends(exclude_tags=()):
         raise ConfigError(
             f"compile.backend = {compilation.backend!r} is not known to torch.compile: allowed are 'inductor', "
-            "'aot_eager', and what else torch._dynamo.list_backends(exclude_tags=()) names"
+            "'aot_eager', and what else torch.compiler.list_backends(exclude_tags=()) names"
         )
     job_config = job_config_of(settings)
     check_data(job_config)

@@ -12,19 +12,15 @@ from pathlib import Path
 
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
-from torchtitan.tools.logging import logger
 
 from mxtrain.data import DataConfig, Prepared, Tokens, prepare
 from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
-from mxtrain.data.documents import raised_as, stream_texts
-from mxtrain.data.loader import Loader, RunLoader, TokenDataset
-from mxtrain.data.local_files import shared_files
+from mxtrain.data.loader import Loader, RunData, RunLoader, TokenDataset
 from mxtrain.data.prepared import check_source, differences
-from mxtrain.data.run_data import RunData
-from mxtrain.data.streams import Stream, training_stream, validation_stream
+from mxtrain.data.streams import Stream, stream_texts, training_stream, validation_stream
 from mxtrain.data.tokenizer import load_tokenizer
-from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.ranks import from_first_rank, is_first, is_first_of_node, run_on_all_ranks, this_node
+from mxtrain.errors import ConfigError, raised_as, require_one_of
+from mxtrain.ranks import from_first_rank, is_first, is_first_of_node, run_on_all_ranks
 from mxtrain.reports.terminal import note, note_progress
 from mxtrain.titan.releases import engine
 
@@ -34,20 +30,12 @@ def build_tokenizer(job_config) -> HuggingFaceTokenizer:
 
     Raises ConfigError as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
     """
-    given = job_config.model.hf_assets_path
-    if given:  # checked before a long text is tokenized
-        folder = Path(os.path.expanduser(given)).absolute()
-        run_on_all_ranks(partial(_require_fitting_tokenizer, folder, job_config, f"model.hf_assets_path = {given!r}"))
-    folder = prepare_from_job(job_config).tokenizer
-    if not given:  # a prepared text may have a larger one than the model
-        setting = f"the tokenizer of data.prepared = {job_config.data.prepared!r}"
-        _require_fitting_tokenizer(folder, job_config, setting)
+    folder, given = prepare_from_job(job_config).tokenizer, job_config.model.hf_assets_path
+    # A prepared text may have a larger tokenizer than the model.
+    setting = f"model.hf_assets_path = {given!r}" if given else f"data.prepared = {job_config.data.prepared!r}"
+    _require_fitting_tokenizer(folder, job_config, setting)
     tokenizer = engine().hugging_face_tokenizer(str(folder))
-    tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, size = load_tokenizer(folder)  # as for prepared text
-    rows = engine().vocab_size(job_config)
-    if size < rows and is_first():
-        unused = f"{rows - size:,} have no token; data.vocab_size = {size} drops them"
-        note(f"tokenizer {size:,}, model {rows:,} rows: {unused}")
+    tokenizer.tokenizer, tokenizer.bos_id, tokenizer.eos_id, _ = load_tokenizer(folder)  # as for prepared text
     tokenizer.hf_adds_bos = tokenizer.hf_adds_eos = False
     return tokenizer
 
@@ -86,13 +74,13 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTok
     training, rank = job_config.training, (dp_rank, dp_world_size)
     name, prepared = training.dataset, prepare_from_job(job_config)
     data = RunData(job_config, prepared)
-    _on_first_rank(data.keep)
+    from_first_rank(data.keep)
     if is_first():
         note(f"text: {prepared.report.line}")
     if name == "hf":
         dataset, version = training_stream(job_config, tokenizer, rank, infinite=True)
         if version:
-            _on_first_rank(data.keep_facts, stream_version=version)
+            from_first_rank(partial(data.keep_facts, stream_version=version))
     elif name in DATASETS:
         dataset = TokenDataset(prepared.train, training, rank, job_config.data.seed)
         if is_first():
@@ -133,13 +121,9 @@ def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: t
         tokens = _held_out(job_config)
         dataset = TokenDataset(tokens, validation, rank, job_config.data.seed, infinite=False, section="validation")
         facts = {"validation_text": tokens.sha256, "validation_sequences": str(dataset.samples(validation.steps))}
-        _on_first_rank(RunData(job_config, prepare_from_job(job_config)).keep_facts, **facts)
+        from_first_rank(partial(RunData(job_config, prepare_from_job(job_config)).keep_facts, **facts))
     options = {"num_workers": 0} if name == "hf" and held_out_share(job_config) else {}
     return Loader(dataset, validation, **options)
-
-
-def _on_first_rank(work: Callable, **facts: str) -> None:
-    run_on_all_ranks(partial(work, **facts) if is_first() else None)
 
 
 def prepare_from_job(job_config, progress: Callable[[str], None] = note_progress) -> Prepared:
@@ -189,25 +173,24 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
     def titan_texts() -> Iterator[str]:
         return stream_texts(*_titan_rows(config.dataset, config.path), setting)
 
-    stream, prepared, node = None if config.dataset in DATASETS else titan_texts, [], this_node()
+    stream, prepared = None if config.dataset in DATASETS else titan_texts, []
 
-    def work(folder: str = "") -> dict:
-        prepared.append(prepare(replace(config, prepared=folder or config.prepared), progress, stream))
-        return {"folder": str(prepared[0].folder or ""), "identity": prepared[0].identity}
+    def work() -> dict:
+        prepared.append(prepare(config, progress, stream))
+        return prepared[0].identity
 
-    # The first rank of each node prepares the text, the others load it.
-    ranks = run_on_all_ranks(work if is_first_of_node() else None)
-    folder = next((rank["result"]["folder"] for rank in ranks if rank["result"] and rank["node"] == node), "")
-    ranks = run_on_all_ranks(None if is_first_of_node() else partial(work, folder), ranks)
-    first = ranks[0]
-    for number, rank in enumerate(ranks):
-        expected, actual = first["result"]["identity"], rank["result"]["identity"]
-        if actual != expected:
+    # The first rank of each node, whose progress is shown, prepares the text, and the others load it.
+    first = run_on_all_ranks(work if is_first_of_node() else None)[0]
+
+    def compare() -> None:
+        if (own := prepared[0].identity if prepared else work()) != first["result"]:
             raise ConfigError(
-                f"{setting}: rank {number} on node {rank['node']} has other data than rank 0 on node {first['node']}: "
-                f"{differences(expected, actual)}; give all nodes the same files and packages, or prepare the text "
-                "on one node in a data.cache_dir that all nodes see and name it in data.prepared"
+                f"{setting}: other data than on node {first['node']}: {differences(first['result'], own)}; give all "
+                "nodes the same files and packages, or prepare the text on one node in a data.cache_dir that all nodes "
+                "see and name it in data.prepared"
             )
+
+    run_on_all_ranks(compare)
     return prepared[0]
 
 
@@ -223,13 +206,6 @@ def opening(section: str, name: str, path: str | None):
     return raised_as(f"{section}.dataset = {name!r} cannot be opened at {path or TITAN_DATASETS[name].path!r}")
 
 
-def _shared_files(training: DataConfig, validation: DataConfig) -> tuple[int, bool]:
-    try:
-        return shared_files(training, validation)
-    except ConfigError:  # the files of a prepared text may be gone
-        return 0, False
-
-
 def _held_out(job_config) -> Tokens:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
     training, prepared = (
@@ -238,20 +214,12 @@ def _held_out(job_config) -> Tokens:
     )
     dataset = validation_dataset(job_config)
     path = path_of(job_config, "validation", dataset)
-    own = {"dataset": dataset, "path": path, "section": "validation"}
-    # A prepared text is that of training.
-    config = replace(training, **own, tokenizer_path=str(prepared.tokenizer), prepared="")
-    if dataset == training.dataset and path in ("", training.path):
+    places = {os.path.realpath(os.path.expanduser(one)) for one in (path or training.path, training.path)}
+    if dataset == training.dataset and len(places) == 1:
         return prepared.validation
-    if dataset == training.dataset == "files":
-        common, is_training_text = from_first_rank(partial(_shared_files, training, config))
-        if is_training_text:
-            return prepared.validation
-        if common and is_first():
-            logger.warning(
-                f"validation.dataset_path = {path!r} has {common} file(s) of training.dataset_path, on which the run "
-                "trains"
-            )
+    # A prepared text is that of training.
+    own = {"dataset": dataset, "path": path, "section": "validation", "prepared": ""}
+    config = replace(training, **own, tokenizer_path=str(prepared.tokenizer))
     if dataset == "python":
         return _prepare(config, note_progress).validation
     prepared = _prepare(replace(config, validation_share=0.0), note_progress)

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torchtitan.tools import utils
 
-from mxtrain.nn.buffers import kept_buffers
+from mxtrain.nn.experts import kept_buffers
 from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
 from mxtrain.parallel.expert_dispatch import choose_exchange
 from mxtrain.parallel.initial_weights import draw_by_name, plain_name, shared_seed

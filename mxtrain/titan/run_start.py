@@ -14,7 +14,7 @@ from mxtrain.checkpoints.folder import (
     package_versions,
 )
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, lock_owner
-from mxtrain.checkpoints.start import Start, begins_again, require_folder
+from mxtrain.checkpoints.start import Start, interrupted_after, require_folder
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
@@ -76,9 +76,10 @@ def begin_run(job_config, find: Callable[[], Start], found: Start | None) -> Sta
         run_on_all_ranks(lambda: _verify(start))
 
     def clear() -> list[str]:
-        again = begins_again(folder, checkpoint)
+        last = interrupted_after(folder) if checkpoint.enable and start.step == 0 else None
         clear_leftovers(folder / checkpoint.folder)
-        return list(again)
+        ended = f"the run in this folder ended near step {last}, before its first checkpoint: it begins again"
+        return [] if last is None else [ended]
 
     lines = [*from_first_rank(clear), *start.notes, *start.changes, *other_versions(start)]
     if checkpoint.verify and start.checkpoint and not any(file.sha256 for file in start.manifest.files.values()):

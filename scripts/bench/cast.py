@@ -29,7 +29,7 @@ from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting
 
 from mxtrain.formats import mx as casts
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.grouped import make_groups
+from mxtrain.formats.gemm import make_groups
 from mxtrain.formats.matrices import joined, rows_in_order
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.mxnorm import inverse_rms, norm_backward, scale_rows
@@ -54,7 +54,7 @@ def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.norm_kernel import mxnorm_cast
+    from mxtrain.formats.mxfp8.norm import mxnorm_cast
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     # Triton's interpreter truncates to bf16 instead of rounding, so it gets a residual whose sum is exact in bf16.

@@ -41,7 +41,7 @@ from kernel_benchmark import (
 )
 from norm_kinds import KINDS, RMS, Kind, Peer
 
-from mxtrain.launch.device import sm_count
+from mxtrain.launch.launch import sm_count
 from mxtrain.norms.kernels import Plan, backward_plan, forward_plan
 
 DTYPE = torch.bfloat16

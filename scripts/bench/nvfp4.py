@@ -93,7 +93,7 @@ def same_results(results, expected) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.norm_kernel import nvfp4_norm
+    from mxtrain.formats.nvfp4.norm import nvfp4_norm
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     peers = ("RMSNorm + torchao, compiled",)

@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 from kernel_benchmark import Entry
 
-from mxtrain.launch.device import INTERPRETED
-from mxtrain.launch.launch import Launch, register_op
+from mxtrain.launch.launch import INTERPRETED, Launch, register_op
 
 N = 1024
 COLUMNS = {"what": "<", "launches": "d", "us per call": ".2f", "us over bare launch": ".2f", "check": "<"}

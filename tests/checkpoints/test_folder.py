@@ -22,7 +22,6 @@ from mxtrain.checkpoints.folder import (
     withdraw,
     write_manifest,
 )
-from mxtrain.errors import ConfigError
 from mxtrain.files import FileRecord, hash_file
 
 LARGE = bytes(range(256)) * 40_000  # larger than a piece that is read at a time
@@ -132,17 +131,14 @@ def test_what_is_wrong_is_named_and_does_not_hide_the_others(tmp_path):
     write(tmp_path / "step-5")
     shorten(write(tmp_path / "step-10") / "data")
     (tmp_path / "step-20").mkdir()
-    (tmp_path / "step-20" / ".metadata").touch()
-    write(tmp_path / "step-25", step=5)
     for name in ("step-10-mine", "step-010", ".saving/step-20", "set_aside/step-30"):
         write(tmp_path / name, step=10)
     saved = Checkpoints(tmp_path)
     assert list(saved.whole) == [5] and saved.newest == tmp_path / "step-5"
-    assert saved.problems.pop("step-20").startswith("it has no manifest.json: TorchTitan itself or an older mxtrain")
-    assert saved.problems == {"step-10": "data has 6 bytes instead of 7", "step-25": "it is a copy of step-5"}
-    assert [path.name for path in saved.after(10)] == ["step-20", "step-25"]
+    assert saved.problems == {"step-10": "data has 6 bytes instead of 7", "step-20": "manifest.json is missing"}
+    assert [path.name for path in saved.after(10)] == ["step-20"]
     assert Checkpoints(tmp_path / "none").found == [] and Checkpoints(tmp_path / "none").newest is None
-    with pytest.raises(ConfigError, match="data is not a folder"):
+    with pytest.raises(NotADirectoryError):
         Checkpoints(tmp_path / "step-5" / "data")
 
 

@@ -76,16 +76,12 @@ TRAIN = {
         METRICS | saved(10, 5) | PART,
     ),
     "no folder of checkpoints": Case(
-        SAVES, "checkpoint.folder: run/checkpoint is not a folder", {"run/checkpoint": ""}
+        SAVES, "job.dump_folder = 'run' cannot be read: run/checkpoint: Not a directory", {"run/checkpoint": ""}
     ),
-    # Settings that would be ignored.
-    "initial weights beside another folder": Case(
-        f"{SAVES} --checkpoint.initial_load_path=w", f"{IN}'w' would be ignored, because run/checkpoint is not empty",
-        {"run/checkpoint/notes.txt": "", "w/.metadata": ""},
-    ),
+    # Weights that cannot be loaded.
     "the folder of all checkpoints as initial weights": Case(
         f"{NEW} --checkpoint.initial_load_path=run/checkpoint",
-        f"{IN}'run/checkpoint' holds no complete checkpoint: .metadata is missing; name the folder of one step",
+        f"{IN}'run/checkpoint' cannot be loaded: manifest.json is missing; name the folder of one step",
         saved(5),
     ),
     "damaged initial weights": Case(

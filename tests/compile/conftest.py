@@ -1,6 +1,6 @@
 import pytest
 
-from mxtrain.launch import runs_kernels
+from mxtrain.formats.hardware import runs_kernels
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
 
-from mxtrain.compile import analyses, passes
+from mxtrain.compile import launches as analyses
+from mxtrain.compile import passes
 
 
 class Kernel:

@@ -27,8 +27,8 @@ ESTIMATE = RMSEstimate.for_recipe(RECIPE)
 def kernels_of_each_kind(x, w, gain):
     """An op with two launches, and ops whose result is one tensor, a list or a tuple."""
     from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mxfp8.norm import mxnorm_cast
     from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast
-    from mxtrain.formats.norm_kernel import mxnorm_cast
     from mxtrain.formats.nvfp4.cast import nvfp4_cast
     from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
     from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtrain.compile.rounding import fuse_rounding
+from mxtrain.compile.kernel_inputs import fuse_rounding
 from mxtrain.formats.parse import get_recipe
 from tests.support.graph_checks import assert_same, draw, graph_after, operations
 

@@ -16,7 +16,7 @@ from pyarrow import feather
 
 from mxtrain.data import DataConfig, prepare
 from mxtrain.data import prepared as prepared_module
-from mxtrain.data.documents import is_held_out, megabytes
+from mxtrain.data.documents import is_held_out
 from mxtrain.data.prepared import TextReport, differences, load_text
 from mxtrain.data.token_files import token_dtype
 from mxtrain.data.tokenizer import EOS_TOKEN, load_tokenizer, tokenizer_hash
@@ -65,7 +65,7 @@ def test_both_splits_hold_their_documents_in_order(corpus, prose, cache, monkeyp
     assert report.folder == str(prepared.folder) and prepared.tokenizer.is_relative_to(cache)
     assert {path.name for path in prepared.folder.iterdir()} == {"prepared.json", "tokenizer", "tokens"}
     assert lines[0] == f"preparing dataset 'files' in {prepared.folder}" and lines[-1] == "prepared dataset 'files'"
-    assert f"tokenizing {megabytes(report.bytes)} of text in {processes} process(es)" in lines
+    assert f"tokenizing {report.bytes / 1e6:.1f} MB of text in {processes} process(es)" in lines
 
 
 def test_the_hash_of_a_long_text_is_that_of_its_parts(corpus, monkeypatch):
@@ -133,14 +133,13 @@ def zstd(content: bytes) -> bytes:
 
 
 KINDS = [
-    ("RC_2023-01.zst", lambda rows: zstd(json_lines(rows)), "json"),
-    ("wiki.jsonl.00", json_lines, "json"),
-    ("wiki", lambda rows: bz2.compress(json_lines(rows)), "json"),
-    ("a.csv", values(","), "csv"),
-    ("a.tsv.gz", lambda rows: gzip.compress(values("\t")(rows)), "csv"),
-    ("a.feather", arrow(lambda out, table: feather.write_feather(table, out, "lz4", 7)), "arrow"),
-    ("a.arrow", arrow(file), "arrow"),
-    ("b.arrow", arrow(stream), "arrow"),
+    ("RC_2023-01.jsonl.zst", lambda rows: zstd(json_lines(rows))),
+    ("a.json.bz2", lambda rows: bz2.compress(json_lines(rows))),
+    ("a.csv", values(",")),
+    ("a.tsv.gz", lambda rows: gzip.compress(values("\t")(rows))),
+    ("a.feather", arrow(lambda out, table: feather.write_feather(table, out, "lz4", 7))),
+    ("a.arrow", arrow(file)),
+    ("b.arrow", arrow(stream)),
 ]
 
 
@@ -150,28 +149,10 @@ def test_the_same_rows_in_a_file_of_another_kind_are_the_same_tokens(corpus, tmp
     corpus.write_bytes(json_lines(rows))
     expected = prepare(config_of(corpus), silent)
     assert rows[3]["text"] in texts(expected.train, expected.tokenizer)
-    for name, write, format in KINDS:
+    for name, write in KINDS:
         (tmp_path / name).write_bytes(write(rows))
         prepared = prepare(config_of(tmp_path / name, tokenizer_path=str(expected.tokenizer)), silent)
         assert prepared.identity == expected.identity, name
-        assert f"; files: 1 {format}; each" in prepared.report.line
-
-
-def test_json_of_one_row_and_text_that_looks_like_json_at_first(tmp_path):
-    """A file of one row is JSON Lines if the row has the text; other JSON is text among texts."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for name, content in (
-        ("a", '{"text": "one row"}'),
-        ("b", '{"lint": true}\n'),
-        ("c.txt", '{\n"text": "of several lines"\n}\n'),
-        ("d.txt", "{} is empty\n{} too\n"),
-    ):
-        (folder / name).write_text(content)
-    prepared = prepare(config_of(folder, validation_share=0.0), silent)
-    expected = ["one row", '{"lint": true}\n', '{\n"text": "of several lines"\n}\n', "{} is empty\n{} too\n"]
-    assert texts(prepared.train, prepared.tokenizer) == expected and len(prepared.validation) == 0
-    assert "; files: 1 json, 3 text; " in prepared.report.line
 
 
 # The cache
@@ -350,8 +331,8 @@ def test_the_tokenizer_is_not_trained_on_validation_text(corpus, tmp_path):
 
 def test_report_of_a_tokenized_text():
     counts = {"files": 1790, "documents": 1717, "bytes": 30_500_000, "train_tokens": 10_013_521}
-    dropped, formats = {"duplicate": 19, "machine-made": 22, "unreadable": 0}, {"json": 1_000, "text": 790}
-    report = TextReport("python", "/cache/python-1", 2048, 4096, **counts, dropped=dropped, formats=formats)
+    dropped = {"duplicate": 19, "machine-made": 22, "unreadable": 0}
+    report = TextReport("python", "/cache/python-1", 2048, 4096, **counts, dropped=dropped)
     report = replace(report, separators="begins with '<s>'")
     assert str(report).splitlines() == [
         "dataset               python",
@@ -363,10 +344,9 @@ def test_report_of_a_tokenized_text():
         "bytes                 30,500,000",
         "train tokens          10,013,521",
         "dropped               19 duplicate, 22 machine-made",
-        "formats               1,000 json, 790 text",
         "separators            begins with '<s>'",
     ]
-    files = "1,717 documents, 30.5 MB; files: 1,000 json, 790 text"
+    files = "1,717 documents, 30.5 MB"
     assert report.line == f"{files}; each document begins with '<s>'; left out: 19 duplicate, 22 machine-made"
 
 

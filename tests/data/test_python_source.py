@@ -18,7 +18,6 @@ from mxtrain.data.python_source import (
     list_files,
     package_limit,
 )
-from mxtrain.errors import ConfigError
 
 
 def source_of(**fields) -> PythonSource:
@@ -98,12 +97,6 @@ def test_max_bytes_limits_the_text(python_machine, prose):
     source = source_of(max_bytes=10_000)
     assert 5_000 < size(source) <= 10_000
     assert source.dropped["over max_bytes"] == 20 - len(keys(source))
-
-
-def test_no_usable_file_is_a_config_error(python_machine, prose):
-    python_machine({"a.py": prose(0)})
-    with pytest.raises(ConfigError, match="training.dataset = 'python' found no usable text .* data.max_bytes = 10"):
-        keys(source_of(max_bytes=10))
 
 
 def test_a_large_package_is_cut_to_its_share(python_machine, prose):

@@ -1,4 +1,6 @@
+import itertools
 import json
+import os
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,18 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
-from mxtrain.data import DataConfig, prepare
+from mxtrain.data import DataConfig, prepare, streams
 from mxtrain.data import loader as data_loader
 from mxtrain.data.documents import is_held_out
-from mxtrain.data.streams import Stream
+from mxtrain.data.streams import (
+    PATIENCE_ROWS,
+    Stream,
+    StreamedText,
+    hub_texts,
+    is_on_side,
+    open_stream,
+    stream_texts,
+)
 from mxtrain.data.tokenizer import train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
@@ -100,26 +110,12 @@ def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
     )
 
 
-def test_the_version_of_a_stream_is_kept_and_another_one_is_a_warning(hub, monkeypatch, caplog):
-    flags = ["--checkpoint.enable"]
-    config = hf_job(*flags)
-    file = Path(config.job.dump_folder) / "data.json"
+def test_a_run_keeps_the_version_of_its_stream(hub):
+    config = hf_job("--checkpoint.enable")
     loader = build_dataloader(1, 0, build_tokenizer(config), config)
     take(loader, 1)
-    assert json.loads(file.read_text())["stream_version"] == "c0ffee"
-    (file.parent / "checkpoint" / "step-1").mkdir(parents=True)
-    resumed = build_dataloader(1, 0, build_tokenizer(config), config)
-    resumed.load_state_dict(loader.state_dict())
-    assert json.loads(file.read_text())["stream_version"] == "c0ffee" and "version of" not in caplog.text
-    monkeypatch.setitem(VERSION, "some/set", "decade")
-    anew = hf_job(*flags, "--checkpoint.exclude_from_loading=dataloader,lr_scheduler")
-    for resumed, warns in ((config, True), (anew, False)):
-        file.write_text(file.read_text().replace("decade", "c0ffee"))
-        caplog.clear()
-        build_dataloader(1, 0, build_tokenizer(resumed), resumed)
-        assert json.loads(file.read_text())["stream_version"] == "decade"
-        line = "the version of the stream (decade) is another than that of the run so far (c0ffee)"
-        assert (line in caplog.text) == warns
+    loader.load_state_dict(loader.state_dict())
+    assert json.loads(Path(config.job.dump_folder, "data.json").read_text())["stream_version"] == "c0ffee"
 
 
 def require_exact_resume(config, tokenizer, stop, end):
@@ -170,10 +166,10 @@ def letters(rows, **options) -> Stream:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_rows_resume_after_every_sample(is_streamed):
     """datasets cannot skip all rows, and the last one has several samples. Streamed rows are those of Arrow tables."""
-    texts = [chr(97 + i % 26) * (1 + i % 7) for i in range(30)] + ["long" * 5]
+    texts = [chr(97 + i % 26) * (1 + i % 7) for i in range(10)] + ["long" * 5]
     rows = hf_datasets.Dataset.from_dict({"text": texts})
     rows, options = (rows.to_iterable_dataset() if is_streamed else rows), {"keeps": lambda row: "h" not in row["text"]}
-    whole = [labels.tolist() for _, labels in take(letters(rows, **options), 60)]
+    whole = [labels.tolist() for _, labels in take(letters(rows, **options), 30)]
     for stop in range(len(whole) - 5):
         stream, resumed = letters(rows, **options), letters(rows, **options)
         take(stream, stop)
@@ -189,10 +185,9 @@ def test_a_stream_without_text_is_an_error():
         next(iter(letters(rows)))
 
 
-@pytest.mark.parametrize("begun_by, flags", [(2, []), (3, ["--validation.enable", "--validation.steps=1"])])
-def test_any_number_of_ranks_goes_on_with_the_samples_of_a_stream(hub, monkeypatch, begun_by, flags):
-    """Two ranks have a file each. Three read both, without held-out documents. Both are read more than once."""
-    config = hf_job(*flags)
+def test_any_number_of_ranks_goes_on_with_the_samples_of_a_stream(hub, monkeypatch):
+    """Three ranks read both files, more than once, without held-out documents."""
+    config, begun_by = hf_job("--validation.enable", "--validation.steps=1"), 3
     tokenizer = build_tokenizer(config)
     expected, _ = on_ranks(config, tokenizer, begun_by, None, 816, monkeypatch)
     read, state, encoded, encode = [], None, [], tokenizer.encode
@@ -314,7 +309,99 @@ def test_too_few_held_out_documents_of_a_stream(hub):
         take(validation_loader(config), 1)
 
 
-def test_a_state_of_an_earlier_mxtrain_is_refused():
-    stream = Stream([], None, None, 4, (0, 1), infinite=False)
-    with pytest.raises(ConfigError, match="earlier mxtrain"):
-        stream.load_state_dict({"token_buffer": [], "sample_idx": 0})
+# Rows of streams
+
+
+def test_a_stream_is_opened_with_the_settings(monkeypatch):
+    calls = []
+
+    def load_dataset_builder(path, name):
+        calls.append((path, name))
+        return SimpleNamespace(as_streaming_dataset=lambda split: [split], hash="c0ffee")
+
+    monkeypatch.setattr(hf_datasets, "load_dataset_builder", load_dataset_builder)
+    assert open_stream("allenai/c4", "en", "validation") == (["validation"], "c0ffee")
+    assert open_stream("some/set") == (["train"], "c0ffee")
+    assert calls == [("allenai/c4", "en"), ("some/set", None)]
+
+
+def test_a_stream_of_local_files_has_another_version_when_they_change(tmp_path):
+    folder, file = tmp_path / "own", tmp_path / "own" / "a.jsonl"
+    folder.mkdir()
+    file.write_text('{"text": "a"}\n')
+    rows, version = open_stream(str(folder))
+    assert list(stream_texts(rows, StreamedText("text", "a"), "a")) == ["a"]
+    assert version and open_stream(str(folder))[1] == version
+    file.write_text('{"text": "b"}\n')
+    os.utime(file, (1, 1))
+    assert open_stream(str(folder))[1] != version
+
+
+def test_a_dataset_that_cannot_be_opened_is_a_config_error(monkeypatch):
+    def fail(*args, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(hf_datasets, "load_dataset_builder", fail)
+    message = r"training.dataset_path = 'a/b' \(data.hf_config = 'en', split 'train'\) .*ConnectionError: no network"
+    with pytest.raises(ConfigError, match=message):
+        open_stream("a/b", "en")
+    with pytest.raises(ConfigError, match="validation.dataset = 'hf' needs validation.dataset_path"):
+        open_stream("", section="validation")
+
+
+@pytest.fixture
+def rows_on_hub(monkeypatch):
+    """``hub(rows)`` makes these the rows of every dataset on the hub."""
+
+    def fill(rows):
+        stream = hf_datasets.IterableDataset.from_generator(lambda: iter(rows))
+        monkeypatch.setattr(streams, "open_stream", lambda *_: (stream, None))
+
+    return fill
+
+
+def test_texts_and_a_missing_text_column(rows_on_hub):
+    rows_on_hub([{"text": "a"}, {"text": None}, {"text": "b"}])
+    assert list(hub_texts(DataConfig(dataset="hf", path="a/b"))) == ["a", "", "b"]
+    with pytest.raises(ConfigError, match="data.text_key = 'content' is not a column of a/b, which has: text"):
+        list(hub_texts(DataConfig(dataset="hf", path="a/b", text_key="content")))
+
+
+def test_a_few_rows_without_text_are_empty_and_a_thousand_without_any_are_an_error():
+    rows = [{"text": "a"}, {"body": "b"}, {"text": 3}] * 2 * PATIENCE_ROWS
+    text_of = StreamedText("text", "a/b")
+    assert [text_of(row) for row in rows] == ["a", "", ""] * 2 * PATIENCE_ROWS
+    with pytest.raises(ConfigError, match="data.text_key = 'text' in a/b holds int, not text"):
+        list(
+            stream_texts(
+                ({"text": i} for i in itertools.count()), StreamedText("text", "a/b"), "training.dataset = 'hf'"
+            )
+        )
+
+
+def test_a_stream_that_breaks_off_is_a_config_error():
+    def rows():
+        yield {"text": "a"}
+        raise ConnectionError("reset\nby peer")
+
+    with pytest.raises(
+        ConfigError, match="^training.dataset = 'c4' cannot be read .*: ConnectionError: reset by peer$"
+    ):
+        list(stream_texts(rows(), StreamedText("text", "a/b"), "training.dataset = 'c4'"))
+
+
+def test_rows_without_text_are_on_the_side_of_training():
+    """They count as empty there, with a warning: a wrong data.text_key must not end a stream in silence."""
+    rows = [{"text": f"text {i}"} for i in range(50)] + [{"text": None}, {"body": "b"}]
+    sides = [[row for row in rows if is_on_side(row, "text", 0.3, held_out)] for held_out in (False, True)]
+    assert sides[1] == [row for row in rows[:50] if is_held_out(row["text"], 0.3)] and len(sides[1]) > 5
+    assert sides[0] == [row for row in rows if row not in sides[1]]
+
+
+def test_a_tokenizer_reads_the_stream_without_the_share_that_is_held_out_of_it(rows_on_hub):
+    """``data.validation_share`` is of files."""
+    texts = [f"text {i}" for i in range(50)]
+    rows_on_hub([{"text": text} for text in texts])
+    for share in (0.0, 0.3):
+        config = DataConfig(dataset="hf", path="a/b", validation_share=0.6, stream_share=share)
+        assert list(hub_texts(config)) == [text for text in texts if not is_held_out(text, share)]

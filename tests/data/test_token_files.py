@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, prepare, token_files
@@ -117,17 +117,11 @@ def test_megatrons_documents_of_several_sequences_stay_whole(texts, tokenizer, e
     assert prepared.validation[:].tolist() == sum(DOCUMENTS[begin:], [])
 
 
-CACHED = [f"{'0123456789abcdef' * 2}-GPTDataset-train-{part}" for part in ("document_index.npy", "description.txt")]
-
-
 @pytest.mark.parametrize("path", ["text.bin", "text", ""])
-def test_megatrons_prefix_and_its_files_of_sample_orders(texts, tokenizer, path):
+def test_megatrons_prefix_also_beside_a_folder_of_that_name(texts, tokenizer, path):
     megatron(texts, "<u2")
     expected = prepared_from(texts / "text.idx", tokenizer)
-    orders = texts / "text/cache/GPTDataset_indices"
-    for order in [*(orders / name for name in CACHED), texts / "text_train_indexmap_9ns_16sl_1s_doc_idx.npy"]:
-        order.parent.mkdir(parents=True, exist_ok=True)
-        order.write_bytes(b"")
+    (texts / "text").mkdir()  # in which Megatron keeps the order of its samples
     prepared = prepared_from(texts / path, tokenizer)
     assert prepared.identity == expected.identity and prepared.report == replace(
         expected.report, folder=str(prepared.folder)
@@ -284,20 +278,10 @@ def rows(ids, key="input_ids"):
     return write
 
 
-def splits(folder):
-    one = Dataset.from_dict({"input_ids": DOCUMENTS})
-    DatasetDict({"train": one, "test": one}).save_to_disk(folder / "both")
-    return folder / "both"
-
-
 def two_types(folder):
     flat(folder, "<u2").rename(folder / "a.bin")
     flat(folder, "<u4")
     return folder
-
-
-def packed(folder):
-    return flat(folder, "<u2").rename(folder / "text.bin.gz")
 
 
 BAD = [
@@ -308,7 +292,6 @@ BAD = [
     (rows([[1, None]]), "a.parquet as parquet: a list of ids has a null"),
     (rows(DOCUMENTS, "tokens"), "data.text_key = 'input_ids' is not a column of"),
     (rows([[0.5]]), "data.text_key = 'input_ids' in {folder}/a.parquet holds list, not text"),
-    (splits, "holds several splits of a dataset: name the folder of one of them"),
     (without_bin, "cannot be read: [Errno 2] No such file or directory: '{folder}/text.bin'"),
     (index(lambda content: b"MMIDIDX\x00\x01" + content[9:]), "text.idx is not an index of Megatron's"),
     (index(lambda content: content[:9] + b"\x02" + content[10:]), "text.idx is not an index of Megatron's"),
@@ -324,10 +307,7 @@ BAD = [
     (cut(flat, 0), "training.dataset_path = '{folder}/text.bin' holds no token ids"),
     (cut(megatron, 0), f"text.bin as token ids: it has 0 bytes, and text.idx describes {2 * len(IDS):,}"),
     (index(lambda content: content[:-8]), "text.bin as token ids: mmap length is greater than file size"),
-    (lambda folder: megatron(folder, "<u2", ends=[0, 9, 5, 100]), "text.idx has documents in another order"),
-    (lambda folder: megatron(folder, "<u2", ends=[0, 101]), "in another order, or more sequences in them than there"),
     (two_types, "mixes ids of types <u2, <u4"),
-    (packed, "text.bin.gz is compressed: unpack it"),
 ]
 
 

@@ -11,10 +11,9 @@ from torchao.prototype.moe_training.kernels.mxfp8.quant import (
     torch_to_blocked_per_group_3d,
 )
 
-from mxtrain.formats import grouped
+from mxtrain.formats import gemm
 from mxtrain.formats import mx as casts
-from mxtrain.formats.gemm import matmul
-from mxtrain.formats.grouped import block_of_rows, collect, make_groups, matmul_rows, matmul_tokens
+from mxtrain.formats.gemm import block_of_rows, collect, make_groups, matmul, matmul_rows, matmul_tokens
 from mxtrain.formats.matrices import Operand, rows_in_order
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.mxfp8 import ops as mxfp8
@@ -118,7 +117,7 @@ def test_native_operands_decode_to_the_products_of_every_expert(counts, device, 
         found.append((a_scales, b_scales))
         return decoded_grouped_mm(a, b, a_scales, a_kind, b_scales, *args, **kwargs)
 
-    monkeypatch.setattr(grouped, "scaled_grouped_mm", spy)
+    monkeypatch.setattr(gemm, "scaled_grouped_mm", spy)
     monkeypatch.setattr(mxfp8, "runs_kernels", lambda *_: False)  # interpreted, they take long
     rows, dim, experts = 256, 384, len(counts)
     groups, native = operands(counts, "native", rows, dim)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mxtrain import ConfigError, launch
+from mxtrain import ConfigError
 from mxtrain.formats import gemm, hardware
 from mxtrain.formats import mx as casts
 from mxtrain.formats.hardware import MODES, describe_modes, resolve_mode
@@ -53,8 +53,8 @@ def test_compute_capability_12_is_native_if_trial_products_are_right(capability,
 
 def test_a_cpu_runs_kernels_in_the_interpreter_only(monkeypatch):
     for interprets in (True, False):
-        monkeypatch.setattr(launch, "_INTERPRETS_TRITON", interprets)
-        assert launch.runs_kernels("emulated", "cpu") == (interprets and launch.HAS_TRITON)
+        monkeypatch.setattr(hardware, "_INTERPRETS_TRITON", interprets)
+        assert hardware.runs_kernels("emulated", "cpu") == (interprets and hardware.HAS_TRITON)
 
 
 def test_cpu():

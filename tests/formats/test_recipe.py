@@ -10,7 +10,7 @@ from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.nvfp4 import NVFP4
 from mxtrain.formats.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
 from mxtrain.formats.recipe import GEMMS, RECIPES, MixedRecipe
-from mxtrain.launch.keyed import _REGISTERED, from_key
+from mxtrain.launch import _REGISTERED, from_key
 
 
 def test_named_recipes_are_keyed_by_their_names_and_frozen():

@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, Recipe
+from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, Recipe, cli
 from mxtrain.formats import FORMATS, Format, register_format
 from mxtrain.formats.recipe import RECIPES
 
@@ -66,33 +67,33 @@ def test_a_norm_and_its_linear_compile(toy):
         torch.testing.assert_close(eager, compiled)
 
 
-def run(folder: Path, *words) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "mxtrain.cli", *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def test_a_run_by_toml(tmp_path):
+def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
     """It trains compiled blocks, its plan names the recipe, and its weights are exported in high precision only."""
     shutil.copy(TOY, tmp_path)
     (tmp_path / "toy.toml").write_text(
         f'extends = "llama3_debug"\nexperimental.custom_import = "toy_format"\nmxnorm.recipe = "{NAME}"\n'
-        "[training]\nsteps = 3\nseq_len = 64\n[data]\nmax_bytes = 500_000\n"
+        "[training]\nsteps = 3\nseq_len = 64\n[data]\nmax_bytes = 100_000\n[model_args]\nn_layers = 1\n"
         '[compile]\nenable = true\nbackend = "aot_eager"\n'
         "[checkpoint]\nenable = true\ninterval = 3\n[validation]\nenable = false\n[metrics]\nenable_wandb = false\n"
     )
-    result = run(tmp_path, "train", "toy.toml", "--job.dump_folder=run", "--metrics.log_freq=1")
+    train = ["train", "toy.toml", "--job.dump_folder=run", "--metrics.log_freq=1"]
+    command = [sys.executable, "-m", "mxtrain.cli", *train]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 3 and losses[2] < losses[0]
     assert f"mxnorm {NAME} p=" in result.stdout + result.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "toy_format", ModuleType("toy_format"))  # the fixture has registered the format
     for form, message in (
         (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
         ("mxfp8", f"its linears have {NAME} or high-precision weights"),
     ):
-        result = run(tmp_path, "export", "run", "exported", "--format", form)
-        assert result.returncode == 2 and message in result.stderr, result.stderr
+        assert cli.main(["export", "run", "exported", "--format", form]) == 2
+        assert message in capsys.readouterr().err
         assert not (tmp_path / "exported").exists()
 
 

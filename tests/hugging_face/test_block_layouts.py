@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
-from mxtrain.formats.format import FORMATS
 from mxtrain.formats.matrices import Codes
 from mxtrain.formats.nvfp4 import NVFP4
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.recipe import FORMATS
 from tests.support.stored_values import VALUES
 
 D, N = 64, 96

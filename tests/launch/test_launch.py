@@ -12,7 +12,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from mxtrain.launch import device, launch
+from mxtrain.launch import launch
 from mxtrain.launch.launch import Launch
 
 
@@ -97,29 +97,29 @@ def test_a_known_kernel_runs_without_tritons_lookup_and_with_its_hooks(launches,
 
 def test_integer_arithmetic_agrees_with_tritons():
     for n in (*range(1, 70), 2**31 - 1, 2**31, 2**31 + 1):
-        assert device.next_power_of_2(n) == triton.next_power_of_2(n)
+        assert launch.next_power_of_2(n) == triton.next_power_of_2(n)
         for divisor in (1, 3, 64):
-            assert device.cdiv(n, divisor) == triton.cdiv(n, divisor)
-            assert device.round_up(n, divisor) == triton.cdiv(n, divisor) * divisor
-    assert device.cdiv(0, 3) == device.round_up(0, 3) == 0
+            assert launch.cdiv(n, divisor) == triton.cdiv(n, divisor)
+            assert launch.round_up(n, divisor) == triton.cdiv(n, divisor) * divisor
+    assert launch.cdiv(0, 3) == launch.round_up(0, 3) == 0
 
 
 def test_which_gpus_overlap_launches(monkeypatch):
-    monkeypatch.setattr(device, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     with FakeTensorMode():
         x = torch.empty(1, device="cuda:0")
     for capability, overlap in {(8, 0): False, (8, 9): False, (9, 0): True, (10, 0): True}.items():
-        monkeypatch.setattr(device, "_capability", lambda index, capability=capability: capability)
-        assert device.overlaps_launches(x) == overlap
-    assert not device.overlaps_launches(torch.empty(1))
+        monkeypatch.setattr(launch, "_capability", lambda index, capability=capability: capability)
+        assert launch.overlaps_launches(x) == overlap
+    assert not launch.overlaps_launches(torch.empty(1))
 
 
 def test_which_gpus_round_to_fp8_and_fp4(monkeypatch):
-    monkeypatch.setattr(device, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     with FakeTensorMode():
         x = torch.empty(1, device="cuda:0")
     expected = {(8, 6): (False, False), (8, 9): (True, False), (9, 0): (True, False), (10, 0): (True, True)}
     for capability, conversions in expected.items():
-        monkeypatch.setattr(device, "_capability", lambda index, capability=capability: capability)
-        assert (device.converts_fp8(x), device.converts_fp4(x)) == conversions
-    assert not device.converts_fp8(torch.empty(1)) and not device.converts_fp4(torch.empty(1))
+        monkeypatch.setattr(launch, "_capability", lambda index, capability=capability: capability)
+        assert (launch.converts_fp8(x), launch.converts_fp4(x)) == conversions
+    assert not launch.converts_fp8(torch.empty(1)) and not launch.converts_fp4(torch.empty(1))

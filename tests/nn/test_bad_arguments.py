@@ -130,42 +130,6 @@ def test_tensors():
             call()
 
 
-# Every tensor that a public function or layer takes, by the name in its message.
-TAKERS = {
-    "rms_norm": ("x", rms_norm),
-    "rms_norm, weight": ("weight", lambda weight: rms_norm(ones(4, D), weight)),
-    "rms_norm, residual": ("residual", lambda residual: rms_norm(ones(4, D), residual=residual)),
-    "layer_norm": ("x", layer_norm),
-    "layer_norm, bias": ("bias", lambda bias: layer_norm(ones(4, D), None, bias)),
-    "mxnorm_cast": ("x", mxnorm_cast),
-    "mxnorm_cast to NVFP4": ("x", lambda x: mxnorm_cast(x, recipe="nvfp4_dynamic")),
-    "decompose_k_mm": ("a", lambda a: decompose_k_mm(a, ones(D, 4))),
-    "decompose_k_mm, b": ("b", lambda b: decompose_k_mm(ones(4, D), b)),
-    "decompose_k_mm, bias": ("bias", lambda bias: decompose_k_mm(ones(4, D), ones(D, 4), bias)),
-    "MXNorm": ("x", lambda x: MXNorm(D)(x)),
-    "MXLinear": ("x", lambda x: MXLinear(D, D)(x)),
-    "FusedRMSNorm": ("x", lambda x: FusedRMSNorm(D)(x)),
-    "FusedLayerNorm": ("x", lambda x: FusedLayerNorm(D)(x)),
-    "DecomposeKRouter": ("x", lambda x: DecomposeKRouter(D, 4)(x)),
-}
-
-
-def test_what_is_no_dense_tensor():
-    rows = [ones(2, D), ones(2, D)]
-    nested = torch.nested.nested_tensor(rows), torch.nested.nested_tensor(rows, layout=torch.jagged)
-    for taker, (name, call) in TAKERS.items():
-        optional = "," in taker and name != "b"
-        for value in ([1.0, 2.0], np.ones((4, D), np.float32), 1.0, *([] if optional else [None])):
-            with pytest.raises(TypeError, match=f"^{name} of type {type(value).__name__}: expected a torch.Tensor$"):
-                call(value)
-        for value in nested:
-            with pytest.raises(ValueError, match=f"^{name} is a nested tensor: expected a dense tensor$"):
-                call(value)
-        for value in (ones(4, D).to_sparse(), ones(4, D).to_sparse_csr()):
-            with pytest.raises(ValueError, match=f"^{name} is of layout {value.layout}: expected a dense tensor$"):
-                call(value)
-
-
 def test_eps_is_any_real_number():
     x = ones(4, D) / 8
 

@@ -17,9 +17,8 @@ import mxtrain.norms
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.mixture import MXNormRouter, of_whole_sequences
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_router import MXNormRouter
-from mxtrain.nn.shared_experts import of_whole_sequences
 from mxtrain.nn.split import SplitSequences
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
@@ -58,21 +57,22 @@ def experts(mode: str, group: str) -> nn.Module:
 
 
 class GateAndRows(nn.Module):
-    """An MXNorm, its gate, and its rows as experts take them."""
+    """An MXNorm, its gate, and its rows as experts take them: values, or codes."""
 
-    def __init__(self, mode: str):
+    def __init__(self, mode: str, codes: bool):
         super().__init__()
         self.norm, self.gate = fill(MXNorm(D, mode=mode)), fill(MXNormRouter(D, D))
-        self.norm.feeds_mixture = True
+        self.norm.feeds_mixture, self.norm.sends_codes = True, codes
 
     def forward(self, x):
         normed = self.norm(x)
         rows = normed.view(-1, D)[torch.arange(x.numel() // D, device=x.device)]
+        rows = rows.values() if self.norm.sends_codes else rows
         return self.gate(normed) + rows.view(x.shape)
 
 
-def gate_and_rows(mode: str, group: str) -> nn.Module:
-    return GateAndRows(mode)
+def gate_and_rows(mode: str, group: str, codes: bool = False) -> nn.Module:
+    return GateAndRows(mode, codes)
 
 
 def block(mode: str, group: str, joins: bool = False, gather: str | None = None, plain: bool = False) -> nn.Module:
@@ -110,12 +110,13 @@ CASES = {
     "_MXLinearFunction": [partial(linear, mode) for mode in (KERNELS, REFERENCE)],
     "_GroupedLinear": [partial(experts, mode) for mode in (KERNELS, REFERENCE)],
     "_Values _NormedLogits": [partial(gate_and_rows, mode) for mode in (KERNELS, REFERENCE)],
+    "_RowValues": [partial(gate_and_rows, mode, codes=True) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction": [partial(block, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction joined": [partial(block, m, joins=True) for m in (KERNELS, REFERENCE)],
     "GatherThenNorm": [partial(block, mode, gather="high_precision") for mode in (KERNELS, REFERENCE)],
     "NormThenGather": [partial(block, mode, gather="quantized") for mode in (KERNELS, REFERENCE)],
     "GatherSequences": [partial(block, KERNELS, gather="high_precision", plain=True)],
-    "_Gather": [partial(shared, mode) for mode in (KERNELS, REFERENCE)],
+    "_GatherShards": [partial(shared, mode) for mode in (KERNELS, REFERENCE)],
     "SumGradient": [partial(summed, KERNELS)],
 }
 

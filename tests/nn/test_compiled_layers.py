@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 from mxtrain import set_rounding_step
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.hardware import runs_kernels
 from mxtrain.formats.parse import get_recipe
-from mxtrain.launch import runs_kernels
 from mxtrain.nn.group import LinearGroup
 from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 

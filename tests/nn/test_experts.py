@@ -15,7 +15,7 @@ from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
 from mxtrain import ConfigError, MXLinear, set_rounding_step
-from mxtrain.formats import grouped
+from mxtrain.formats import gemm
 from mxtrain.formats.mxfp8 import ops as mxfp8
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn import experts as module
@@ -186,7 +186,7 @@ def test_native_experts_have_the_results_of_others(device, monkeypatch):
     x, dy = (heavy_tailed(sum(counts) + BEYOND, 128, seed=s, dtype=torch.bfloat16) for s in (0, 1))
     want = results_of(experts, x, counts, dy)
     monkeypatch.setattr(mxfp8, "runs_kernels", lambda *_: False)  # interpreted, they take long
-    monkeypatch.setattr(grouped, "scaled_grouped_mm", decoded_grouped_mm)
+    monkeypatch.setattr(gemm, "scaled_grouped_mm", decoded_grouped_mm)
     monkeypatch.setattr(QuantizedExperts, "gemms", in_native_mode)
     results = results_of(experts, x, counts, dy)
     experts.ready = experts.quantize_ahead(experts.gemms(x.device))

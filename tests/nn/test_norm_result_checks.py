@@ -5,14 +5,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import mxtrain
 from mxtrain import ConfigError
-from mxtrain.nn.group import LinearGroup
-from mxtrain.nn.normed_input import NormedInput, writes_to
-from mxtrain.nn.three_gemms import version
-from tests.support.layer_checks import NormBlock, draw
+from tests.support.layer_checks import draw
 
 D, TOKENS = 64, 20
 BF16 = torch.bfloat16
@@ -84,72 +80,3 @@ def test_fsdp_must_not_free_the_gain_before_the_linears(mesh):
     fully_shard([layer.norm, layer.attention], mesh=mesh)
     for got, expected in zip(gradients(fully_shard(layer, mesh=mesh)), want, strict=True):
         assert torch.equal(got, expected)
-
-
-@pytest.mark.parametrize(
-    "module, message",
-    [
-        ("attention", "loses their gradients: set use_reentrant=False"),  # it passes gradients to tensors only
-        ("norm", "makes its result a plain tuple: set use_reentrant=False"),
-    ],
-)
-def test_a_reentrant_checkpoint_must_not_lose_gradients(module, message):
-    want = gradients(converted())
-    for reentrant in (True, False):
-        layer = converted()
-        part = getattr(layer, module)
-        forward = part.forward
-        part.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)  # noqa: B023
-        if reentrant:
-            with pytest.raises(ConfigError, match=message):
-                gradients(layer)
-        else:
-            assert all(torch.equal(got, expected) for got, expected in zip(gradients(layer), want, strict=True))
-
-
-@pytest.mark.parametrize("needs_gradient", [True, False])
-@pytest.mark.parametrize("grouped", [True, False])
-def test_a_write_to_the_norms_input_must_not_change_the_weights_gradients(grouped, needs_gradient):
-    """The linears cast x for wgrad, and PyTorch counts writes to it only after they have saved it."""
-    block, x = NormBlock(D, D, "mxfp8", "mxfp8"), draw(TOKENS, D, seed=0)
-    if grouped:
-        block.norm.group = LinearGroup(block.linears)
-
-    def written() -> NormedInput:
-        normed = block.norm(x.clone().requires_grad_(needs_gradient))
-        normed.x.mul_(2)
-        return normed
-
-    for linear in block.linears:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation: the input .* at version 1 "):
-            linear(written())
-    with torch.no_grad():
-        assert torch.equal(block.linears[0](written()), block(x)[0])
-    block.norm.weight.requires_grad_(False), block.linears[0].weight.requires_grad_(False)
-    assert torch.equal(block.linears[0](written()), block(x)[0])
-
-
-def test_an_input_that_was_written_to_before_the_norm():
-    block, x = NormBlock(D, D, "mxfp8"), draw(TOKENS, D, seed=0)
-    expected = block(2 * x)[0]
-    assert torch.equal(block(x.mul_(2))[0], expected)
-
-
-def test_writes_go_with_the_tensor_that_they_were_counted_for():
-    x = torch.zeros(4)
-    x.add_(1)
-    assert writes_to(x) == (id(x), 1)
-    assert writes_to(x.clone()) != writes_to(x)
-
-
-def test_a_compiled_graph_has_no_count():
-    seen = []
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def double(x):
-        seen.append((version(x), writes_to(x)))
-        return x * 2
-
-    x = torch.zeros(4).add_(1)
-    double(x)
-    assert seen == [(None, None)]

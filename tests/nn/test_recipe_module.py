@@ -73,9 +73,7 @@ def test_numbers_are_no_state_and_survive_to_empty_copies_and_casts():
 @pytest.mark.usefixtures("device")
 def test_numbers_move_with_the_parameters(device):
     linear, norm = layer(device="cpu"), MXNorm(32, recipe="nvfp4", device="cpu")
-    copied = copy.deepcopy(linear)
-    linear.to(device), norm.to(device), copied.to(device)
-    assert copied._seeds is linear._seeds, "calls of both are counted together"
+    linear.to(device), norm.to(device)
     assert linear._seeds.device.type == device and norm._seeds.device.type == device
     here = torch.device(device)
     assert linear.signs(here).device.type == linear.draws(here).device.type == device

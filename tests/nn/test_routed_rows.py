@@ -7,8 +7,7 @@ from mxtrain import MXNorm
 from mxtrain.formats.matrices import Codes
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.parse import get_recipe
-from mxtrain.nn.normed_input import NormedInput
-from mxtrain.nn.routed_rows import RoutedRows, pack, unpack
+from mxtrain.nn.normed_input import NormedInput, RoutedRows, pack, unpack
 from tests.support.casts import cast
 from tests.support.expert_checks import heavy_tailed
 from tests.support.layer_checks import draw

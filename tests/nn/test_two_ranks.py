@@ -5,16 +5,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXNormLinear, layer_norm, rms_norm
-from mxtrain.nn.group import LinearGroup
+from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, layer_norm, rms_norm
 from mxtrain.nn.split import LocalLinear
 from tests.nn.test_gathered_norm import check_gathers
-from tests.support.layer_checks import NormBlock, draw, in_two_processes, mx_linear
+from tests.support.layer_checks import draw, in_two_processes, mx_linear
 from tests.support.split_checks import check_split_layers
 
 D, EXPERTS, EPS = 32, 8, 1e-5
@@ -86,27 +84,6 @@ def check_fsdp(mesh):
     mine = block(x.detach().chunk(2)[rank])
     mine.backward(dy.chunk(2)[rank])
     assert_whole([mine, *(p.grad for p in block.parameters())], [y.chunk(2)[rank], *expected])
-
-
-def check_fsdp1_of_single_linears(mesh, strategy, use_orig_params):
-    """The linears of a norm are gathered one by one, so none may read the others' weights. Both ranks have one x."""
-    x, *dys = (draw(4, 32, seed=i) for i in range(3))
-    found = []
-    for wrapped, grouped in ((False, False), (True, True)):
-        block = NormBlock(32, 32, "mxfp8", "mxfp8")
-        if grouped:
-            block.norm.group = LinearGroup(block.linears)
-        if wrapped:
-            settings = dict(sharding_strategy=strategy, use_orig_params=use_orig_params, device_id=mesh.device_type)
-            policy = ModuleWrapPolicy({MXNormLinear})
-            # The next weight is on its way while a linear runs.
-            block = FullyShardedDataParallel(block, auto_wrap_policy=policy, forward_prefetch=True, **settings)
-        of_x = x.clone().requires_grad_()
-        for _ in range(2):
-            outputs = block(of_x)
-            torch.autograd.backward(outputs, dys)
-        found.append([*outputs, of_x.grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def check_norm_of_shards(mesh, placement, tokens, with_residual):
@@ -222,9 +199,6 @@ def check_pytorchs_tensor_parallelism(mesh):
 
 def two_ranks(mesh):
     check_fsdp(mesh)
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
-        for use_orig_params in (True, False):
-            check_fsdp1_of_single_linears(mesh, strategy, use_orig_params)
     for placement, with_residual in ((Shard(0), True), (Shard(1), False), (Shard(2), True), (Replicate(), False)):
         check_norm_of_shards(mesh, placement, 2, with_residual)
     check_norm_of_shards(mesh, Shard(1), 3, True)  # two rows per batch on one rank, one on the other

@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxtrain import ConfigError, FusedLayerNorm, FusedRMSNorm, layer_norm, rms_norm
-from mxtrain.launch import runs_kernels
+from mxtrain.formats.hardware import runs_kernels
 from mxtrain.norms import row_norm as module
 from tests.support.layer_checks import CHECKPOINTING, assert_near, draw
 

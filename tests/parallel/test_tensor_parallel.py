@@ -10,7 +10,7 @@ from mxtrain.formats.schedule import LayerState, Timeline
 from mxtrain.nn.split import SplitSequences
 from mxtrain.parallel.tensor_parallel import check_part, choose_gathers
 from mxtrain.titan.releases import RELEASE
-from tests.support import oracle, sharded_runs
+from tests.support import oracle
 
 NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
@@ -68,10 +68,9 @@ def sweep(base, processes: int) -> dict[str, oracle.Training]:
 
 def two(base) -> dict[str, oracle.Training]:
     """Llama 3, and Qwen3 with experts. Both follow a run of one process."""
-    oracle.one_process(base)
-    sharded_runs.on_one_after_two(base)
+    oracle.outcomes_of_one(base)
     without = [NO_LOSS_PARALLEL] if RELEASE == "v02" else []
-    qwen3 = [*oracle.layout(tensor=2), *without, *QWEN3, *oracle.follow(base, "qwen3", sharded_runs.AFTER_TWO)]
+    qwen3 = [*oracle.layout(tensor=2), *without, *QWEN3, *oracle.follow(base, "qwen3")]
     return oracle.train(base, "tensor parallelism on 2", 2, {**with_recipes(base, TWO), "qwen3": qwen3})
 
 
@@ -83,7 +82,7 @@ def test_gradients_match_one_process(base, name):
 
 def test_gradients_of_qwen3_with_experts_match_one_process(base):
     """Also the gradients of the gates and of the norms of heads."""
-    one, found = oracle.read(sharded_runs.on_one_after_two(base)["qwen3"], 1), two(base)["qwen3"]
+    one, found = oracle.read(oracle.outcomes_of_one(base)["qwen3"], 1), two(base)["qwen3"]
     assert {"layers.0.moe.router.gate.weight", "layers.1.attention.q_norm.weight"} < found.gradients[0].keys()
     oracle.require_match(one, found, "mxfp8")
 

@@ -23,13 +23,14 @@ from triton.compiler import ASTSource
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.mxfp8.norm import mxnorm_cast
 from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
-from mxtrain.formats.norm_kernel import mxnorm_cast, nvfp4_norm
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
+from mxtrain.formats.nvfp4.norm import nvfp4_norm
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.formats.parse import get_recipe
-from mxtrain.launch import device
+from mxtrain.launch import launch as launching
 from mxtrain.launch.launch import Launch, as_sequence, implementations
 from mxtrain.nn.decompose_k.kernels import Plan, decompose_k_by_plan, kernel_plan, ranges
 from mxtrain.norms.kernels import row_norm, row_norm_backward
@@ -224,7 +225,7 @@ def add_products(found: dict) -> None:
 
     def add(name, shape, dtype=bf16, plan=None, epilogue=None, out_dtype=torch.float32, gradient=False):
         m, n, k = shape
-        plan = plan or kernel_plan(*ranges(m, n, k), True, dtype.itemsize, shared=device.H100_SHARED_MEMORY)
+        plan = plan or kernel_plan(*ranges(m, n, k), True, dtype.itemsize, shared=launching.H100_SHARED_MEMORY)
 
         def call():
             # Stored as [tokens, hidden] and [experts, hidden]; for a gradient, [tokens, experts] and [tokens, hidden].
@@ -292,7 +293,7 @@ def main(capability: int, everything: bool) -> None:
     for op, implementation in implementations.items():
         implementations[op] = partial(record, implementation)
     torch.cuda.get_device_capability = lambda *_: divmod(capability, 10)
-    device.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
+    launching.H100_SHARED_MEMORY = SHARED_MEMORY[capability]
     results = {}
     with FakeTensorMode():
         found = cases(everything)

@@ -10,9 +10,9 @@ from mxtrain.formats import mxnorm
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.mxfp8.cast import cast
-from mxtrain.formats.norm_kernel import mxnorm_cast
+from mxtrain.formats.mxfp8.norm import mxnorm_cast
 from mxtrain.formats.parse import get_recipe
-from mxtrain.launch.device import INTERPRETED
+from mxtrain.launch.launch import INTERPRETED
 from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
 
 RECIPES = {rounding: get_recipe("mxfp8", scale_rounding=rounding) for rounding in ("rceil", "floor")}

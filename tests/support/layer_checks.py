@@ -107,7 +107,9 @@ def in_two_processes(check: Callable, device: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_process, (check, port), nprocs=2)
+    # A forked process has imported everything, but cannot use a GPU that this one has used.
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    torch.multiprocessing.start_processes(_process, (check, port), nprocs=2, start_method=method)
 
 
 def _process(rank: int, check: Callable, port: int) -> None:

@@ -6,13 +6,13 @@ from mxtrain.formats import mx as casts
 from mxtrain.formats import mxnorm
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hadamard import hadamard, pad
-from mxtrain.formats.norm_kernel import nvfp4_norm
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.nvfp4 import static_tensor_scale
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
+from mxtrain.formats.nvfp4.norm import nvfp4_norm
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
-from mxtrain.launch.device import INTERPRETED
+from mxtrain.launch.launch import INTERPRETED
 from mxtrain.rng.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
 from tests.support.kernel_checks import (

@@ -41,7 +41,7 @@ from pathlib import Path
 import torch
 
 from tests.support.recording import FOLLOWS, record_all, record_perturbed
-from tests.support.training_runs import Outcome, done_once
+from tests.support.training_runs import Outcome, done_once, validate
 
 BATCH, SEQUENCE, STEPS = 4, 128, 5
 COMMON = [
@@ -110,9 +110,21 @@ def layout(
     ]
 
 
+def validated(base: Path) -> list[str]:
+    """Return flags to validate after the first step, and after the last one."""
+    return [*validate(base), f"--validation.seq_len={SEQUENCE}", f"--validation.freq={STEPS}"]
+
+
+def outcomes_of_one(base: Path) -> dict[str, Outcome]:
+    """Return what one process computes, by the name of a recipe; "validated" and "qwen3" are in MXFP8."""
+    runs = RECIPES | {"validated": validated(base), "qwen3": ["--model.name=qwen3", *validated(base)]}
+    return outcomes_of(base, ALONE, 1, {name: [*layout(), *flags] for name, flags in runs.items()})
+
+
 def one_process(base: Path) -> dict[str, Training]:
-    """Return what one process computes, by the name of a recipe."""
-    return train(base, ALONE, 1, {name: [*layout(), *flags] for name, flags in RECIPES.items()})
+    """Return the losses and gradients of ``outcomes_of_one`` for each of ``RECIPES``."""
+    outcomes = outcomes_of_one(base)
+    return {name: read(outcomes[name], 1) for name in RECIPES}
 
 
 def follow(base: Path, recipe: str, group: str = ALONE) -> list[str]:

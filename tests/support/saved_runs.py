@@ -15,7 +15,7 @@ from mxtrain.checkpoints.folder import MANIFEST_FILE, Manifest, write_manifest
 from mxtrain.checkpoints.run_folder import CONFIG_FILE
 from mxtrain.config import dump_config, load_config
 from mxtrain.conversion.schedule import set_step
-from mxtrain.data.run_data import RunData
+from mxtrain.data.loader import RunData
 from mxtrain.files import hash_file
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import prepare_from_job

@@ -8,7 +8,7 @@ from pathlib import Path
 from mxtrain.titan.releases import RELEASE
 from tests.support import oracle
 from tests.support.oracle import RECIPES, layout
-from tests.support.training_runs import SAVE, Outcome, steps, validate
+from tests.support.training_runs import SAVE, Outcome, steps
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("selective", "full"))
@@ -29,37 +29,25 @@ FOUR = {
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
     "cp 2 x hsdp 2 x 1, fused_norm": [*layout(replicate=2, context=2), *RECIPES["fused_norm"]],
 }
-VALIDATED = "--validation.seq_len=128"
-AFTER_TWO = "sharded, then on one"
-
-
-def validated(base: Path) -> list[str]:
-    """Return flags to validate after the first step, and after the last one."""
-    return [*validate(base), VALIDATED, f"--validation.freq={oracle.STEPS}"]
 
 
 def on_two(base: Path) -> dict[str, Outcome]:
-    oracle.one_process(base)
+    oracle.outcomes_of_one(base)
     more = {
-        "cp 2, validated, mxfp8": [*layout(context=2), *validated(base)],
+        "cp 2, validated, mxfp8": [*layout(context=2), *oracle.validated(base)],
         "cp 2, saved": [*layout(context=2), *SAVE, steps(3)],
-        "qwen3, cp 2": ["--model.name=qwen3", *layout(context=2), *validated(base)],
+        "qwen3, cp 2": ["--model.name=qwen3", *layout(context=2), *oracle.validated(base)],
     }
     more = {} if RELEASE == "v03" else more
     return oracle.outcomes_of(base, "sharded on two", 2, oracle.following(base, TWO) | more)
 
 
 def on_four(base: Path) -> dict[str, Outcome]:
-    oracle.one_process(base)
+    oracle.outcomes_of_one(base)
     return oracle.outcomes_of(base, "sharded on four", 4, oracle.following(base, FOUR))
 
 
-def on_one_after_two(base: Path) -> dict[str, Outcome]:
-    """What one process computes for comparison, and how it goes on where two have stopped."""
-    runs = {
-        "validated": [*layout(), *validated(base)],
-        "qwen3": ["--model.name=qwen3", *layout(), *validated(base)],
-    }
-    if RELEASE == "v02":
-        runs["resumed"] = [*layout(), *SAVE, f"--job.dump_folder={on_two(base)['cp 2, saved'].folder}"]
-    return oracle.outcomes_of(base, AFTER_TWO, 1, runs)
+def resumed_on_one(base: Path) -> Outcome:
+    """How one process goes on where two have stopped."""
+    flags = [*layout(), *SAVE, f"--job.dump_folder={on_two(base)['cp 2, saved'].folder}"]
+    return oracle.outcomes_of(base, "sharded, then on one", 1, {"resumed": flags})["resumed"]

@@ -1,5 +1,4 @@
 import json
-import shutil
 
 import pytest
 import torch
@@ -48,23 +47,15 @@ def test_a_text_that_is_read_more_than_once_is_one_line(corpus, monkeypatch, ste
     has = len(prepare_from_job(config).train) // 17 * 16
     ends = "each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
     more = f"the text has {has} tokens, and {steps} steps take {asked}: it is read {asked / has:.1f} times"
-    assert lines == [f"text: 1 documents, 0.0 MB; files: 1 json; {ends}", *([more] if asked else [])]
+    assert lines == [f"text: 1 documents, 0.0 MB; {ends}", *([more] if asked else [])]
 
 
-def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path, monkeypatch):
-    lines = []
-    monkeypatch.setattr(titan_data, "note", lines.append)
+def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path):
     folder = prepare_from_job(files_job(corpus)).tokenizer
     config = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=0")
     assert prepare_from_job(config).tokenizer == folder
     assert build_tokenizer(config).get_vocab_size() == VOCABULARY
-    line = "tokenizer 300, model 2,048 rows: 1,748 have no token; data.vocab_size = 300 drops them"
-    assert lines == [line]  # 0 stands for the flavor's size
-    config.data.vocab_size = VOCABULARY
-    build_tokenizer(config)
-    assert lines == [line]
-    small = files_job(tmp_path / "no text", f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
-    # Before any text is read.
+    small = files_job(corpus, f"--model.hf_assets_path={folder}", "--data.vocab_size=290")
     with pytest.raises(ConfigError, match="model.hf_assets_path = .* has 300 tokens, more than the model's 290"):
         build_tokenizer(small)
     text = prepare_from_job(files_job(corpus)).folder
@@ -162,23 +153,14 @@ def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
         build_dataloader(1, 0, tokenizer, config)
 
 
-@pytest.mark.parametrize("spelled", ["{}/", "{}/../{name}", "{}/*.jsonl"])
-def test_the_training_text_in_other_words_is_validated_on_its_held_out_part(tmp_path, spelled, caplog):
+@pytest.mark.parametrize("spelled", ["{}/", "{}/../{name}"])
+def test_the_training_text_in_other_words_is_validated_on_its_held_out_part(tmp_path, spelled):
     folder = tmp_path / "text"
     folder.mkdir()
-    for number in range(2):
-        rows = "".join(json.dumps({"text": f"{number} {row} " * 40}) + "\n" for row in range(60))
-        (folder / f"{number}.jsonl").write_text(rows)
+    rows = "".join(json.dumps({"text": f"{row} " * 40}) + "\n" for row in range(120))
+    (folder / "a.jsonl").write_text(rows)
     path = spelled.format(folder, name=folder.name)
     config = files_job(folder, "--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={path}")
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
-    assert not any("the run trains" in line for line in caplog.messages)
-    name = config.data.prepared = titan_data.prepare_from_job(config).folder.name
+    config.data.prepared = titan_data.prepare_from_job(config).folder.name
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
-    part = ("--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={folder / '0.jsonl'}")
-    titan_data._held_out(files_job(folder, *part))
-    assert any("has 1 file(s) of training.dataset_path, on which the run trains" in line for line in caplog.messages)
-    own = (folder / "0.jsonl").rename(tmp_path / "own.jsonl")
-    shutil.rmtree(folder)
-    gone = files_job(folder, *part[:2], f"--validation.dataset_path={own}", f"--data.prepared={name}")
-    assert titan_data._held_out(gone) != titan_data.prepare_from_job(gone).validation

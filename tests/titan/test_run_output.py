@@ -18,7 +18,7 @@ LAYOUTS = {
 }
 NUMBER = r"\d+\.\d{4}"
 SEPARATORS = r"each document begins with '.*' and ends with '.*'"
-TEXT = rf"text: [\d,]+ documents, \d+\.\d MB; files: \d+ (json|text); {SEPARATORS}(; left out: .*)?"
+TEXT = rf"text: [\d,]+ documents, \d+\.\d MB; {SEPARATORS}(; left out: .*)?"
 MODEL = r"(llama3|deepseek_v3) \w+: [\d,]+ parameters, CPU \(.*\), \d process(es)?, float32 compute, float32 parameters"
 CONVERTED = r"mxnorm \w+ p=\d \(reference\): .*; details in .*/conversion\.txt"
 SUMMARY = [

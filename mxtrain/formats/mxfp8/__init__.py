@@ -1,6 +1,6 @@
 """MXFP8: E4M3 elements, one E8M0 (power of two) scale per block of 32."""
 
-from mxtrain.formats.format import Format, Layout, quantization_args
+from mxtrain.formats.recipe import Format, Layout, quantization_args
 
 MXFP8 = Format(
     name="mxfp8",

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import Storage, magnitude_bits
 from mxtrain.formats.mxfp8 import MXFP8
-from mxtrain.launch.device import INTERPRETED
+from mxtrain.launch.launch import INTERPRETED
 
 BLOCK = MXFP8.block_size
 STORAGE = Storage(BLOCK, torch.float8_e4m3fn, 1, torch.float8_e8m0fnu)

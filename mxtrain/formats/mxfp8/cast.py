@@ -2,7 +2,7 @@
 
 Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
 W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
-``mxtrain.compile.rounding`` uses.
+``mxtrain.compile.kernel_inputs`` uses.
 
 Several matrices can be cast into one operand: each is read and written once, and nothing is copied. Weights that share
 their input lie one below the other, and their output gradients side by side. The operand has the bits of a cast of the
@@ -33,8 +33,7 @@ from mxtrain.formats.cast_kernels import (
 )
 from mxtrain.formats.mxfp8.arithmetic import STORAGE, e4m3_codes, e4m3_image, inverse_scale, scale_code, scale_value
 from mxtrain.formats.recipe import Recipe
-from mxtrain.launch.device import cdiv, converts_fp8
-from mxtrain.launch.launch import Launch, contiguous, register_op
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op
 
 
 @triton.jit

@@ -1,21 +1,21 @@
 """MXFP8's casts, by kernel or in PyTorch."""
 
+from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
 from mxtrain.formats.mx import MXOps
 from mxtrain.formats.ops import Fusions
-from mxtrain.launch import HAS_TRITON, runs_kernels
 
 if HAS_TRITON:
     from mxtrain.formats.mxfp8 import cast as kernels
+    from mxtrain.formats.mxfp8.norm import NORM, mxnorm_cast
     from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
-    from mxtrain.formats.norm_kernel import mxnorm_cast
 
 
 class MXFP8Ops(MXOps):
     """``MXOps`` with kernels for casts, alone and after a norm or SwiGLU."""
 
     if HAS_TRITON:
-        casts = (kernels.CAST,)
+        casts, norms = (kernels.CAST,), (NORM,)
         fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
 
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):

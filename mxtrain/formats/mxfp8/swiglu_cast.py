@@ -21,8 +21,7 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import as_bytes, flat, rounded, tile_start
 from mxtrain.formats.mxfp8.cast import cast_along_columns, cast_along_rows, results_for
-from mxtrain.launch.device import cdiv, converts_fp8
-from mxtrain.launch.launch import Launch, register_op
+from mxtrain.launch.launch import Launch, cdiv, converts_fp8, register_op
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -10,8 +10,7 @@ from typing import Literal
 
 from mxtrain.errors import require_one_of, require_positive_integer
 from mxtrain.formats.estimate import P_VALUES, P, norm_constant
-from mxtrain.formats.format import TENSOR_SCALES, Format, Layout, quantization_args
-from mxtrain.formats.recipe import FLAGS, Recipe
+from mxtrain.formats.recipe import FLAGS, TENSOR_SCALES, Format, Layout, Recipe, quantization_args
 
 NVFP4 = Format(
     name="nvfp4",

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import Storage, magnitude_bits
 from mxtrain.formats.nvfp4 import NVFP4, SCALE_MAX, SCALE_MIN
-from mxtrain.launch.device import INTERPRETED
+from mxtrain.launch.launch import INTERPRETED
 
 BLOCK = NVFP4.block_size
 # Two 4-bit codes share a byte.

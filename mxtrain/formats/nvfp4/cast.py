@@ -54,8 +54,7 @@ from mxtrain.formats.nvfp4.strip import (
     store_row,
     tile_columns,
 )
-from mxtrain.launch.device import cdiv, converts_fp4, next_power_of_2, round_up
-from mxtrain.launch.launch import Launch, contiguous, register_op
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp4, next_power_of_2, register_op, round_up
 
 # Of a thread that makes both images of a gradient. With the 205 that the compiler takes, fewer programs run at a time:
 # 99.9 instead of 90.5 us at 16384 x 2048 (H200).

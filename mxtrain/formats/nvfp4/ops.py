@@ -19,21 +19,21 @@ from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import product_of_codes
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
 from mxtrain.formats.mx import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.nvfp4 import NVFP4, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Recipe
-from mxtrain.launch import HAS_TRITON, runs_kernels
 from mxtrain.rng.philox import rounding_bits, rounding_words, rounding_words_of_rows
 from mxtrain.rng.rounding import MAX_ELEMENTS
 
 if HAS_TRITON:
-    from mxtrain.formats.norm_kernel import nvfp4_norm
     from mxtrain.formats.nvfp4 import cast as cast_kernel
     from mxtrain.formats.nvfp4 import tensor_scale as scale_kernel
     from mxtrain.formats.nvfp4 import weight_cast as weight_kernel
+    from mxtrain.formats.nvfp4.norm import NORM, nvfp4_norm
 
 # The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
 NATIVE_MULTIPLE = 32
@@ -43,7 +43,7 @@ class NVFP4Ops(FormatOps):
     """What computes with NVFP4. Along dimension 0, operands have the rows of X rounded up to a multiple of 16."""
 
     if HAS_TRITON:
-        casts = (cast_kernel.CAST,)
+        casts, norms = (cast_kernel.CAST,), (NORM,)
         weight_casts = (weight_kernel.CAST,)
         kept = (scale_kernel.TENSOR_SCALES,)
 

@@ -14,8 +14,7 @@ from mxtrain.formats.cast_kernels import tile_start
 from mxtrain.formats.nvfp4 import RANGE, TENSOR_SCALE_MIN
 from mxtrain.formats.nvfp4.arithmetic import BLOCK, amax_across
 from mxtrain.formats.nvfp4.strip import WARPS, group_of, load_strip, quarter_hadamard, tile_columns
-from mxtrain.launch.device import cdiv, next_power_of_2
-from mxtrain.launch.launch import Launch, contiguous, register_op
+from mxtrain.launch.launch import Launch, cdiv, contiguous, next_power_of_2, register_op
 
 _RANGE, _MIN = tl.constexpr(RANGE), tl.constexpr(TENSOR_SCALE_MIN)
 

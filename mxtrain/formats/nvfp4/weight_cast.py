@@ -43,8 +43,7 @@ from mxtrain.formats.nvfp4.strip import (
     store_row,
     tile_columns,
 )
-from mxtrain.launch.device import cdiv, converts_fp4, next_power_of_2
-from mxtrain.launch.launch import Launch, contiguous, register_op
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp4, next_power_of_2, register_op
 
 
 @triton.jit

@@ -24,17 +24,18 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mxtrain.launch.device import (
+from mxtrain.launch.launch import (
     H100_SHARED_MEMORY,
     H100_SMS,
     INTERPRETED,
+    Launch,
     cdiv,
+    contiguous,
     next_power_of_2,
     overlaps_launches,
     shared_memory,
     sm_count,
 )
-from mxtrain.launch.launch import Launch, contiguous
 
 # Launch plans
 

@@ -7,9 +7,9 @@ changes.
 import torch
 
 from mxtrain.formats.gemm import full_precision, wide_product
+from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.formats.matrices import at_least_fp32
-from mxtrain.launch import HAS_TRITON, runs_kernels
-from mxtrain.launch.custom_op import define_op
+from mxtrain.launch.functions import define_op
 from mxtrain.nn.decompose_k import reference
 
 if HAS_TRITON:

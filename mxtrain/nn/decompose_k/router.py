@@ -7,13 +7,11 @@ dB = A^T dC                     reduces over the M tokens: again a small result 
 
 import torch
 import torch.nn as nn
-from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import require_positive_integer
-from mxtrain.formats.matrices import at_least_fp32, check_tensor
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable, refuse_transforms
+from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.decompose_k import op as ops
 from mxtrain.nn.decompose_k.reference import Epilogue
 from mxtrain.nn.split import own_part
@@ -97,12 +95,7 @@ def decompose_k_mm(
 
     Raises:
         ValueError: for mismatched shapes, dtypes or devices, or an unknown epilogue.
-        TypeError: for what is no tensor.
     """
-    check_tensor("a", a)
-    check_tensor("b", b)
-    if bias is not None:
-        check_tensor("bias", bias)
     # Autocast leaves fp64 alone and does not exist for meta tensors.
     if a.dtype != torch.float64 and not a.is_meta and torch.is_autocast_enabled(a.device.type):
         dtype = torch.get_autocast_dtype(a.device.type)
@@ -110,10 +103,7 @@ def decompose_k_mm(
     ops.check_operands(a, b, bias, epilogue, out_dtype)
     out_dtype = out_dtype or a.dtype
     needs_gradients = any(tensor is not None and tensor.requires_grad for tensor in (a, b, bias))
-    # Forward-mode derivatives of the op would be zero. The autograd function refuses them.
-    forward_mode = not torch.compiler.is_compiling() and forward_ad._current_level >= 0
-    if forward_mode or (torch.is_grad_enabled() and needs_gradients):
-        refuse_transforms()
+    if torch.is_grad_enabled() and needs_gradients:
         return _DecomposeKFunction.apply(a, b, bias, epilogue, out_dtype)
     return ops.decompose_k_mm(a, b, bias, epilogue, out_dtype)
 
@@ -153,7 +143,6 @@ class DecomposeKRouter(nn.Linear):
         Raises:
             ValueError: for mismatched dtypes of x and weight, or DTensors that are not replicated.
         """
-        check_tensor("x", x)
         parameters = [parameter for parameter in (self.weight, self.bias) if parameter is not None]
         if any(isinstance(tensor, DTensor) for tensor in (x, *parameters)):
             _check_replicated(x, parameters)

@@ -10,10 +10,9 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from mxtrain.checkpoints.folder import MANIFEST_FILE, package_versions
-from mxtrain.checkpoints.run_folder import CONFIG_FILE
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER
 from mxtrain.config import dump_config
 from mxtrain.conversion.schedule import set_step
-from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from mxtrain.checkpoints.folder import package_versions
-from mxtrain.checkpoints.run_folder import CONFIG_FILE
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER
 from mxtrain.config import dump_config
-from mxtrain.data.run_data import TOKENIZER_FOLDER
 from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
 from mxtrain.errors import ConfigError

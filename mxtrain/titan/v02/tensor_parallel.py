@@ -28,8 +28,7 @@ from torchtitan.distributed import NoParallel
 from torchtitan.distributed.expert_parallel import ExpertParallel, TensorParallel
 
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
-from mxtrain.nn.normed_input import NormedInput
-from mxtrain.nn.routed_rows import RoutedRows
+from mxtrain.nn.normed_input import NormedInput, RoutedRows
 from mxtrain.nn.split import LocalLinear, SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.expert_dispatch import SentRows

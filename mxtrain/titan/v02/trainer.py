@@ -7,7 +7,7 @@ import torch
 from torchtitan import train as titan
 
 from mxtrain.checkpoints.checkpointer import Checkpointer
-from mxtrain.nn.buffers import kept_buffers
+from mxtrain.nn.experts import kept_buffers
 from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v02.parallelize import Layout
 

@@ -22,10 +22,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from mxtrain.nn.gathered_norm import SumGradient
+from mxtrain.nn.mixture import of_whole_sequences
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_input import NormedInput
-from mxtrain.nn.routed_rows import RoutedRows
-from mxtrain.nn.shared_experts import of_whole_sequences
+from mxtrain.nn.normed_input import NormedInput, RoutedRows
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations

@@ -2,7 +2,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from mxtrain.launch import HAS_TRITON
+from mxtrain.formats.hardware import HAS_TRITON
 
 if not HAS_TRITON:
     collect_ignore_glob = ["test_*.py"]
@@ -11,7 +11,7 @@ if not HAS_TRITON:
 @pytest.fixture
 def device():
     """Make the GPU the default device of a test, or the CPU where Triton interprets kernels."""
-    from mxtrain.launch.device import INTERPRETED
+    from mxtrain.launch.launch import INTERPRETED
 
     name = "cpu" if INTERPRETED else "cuda"
     if name == "cuda" and not torch.cuda.is_available():

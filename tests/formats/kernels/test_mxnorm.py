@@ -12,8 +12,12 @@ from hypothesis import strategies as st
 from mxtrain.formats import mxnorm as reference
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.norm_kernel import RowTile, mxnorm_cast, nvfp4_norm, row_tile
-from mxtrain.launch.device import INTERPRETED, MAX_PERSISTENT_COLUMNS
+from mxtrain.formats.mxfp8.norm import NORM as MXFP8_NORM
+from mxtrain.formats.mxfp8.norm import mxnorm_cast
+from mxtrain.formats.norm_kernel import RowTile, row_tile
+from mxtrain.formats.nvfp4.norm import NORM as NVFP4_NORM
+from mxtrain.formats.nvfp4.norm import nvfp4_norm
+from mxtrain.launch.launch import INTERPRETED, MAX_PERSISTENT_COLUMNS
 from tests.support.kernel_checks import (
     DTYPES,
     RECIPES,
@@ -44,8 +48,9 @@ class Format(NamedTuple):
     estimates: list[tuple[int, str]]
     check: Callable
     call: Callable
-    settings: tuple
-    """The op's last arguments, beginning with the scale rounding"""
+    op: Callable
+    setting: str | float
+    """The op's last argument"""
 
     def __str__(self):
         return "mxfp8" if self.block == 32 else "nvfp4"
@@ -58,14 +63,16 @@ MXFP8 = Format(
     lambda x, form="codes", residual=None, estimate=ESTIMATE: mxnorm_cast(
         x, estimate, RECIPES["rceil"], form, residual
     ),
-    ("rceil", None),
+    MXFP8_NORM,
+    "rceil",
 )
 NVFP4 = Format(
     16,
     [(1, "pre_round"), (2, "pre_round"), (1, "exact")],
     check_norm,
     lambda x, form="codes", residual=None, estimate=ESTIMATE_16: nvfp4_norm(x, estimate, 2.0**-8, form, residual),
-    (None, 2.0**-8),
+    NVFP4_NORM,
+    2.0**-8,
 )
 formats = pytest.mark.parametrize("fmt", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
 ESTIMATES = [
@@ -215,9 +222,8 @@ def test_op_matches_its_schema_and_fake(fmt):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
     constant = RMSEstimate(2, "pre_round", 1e-5, fmt.block).constant
     for form, residual in (("codes", None), ("image", draw(5, 32, seed=1))):
-        arguments = (draw(5, 32), residual, 2, "pre_round", 1e-5, constant, form, *fmt.settings)
-        op = torch.ops.mxtrain.mxnorm_cast.default
-        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+        arguments = (draw(5, 32), residual, 2, "pre_round", 1e-5, constant, form, fmt.setting)
+        torch.library.opcheck(fmt.op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("form", FORMS)

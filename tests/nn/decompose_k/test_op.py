@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtrain.launch import HAS_TRITON, runs_kernels
+from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.nn.decompose_k import op as matmul
 from mxtrain.nn.decompose_k import reference
 from mxtrain.nn.decompose_k.op import check_operands, decompose_k_mm

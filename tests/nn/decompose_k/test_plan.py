@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mxtrain.launch.device import cdiv
+from mxtrain.launch.launch import cdiv
 from mxtrain.nn.decompose_k.kernels import (
     MIN_TENSOR_CORE_BLOCK,
     Plan,

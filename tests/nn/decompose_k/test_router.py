@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from torch.autograd import forward_ad
 
 from mxtrain import DecomposeKRouter, decompose_k_mm
 from mxtrain.nn.decompose_k import reference
@@ -68,28 +67,6 @@ def test_gradcheck(epilogue):
     a, b, bias = doubles(inputs(bias_dtype=torch.float32, tokens=3))
     a, b = (t.detach().requires_grad_() for t in (a[:, :7], b[:7]))
     assert torch.autograd.gradcheck(partial(decompose_k_mm, epilogue=epilogue), (a, b, bias))
-
-
-def tangent_of_dual(function, a):
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(a, a))).tangent
-
-
-FORWARD_MODE = {
-    "jvp": lambda f, a: torch.func.jvp(f, (a,), (a,)),
-    "jacfwd": lambda f, a: torch.func.jacfwd(f)(a),
-    "jvp of vmap": lambda f, a: torch.func.jvp(torch.func.vmap(f), (a[None],), (a[None],)),
-    "dual tensor": tangent_of_dual,
-}
-
-
-@pytest.mark.parametrize("derivative", FORWARD_MODE)
-def test_forward_mode_derivatives_are_refused(derivative):
-    """They would be zero without an error, where no tensor needs a gradient."""
-    a, b, _ = inputs(tokens=3)
-    a, b = a.detach(), b.detach()
-    with pytest.raises(RuntimeError, match="torch.func|autograd.Function"):
-        FORWARD_MODE[derivative](lambda a: decompose_k_mm(a, b), a)
 
 
 def test_gradients_are_no_worse_than_those_of_a_bf16_gate():

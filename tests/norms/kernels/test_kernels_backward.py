@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.launch.device import INTERPRETED
+from mxtrain.launch.launch import INTERPRETED
 from mxtrain.norms import kernels as row_norms
 from mxtrain.norms.kernels import Plan, backward_plan, launch_backward, row_norm_backward
 from tests.support.kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests

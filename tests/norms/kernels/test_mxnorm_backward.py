@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from mxtrain.launch.device import next_power_of_2
+from mxtrain.launch.launch import next_power_of_2
 from mxtrain.norms import mxnorm_backward as module
 from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
 from tests.support.kernel_checks import (

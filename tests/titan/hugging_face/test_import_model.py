@@ -15,7 +15,7 @@ from mxtrain.checkpoints.folder import check_sizes, read_manifest
 from mxtrain.checkpoints.start import find_start
 from mxtrain.checkpoints.storage import read_index
 from mxtrain.data.config import DataConfig
-from mxtrain.data.local_files import LocalFiles
+from mxtrain.data.documents import LocalFiles
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import REPORT_FILE, read_shape

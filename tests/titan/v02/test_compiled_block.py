@@ -16,8 +16,8 @@ from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
 from mxtrain.compile.complex_products import split_complex_products
-from mxtrain.compile.residual_add import fuse_residual_add
-from mxtrain.launch import runs_kernels
+from mxtrain.compile.kernel_inputs import fuse_residual_add
+from mxtrain.formats.hardware import runs_kernels
 from mxtrain.parallel.activation_checkpoint import knows_own_operations
 
 pytestmark = pytest.mark.sweep

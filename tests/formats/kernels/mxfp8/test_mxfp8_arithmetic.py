@@ -9,7 +9,7 @@ from mxtrain.formats.cast_kernels import scale_offset
 from mxtrain.formats.mx import to_blocked
 from mxtrain.formats.mxfp8.arithmetic import e4m3_codes, e4m3_image, scale_code
 from mxtrain.formats.mxfp8.cast import cast
-from mxtrain.launch.device import converts_fp8
+from mxtrain.launch.launch import converts_fp8
 from tests.support.kernel_checks import RECIPES, assert_is_cast, assert_same_bits, bits, draw, kernel_tests
 
 pytestmark = kernel_tests

@@ -16,7 +16,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     scale_of_block,
 )
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
-from mxtrain.launch.device import converts_fp4
+from mxtrain.launch.launch import converts_fp4
 from tests.support.kernel_checks import assert_same_bits, draw, kernel_tests
 from tests.support.nvfp4_checks import assert_is_nvfp4, positive_nans
 

@@ -1,6 +1,6 @@
 """Second derivatives are refused with one error, also where PyTorch's own decorator gives zeros.
 
-Transforms of torch.func are refused with another. And where there is no gradient, none is computed.
+Where there is no gradient, none is computed.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
-from mxtrain.launch.once_differentiable import MESSAGE, NO_TRANSFORMS
+from mxtrain.launch.functions import MESSAGE
 from mxtrain.nn.group import LinearGroup
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import CHECKPOINTING, NormBlock, draw, fill, mx_linear
@@ -49,7 +49,6 @@ def loss_of(outputs, loss) -> torch.Tensor:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_second_derivatives_are_refused(layer):
-    """By all tensors, and by single ones: autograd then visits only what lies on the way to them."""
     module, x = LAYERS[layer](), draw(T, D, seed=0).requires_grad_()
     for loss in LOSSES:
         first = loss_of(module(x), loss)
@@ -57,25 +56,6 @@ def test_second_derivatives_are_refused(layer):
             with pytest.raises(RuntimeError) as error:
                 (first + gradient.square().sum()).backward(retain_graph=True)
             assert str(error.value) == MESSAGE
-            with pytest.raises(RuntimeError, match="second derivatives"):
-                torch.autograd.grad(first + gradient.square().sum(), [x], retain_graph=True)
-
-
-TRANSFORMS = [
-    lambda f, x: torch.func.grad(f)(x),
-    lambda f, x: torch.func.vmap(f)(x),
-    lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    lambda f, x: torch.func.jacrev(f)(x),
-]
-
-
-@pytest.mark.parametrize("layer", OF_EACH_CLASS)
-def test_transforms_are_refused(layer):
-    module, x = LAYERS[layer](), draw(T, D, seed=0)
-    for transform in TRANSFORMS:
-        with pytest.raises(RuntimeError) as error:
-            transform(lambda x: loss_of(module(x), torch.sum), x)
-        assert str(error.value) == NO_TRANSFORMS
 
 
 class Passes(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""The gate of a mixture of experts that an MXNorm feeds.
+"""The gate and the shared experts of a mixture of experts that an MXNorm feeds.
 
-It reads x and rho instead of codes, because choices of experts are sensitive to rounding:
+The gate reads x and rho instead of codes, because choices of experts are sensitive to rounding:
 
     logits = rho (x (Wg diag(gamma))^T) + bias
 
@@ -10,13 +10,15 @@ is then exact but for the fp32 sums, and no token chooses other experts than in 
 
 import torch
 
+from mxtrain.formats.collectives import gather_tokens, sum_tokens
 from mxtrain.formats.matrices import at_least_fp32
-from mxtrain.launch.custom_op import untraced
-from mxtrain.launch.once_differentiable import once_differentiable
+from mxtrain.launch import from_key
+from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
-from mxtrain.nn.normed_input import NormedInput, check_norm_result, refuse_backward_hook
-from mxtrain.nn.split import own_part
+from mxtrain.nn.normed_input import NormedInput, check_norm_result
+from mxtrain.nn.split import SplitSequences, own_part
+from mxtrain.nn.three_gemms import constant_operand, without_data
 from mxtrain.norms.mxnorm import fold_backward
 
 
@@ -76,15 +78,49 @@ class MXNormRouter(DecomposeKRouter):
         """NormedInput of [..., D] -> logits [..., E], fp32 (fp64 for fp64).
 
         Raises:
-            TypeError, ConfigError, RuntimeError: as ``MXNormLinear.forward``.
+            TypeError, ConfigError: as ``MXNormLinear.forward``.
         """
         if isinstance(x, torch.Tensor):
             return super().forward(x)
-        check_norm_result(x, self.weight)
+        check_norm_result(x)
         weight, bias = own_part(self.weight), own_part(self.bias)
         h = x.h.reshape(-1, x.shape[-1])
         logits = _NormedLogits.apply(h, x.x, x.rho, x.gain, weight, bias, x.mode)
         return logits.view(*x.shape[:-1], -1)
 
-    def register_full_backward_hook(self, *_, **__):
-        refuse_backward_hook("an MXNormRouter")
+
+@untraced
+class _GatherShards(torch.autograd.Function):
+    """h and x [B, S / P, D] -> h and x [T, D], T = B S, rho [T] and the tensors of xhat's operand.
+
+    With tensor and expert parallelism at once, a norm returns the result of its own shard, for gate and routed experts.
+    Shared experts are split by features and need whole sequences. So x is gathered, and normalized and cast again.
+
+    Every linear returns its process's part of dL/dxhat, the gradient of h.
+    """
+
+    @staticmethod
+    def forward(ctx, h, x, estimate_key: str, recipe_key: str, mode: str, split_key: str):
+        split = from_key(split_key)
+        whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
+        recipe = from_key(recipe_key)
+        xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
+        ctx.set_materialize_grads(False)
+        ctx.split, ctx.batch = split, x.shape[0]
+        ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
+        return without_data(whole, whole.shape), whole, rho, *xhat
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, dxhat: torch.Tensor, *others):
+        dxhat = dxhat.view(ctx.batch, -1, dxhat.shape[-1])
+        return sum_tokens(dxhat, ctx.split.group, ctx.split.processes), *[None] * 5
+
+
+def of_whole_sequences(normed: NormedInput, split: SplitSequences) -> NormedInput:
+    """A norm's result for a shard [B, S / P, D] of the sequences -> the result for whole sequences [B, S, D]."""
+    batch, length, features = normed.shape
+    keys = normed.made_by.estimate.key, normed.recipe.key, normed.mode, split.key
+    h, x, rho, *xhat = _GatherShards.apply(normed.h, normed.x.view(normed.shape), *keys)
+    h = h.view(batch, split.processes * length, features)
+    return normed._replace(h=h, x=x, rho=rho, xhat=constant_operand(xhat, normed.mode))

@@ -1,13 +1,13 @@
-"""A pass that moves the residual add before an MXNorm into the norm's kernel.
+"""Passes that move an operation on a kernel's input into the kernel. All results keep their bits.
+
+``fuse_residual_add`` moves the residual add before an MXNorm into the norm's kernel:
 
     before    h = x + residual; norm(h); other operations use h, too
     after     one kernel reads x and residual, and writes norm(h) and h
 
-The kernel rounds h to its dtype and normalizes the rounded h, so all results have the bits of the unfused graph.
-
-Bytes per element in the forward of a Llama block, whose second norm has its residual add in the same graph. fp32: a
-residual stream of fp32 beside linears in bf16 (fp32 weights under autocast). bf16: a stream of bf16 (FSDP's mixed
-precision). The norm writes bf16 images.
+The kernel rounds h to its dtype and normalizes the rounded h. Bytes per element in the forward of a Llama block, whose
+second norm has its residual add in the same graph. fp32: a residual stream of fp32 beside linears in bf16 (fp32 weights
+under autocast). bf16: a stream of bf16 (FSDP's mixed precision). The norm writes bf16 images.
 
     stream   add: reads, writes   norm: reads, writes   sum   fused: reads, writes
     fp32     4 + 2, 4             4, 2                  16    4 + 2, 4 + 2   12
@@ -18,8 +18,19 @@ only pointwise operations produce and use the summand. Storing such a summand fo
 the fusion saves, so these graphs stay unfused. In Llama both summands are in memory: x is the block's input, and
 residual is a matrix product.
 
-The pass works on the graphs after PyTorch has split forward and backward, so a block that is computed again in the
-backward is fused there, too.
+``fuse_rounding`` moves the rounding of a gradient to bf16 into the cast that follows it, in formats that have such
+casts:
+
+    before    one kernel reads g in fp32 and writes it in bf16; the cast reads that
+    after     the cast reads g in fp32, and rounds it to bf16 first
+
+Bytes per element, with both bf16 images of a gradient: 4 + 2 and 2 + 4, together 12; after 4 + 4, which is 8. In a
+Llama block such a gradient is the one of w2's output, where the residual stream is fp32 (fp32 weights under autocast).
+Only the inputs of a graph are known to be in memory in fp32. Other gradients Inductor computes inside the kernel that
+rounds them, so nothing would be saved. The same holds where something else reads the rounded gradient.
+
+The passes work on the graphs after PyTorch has split forward and backward, so a block that is computed again in the
+backward is changed there, too.
 """
 
 import operator
@@ -28,17 +39,17 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-import mxtrain.formats.norm_kernel  # noqa: F401  # registers the operations
-from mxtrain.compile.nodes import CONVERT, as_matrix, describe_call, final_users, without_views
+from mxtrain.compile.nodes import CONVERT, VIEWS, as_matrix, describe_call, final_users, without_views
+from mxtrain.formats.recipe import FORMATS
 
-aten, ours = torch.ops.aten, torch.ops.mxtrain
+aten = torch.ops.aten
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def fuse_residual_add(graph: Graph) -> None:
     """Let the kernel of every MXNorm compute the sum that it normalizes, where the kernel can."""
-    # The operation is f(x, residual, *settings) -> [..., total], where total is x + residual in the dtype of x.
-    for norm in list(graph.find_nodes(op="call_function", target=ours.mxnorm_cast.default)):
+    targets = {op for fmt in FORMATS.values() for op in fmt.ops.norms}
+    for norm in [node for node in graph.nodes if node.target in targets]:
         total = without_views(norm.args[0])
         if norm.args[1] is None and (summands := _x_and_residual(total)):
             _fuse(graph, norm, *summands, total)
@@ -111,3 +122,40 @@ def _has_shape_of(node: Node, other: Node) -> bool:
 
 def _sizes(node: Node) -> list[int]:
     return [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
+
+
+def fuse_rounding(graph: Graph) -> None:
+    """Let casts read fp32 gradients instead of their bf16 copies."""
+    targets = [fmt.ops.fusions.cast for fmt in FORMATS.values() if fmt.ops.fusions]
+    for cast in [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]:
+        parts, axis, row_factor, column_factor, order, _, *others = cast.args
+        source = _before_rounding(parts[0], cast) if len(parts) == 1 else None
+        if source is None:
+            continue
+        with graph.inserting_before(cast):
+            matrix = as_matrix(graph, source)
+            settings = (axis, row_factor, column_factor, order, True, *others)
+            new = graph.call_function(cast.target, ([matrix], *settings))
+        describe_call(new, cast, cast.meta["val"])
+        cast.replace_all_uses_with(new)
+        graph.erase_node(cast)
+    graph.eliminate_dead_code()
+
+
+def _before_rounding(matrix: Node, cast: Node) -> Node | None:
+    """Return ``matrix`` in fp32, if that is in memory and nothing but ``cast`` reads it rounded."""
+    node, user = matrix, cast
+    while node.target in VIEWS and {*node.users} == {user}:
+        node, user = node.args[0], node
+    if node.target is not CONVERT or {*node.users} != {user}:
+        return None
+    source = node.args[0]
+    value = source.meta["val"]
+    return source if value.dtype == torch.float32 and value.is_contiguous() and _is_input(source) else None
+
+
+def _is_input(node: Node) -> bool:
+    """Whether ``node`` is an input of the graph or a view of one."""
+    while node.target in VIEWS:
+        node = node.args[0]
+    return node.op == "placeholder"

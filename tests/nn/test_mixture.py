@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn as nn
 
+from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.normed_router import MXNormRouter
 from tests.support.layer_checks import assert_near, draw, fill
 
 T, D, E, TOP = 256, 512, 64, 6

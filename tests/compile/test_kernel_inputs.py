@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mxtrain.compile.residual_add import fuse_residual_add
+from mxtrain.compile.kernel_inputs import fuse_residual_add
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.parse import get_recipe
 from tests.support.graph_checks import assert_same, draw, graph_after, operations
@@ -17,15 +17,18 @@ MXFP8, NVFP4 = (get_recipe(name).fprop for name in ("mxfp8", "nvfp4"))
 
 
 def mxfp8(rows, form="image"):
-    from mxtrain.formats.norm_kernel import mxnorm_cast
+    from mxtrain.formats.mxfp8.norm import mxnorm_cast
 
     return results(mxnorm_cast(rows, RMSEstimate.for_recipe(MXFP8, 2, "pre_round", 1e-5), MXFP8, form))
 
 
 def nvfp4(rows, form="image"):
-    from mxtrain.formats.norm_kernel import nvfp4_norm
+    from mxtrain.formats.nvfp4.norm import nvfp4_norm
 
     return results(nvfp4_norm(rows, RMSEstimate.for_recipe(NVFP4, 2, "pre_round", 1e-5), 2.0**-8, form))
+
+
+OPS = {mxfp8: "mxtrain.mxnorm_cast.default", nvfp4: "mxtrain.nvfp4_norm.default"}
 
 
 def results(cast):
@@ -53,7 +56,7 @@ def test_the_kernel_adds_and_keeps_the_sum(norm, form, dtype, residual_dtype):
 
     inputs = draw(B, S, D, seed=0).to(dtype), draw(T, D, seed=1).to(residual_dtype)
     module = rewritten(block, *inputs)
-    assert operations(module) == ["mxtrain.mxnorm_cast.default", "aten.abs.default"]
+    assert operations(module) == [OPS[norm], "aten.abs.default"]
     assert_same(module, block, *inputs)
 
 
@@ -80,7 +83,7 @@ def test_norms_of_one_residual_stream_follow_each_other():
 
     inputs = draw(B, S, D, seed=0), draw(T, D, seed=1).to(BF16), draw(T, D, seed=3)
     module = rewritten(blocks, *inputs)
-    assert operations(module) == ["mxtrain.mxnorm_cast.default"] * 2
+    assert operations(module) == list(OPS.values())
     assert_same(module, blocks, *inputs)
 
 
@@ -91,7 +94,7 @@ def test_symbolic_rows():
         return *mxfp8(h), h
 
     module = rewritten(block, draw(T, D, seed=1), draw(T, D, seed=2), symbolic=True)
-    assert operations(module)[-1:] == ["mxtrain.mxnorm_cast.default"] and norms(module)[0].args[1] is not None
+    assert operations(module)[-1:] == [OPS[mxfp8]] and norms(module)[0].args[1] is not None
     assert_same(module, block, draw(20, D, seed=4), draw(20, D, seed=5))
 
 
@@ -114,7 +117,7 @@ def test_a_norm_that_adds_already_adds_nothing_else():
 
     inputs = draw(B, S, D, seed=0), draw(T, D, seed=1), draw(T, D, seed=2), draw(D, D, seed=3)
     module = graph_after(lambda graph: (fuse_residual_add(graph), fuse_residual_add(graph)), block, *inputs)
-    assert operations(module)[:2] == ["aten.add.Tensor", "mxtrain.mxnorm_cast.default"]
+    assert operations(module)[:2] == ["aten.add.Tensor", OPS[mxfp8]]
     assert_same(module, block, *inputs)
 
 
