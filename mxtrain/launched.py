@@ -72,7 +72,7 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # SIGKILL, because a worker that waits for the others in a collective may never handle another signal.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _end_with_parents_thread(signal.SIGKILL)
 
 
 def end_with_comparison() -> None:
@@ -82,10 +82,14 @@ def end_with_comparison() -> None:
     """
     comparison = os.environ.pop(COMPARISON_VARIABLE, None)
     if comparison is not None:
-        # The kernel means the thread that started this process. It waits for the process, so it lives as long.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        _end_with_parents_thread(signal.SIGTERM)
         if comparison != str(os.getppid()):  # it ended before the call
             sys.exit(128 + signal.SIGTERM)
+
+
+def _end_with_parents_thread(number: signal.Signals) -> None:
+    """Let the kernel send a signal when the thread that started this process ends. It waits for the process."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 @functools.cache

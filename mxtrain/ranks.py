@@ -18,9 +18,6 @@ import torch.distributed as dist
 
 from mxtrain.errors import ConfigError
 
-PATIENCE_SECONDS = 24 * 3600.0
-"""How long a rank waits for the others. A launcher stops all ranks soon after one has died."""
-
 NOTE_SECONDS = 10.0
 """Interval between progress lines of a rank that waits"""
 
@@ -106,49 +103,33 @@ def _is_alone() -> bool:
 @cache
 def _store(port: str) -> dist.Store:
     """Return the store at ``$MASTER_ADDR:port``, as init_process_group makes it."""
-    return next(dist.rendezvous("env://", timeout=timedelta(seconds=min(PATIENCE_SECONDS, 1800))))[0]
+    return next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))[0]
 
 
 def _exchange(value: dict) -> list[dict]:
-    """Return the values of all ranks, in the order of the ranks.
-
-    Raises TimeoutError on every rank that takes part, if some do not.
-    """
+    """Return the values of all ranks, in the order of the ranks."""
     if _is_alone():
         return [value]
     store, rank, world = _store(os.environ["MASTER_PORT"]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name = f"mxtrain/{store.add(f'mxtrain/exchanges/{rank}', 1)}"
     store.set(f"{name}/{rank}", json.dumps(value))
     keys = {f"{name}/{other}": other for other in range(world)}
-    if rank == 0:
-        try:
-            _wait_for(store, keys, PATIENCE_SECONDS)
-            answer = [json.loads(store.get(key)) for key in keys]
-        except TimeoutError as error:
-            answer = str(error)
-        store.set(f"{name}/all", json.dumps(answer))
-    _wait_for(store, {f"{name}/all": 0}, 2 * PATIENCE_SECONDS)  # rank 0 gives up first, and says for whom
-    values = json.loads(store.get(f"{name}/all"))
+    _wait_for(store, keys)
+    values = [json.loads(store.get(key)) for key in keys]
     store.add(f"{name}/readers", 1)
-    readers = sum(store.check([key]) for key in keys) if isinstance(values, str) else world
     end = time.monotonic() + GOODBYE_SECONDS
-    while rank == 0 and store.add(f"{name}/readers", 0) < readers and time.monotonic() < end:
+    while rank == 0 and store.add(f"{name}/readers", 0) < world and time.monotonic() < end:
         time.sleep(0.01)
-    if isinstance(values, str):
-        raise TimeoutError(values)
     return values
 
 
-def _wait_for(store, keys: dict[str, int], patience: float) -> None:
-    """Wait until each rank has set its key. Raises TimeoutError, which names the ranks that have not."""
-    # Not ``store.wait``, which cannot be interrupted, and writes to the terminal when its time is over.
+def _wait_for(store, keys: dict[str, int]) -> None:
+    """Wait until each rank has set its key. A launcher stops all ranks soon after one has died."""
+    # Not ``store.wait``, which cannot be interrupted.
     start, pause, next_line = time.monotonic(), 0.01, NOTE_SECONDS
     while keys := {key: rank for key, rank in keys.items() if not store.check([key])}:
-        waited, who = time.monotonic() - start, f"rank {', '.join(map(str, keys.values()))}"
-        if waited > patience:
-            raise TimeoutError(f"no answer from {who} after {waited:,.0f} s")
-        if waited > next_line:
-            note(f"waiting for {who}, {waited:,.0f} s")
+        if (waited := time.monotonic() - start) > next_line:
+            note(f"waiting for rank {', '.join(map(str, keys.values()))}, {waited:,.0f} s")
             next_line += NOTE_SECONDS
         time.sleep(pause)
         pause = min(1.0, 1.2 * pause)

@@ -1,18 +1,11 @@
 """The console command ``mxtrain``. Only the subcommands that need PyTorch import it."""
 
 import argparse
-import errno
 import os
 import sys
 
 from mxtrain import __version__
-from mxtrain.cli import (
-    compare_command,
-    doctor,
-    hub_commands,
-    plot_command,
-    train_command,
-)
+from mxtrain.cli import compare_command, doctor, hub_commands, plot_command, train_command
 from mxtrain.cli.console import PathParser, open_closed_streams
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.removed import refuse_removed_command
@@ -20,13 +13,7 @@ from mxtrain.settings.resume import separated
 
 __all__ = ["main"]
 
-COMMANDS = (
-    train_command,
-    plot_command,
-    compare_command,
-    hub_commands,
-    doctor,
-)
+COMMANDS = (train_command, plot_command, compare_command, hub_commands, doctor)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         refuse_removed_command(words)
         options = _parser().parse_args(words)
         status = options.run(options)
-        _flush()
+        sys.stdout.flush()
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its end
@@ -48,23 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"mxtrain: error: {error}", file=sys.stderr)
         return CONFIG_ERROR_STATUS
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        print(f"mxtrain: error: {error.filename!r}: {error.strerror}", file=sys.stderr)
-        return CONFIG_ERROR_STATUS
     except KeyboardInterrupt:
         print("mxtrain: stopped by SIGINT", file=sys.stderr)
         return 130
-
-
-def _flush() -> None:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError:
-        pass  # stdout is a file on a full disk, and what the command did is done
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -230,13 +230,13 @@ def device_shares(devices: int) -> list[str | None]:
 def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True) -> "dict[str, Settings]":
     """Return the settings of all runs by name. Raises ConfigError for a mistake in them."""
     from mxtrain.settings.machine import Machine
-    from mxtrain.settings.read import CONFIG_FLAGS, places, read_settings
+    from mxtrain.settings.read import places, read_settings
     from mxtrain.titan.check_job import check_job  # takes seconds
 
     found, checked = {}, set()
     for name, run in runs.items():
         config, *flags = run.arguments
-        arguments = [f"{CONFIG_FLAGS[0]}={config}", *flags]
+        arguments = [f"--job.config_file={config}", *flags]
         with errors_begin_with(f"{name}: "), places(arguments):
             found[name] = read_settings(arguments)
             if run.variant not in checked:

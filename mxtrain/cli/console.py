@@ -1,10 +1,9 @@
-"""A process and its console: warnings of libraries, streams that are closed or lack characters, the parser of words.
+"""A process and its console: warnings of libraries, closed streams, the parser of words.
 
 Some warnings appear while PyTorch, torchao and TorchTitan are imported, so this module imports none of them.
 """
 
 import argparse
-import io
 import logging
 import os
 import sys
@@ -37,16 +36,8 @@ def hide_library_warnings() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open stdout and stderr on the null device where a shell (``>&-``) or a service manager has closed them.
-
-    Characters that an open stream lacks, such as a plus-minus sign or those of a folder's name, become question marks.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))
-        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")
+    """Open stdout and stderr on the null device where a shell (``>&-``) or a service manager has closed them."""
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
 
 
 class PathParser(argparse.ArgumentParser):

@@ -43,12 +43,12 @@ def report(arguments: list[str]) -> str:
 def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.titan.check_job import check_model_layout
     from mxtrain.titan.converters import convert_on_meta
-    from mxtrain.titan.job_config import check_model, job_config_of
+    from mxtrain.titan.job_config import check_model
     from mxtrain.titan.releases import engine
 
     settings = read_settings(words)
     check_model(settings.values)
-    job_config = job_config_of(settings)
+    job_config = settings.values
     raise_first(pipeline_problems(settings), settings)
     check_model_layout(settings)
     raise_first(layout_problems(settings, _layouts(job_config.parallelism)[0][1]), settings)  # the fewest processes

@@ -21,6 +21,7 @@ from mxtrain.checkpoints.run_folder import METRICS_FILE, WORKER_LOGS, locked
 from mxtrain.checkpoints.start import require_folder
 from mxtrain.cli.doctor import nvidia_gpus, warn_of_untested_packages
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.files import reason
 from mxtrain.launched import START_VARIABLE, import_flags, stop_signals
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
@@ -56,8 +57,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
     arguments = [f"--job.config_file={config_file}", *flags]
-    warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
     settings = read_settings(arguments)
+    warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
     from mxtrain.titan.check_job import check_job  # takes seconds, and a mistake in a value is found before
 
     with places(arguments):
@@ -139,12 +140,7 @@ def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]
                 folder.mkdir()
                 return folder, made
     except OSError as error:
-        path, why = Path(error.filename), error.strerror
-        if path.is_symlink() and not path.exists():
-            why = f"it is a link to {os.readlink(path)!r}, which does not exist"
-        elif path.is_file():
-            why = "it is a file"
-        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {why}") from error
+        raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {reason(error)}") from error
 
 
 def _missing(folder: Path) -> list[Path]:

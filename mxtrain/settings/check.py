@@ -1,16 +1,17 @@
 """Checks that involve two settings."""
 
 import os
+from importlib.metadata import version
 from itertools import chain
 
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.model_settings import model_problems
 from mxtrain.settings.mxnorm_section import check_recipes, quantizing_among
+from mxtrain.settings.releases import release
 from mxtrain.settings.removed import CONVERTERS
 from mxtrain.settings.titan import unknown
 
 DIAGNOSTICS = "mxnorm.diagnostics"
-IN_HF = "checkpoint.initial_load_in_hf"
 ROUTER_CONVERTER = "decompose_k_router"
 TITAN_QUANTIZING = "quantize."
 """How the names of TorchTitan's own converters begin"""
@@ -46,25 +47,25 @@ def conflict_of_converters(names: list[str]) -> str | None:
 
 def _problems(settings: Settings) -> Problems:
     s = settings.values
-    steps, checkpoint, diagnostics = s.training.steps, s.checkpoint, s.mxnorm.diagnostics
+    steps, checkpoint = s.training.steps, s.checkpoint
+    titan = release()
+    for name in titan.gone.keys() & titan.own.keys():
+        if settings.changed(name):
+            yield name, f"is not a setting of TorchTitan {version('torchtitan')}: {titan.gone[name]}"
+    option = "activation_checkpoint.selective_ac_option"
+    if option in titan.own and settings.changed(option) and settings[option] != "op":
+        every = "is for layers, and TorchTitan 0.3 chooses operations in every layer: allowed is 'op'"
+        yield option, every
     if conflict := conflict_of_converters(s.model.converters):
         yield "model.converters", conflict
     if s.validation.enable and s.validation.seq_len > s.training.seq_len:
         more = f"is more than training.seq_len = {s.training.seq_len}, the number of positions in the model"
         yield "validation.seq_len", f"{more}; allowed is that or less"
-    if s.compile.enable and not s.compile.components:
-        yield "compile.components", "is empty, so nothing would be compiled"
-    if s.memory_estimation.enable:
-        instead = "'mxtrain doctor --model CONFIG' shows the memory per GPU"
-        yield "memory_estimation.enable", f"has no effect in TorchTitan 0.2.2: {instead}"
     if s.lr_scheduler.total_steps is not None and s.lr_scheduler.total_steps < steps:
         less = f"is less than training.steps = {steps}: the learning rate would fall below zero after it"
         yield "lr_scheduler.total_steps", less
     if s.optimizer.early_step_in_backward:
         yield "optimizer.early_step_in_backward", "is not supported: the optimizer steps after the backward; remove it"
-    if diagnostics.every and diagnostics.fqns == []:
-        unset = f"leave it unset to measure all modules, or set {DIAGNOSTICS}.every = 0"
-        yield f"{DIAGNOSTICS}.fqns", f"measures nothing: {unset}"
     folder = os.path.normpath(checkpoint.folder)
     if checkpoint.enable and (os.path.isabs(folder) or folder.split(os.sep)[0] == os.pardir):
         yield (
@@ -81,11 +82,6 @@ def _problems(settings: Settings) -> Problems:
     for name in checkpoint.may_change or []:
         if name not in settings.known:
             yield "checkpoint.may_change", f"has a name that does not exist: {unknown(name, settings.known)}"
-    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
-        yield "checkpoint.initial_load_model_only", f"has only weights with {IN_HF} = true: allowed is true"
-    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_model_only:
-        needs = "needs checkpoint.last_save_model_only = true: only the weights can be saved in that way"
-        yield "checkpoint.export_dtype", needs
     if checkpoint.last_save_in_hf:
         yield (
             "checkpoint.last_save_in_hf",
@@ -97,15 +93,13 @@ def _problems(settings: Settings) -> Problems:
 def _without_effect(settings: Settings) -> Problems:
     """Settings that do nothing, because the one that they need is not set."""
     s = settings.values
-    every = f"{DIAGNOSTICS}.every"
-    is_measured = every in settings.given  # a run may switch diagnostics off, with 0
     of_start = "load_step initial_load_path exclude_from_loading create_seed_checkpoint load_only initial_load_in_hf"
     needs = (
-        ("checkpoint", f"{of_start} may_change verify", s.checkpoint.enable, "checkpoint.enable = true"),
-        ("checkpoint", "initial_load_in_hf_quantized", s.checkpoint.initial_load_in_hf, f"{IN_HF} = true"),
-        (DIAGNOSTICS, "fqns tokens", is_measured, f"{every}: set it to 50, for example, to measure every 50th step"),
+        (f"{of_start} may_change verify", s.checkpoint.enable, "checkpoint.enable = true"),
+        ("export_dtype", s.checkpoint.last_save_model_only, "checkpoint.last_save_model_only = true"),
+        ("initial_load_in_hf_quantized", s.checkpoint.initial_load_in_hf, "checkpoint.initial_load_in_hf = true"),
     )
-    for section, names, is_set, needed in needs:
+    for names, is_set, needed in needs:
         for name in names.split():
-            if not is_set and settings.changed(f"{section}.{name}"):
-                yield f"{section}.{name}", f"has no effect without {needed}"
+            if not is_set and settings.changed(f"checkpoint.{name}"):
+                yield f"checkpoint.{name}", f"has no effect without {needed}"

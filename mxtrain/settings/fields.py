@@ -1,13 +1,14 @@
 """One setting, with the check of its value, and the values of all settings of a job."""
 
 import ast
-import inspect
 import json
-import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache, cached_property
-from types import SimpleNamespace, UnionType
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -26,19 +27,14 @@ class Field:
         type: its type, with the allowed values.
         default: its value where nothing is given.
         resume: what a resumed run may do with it; None for a setting of the user's own module.
-        declared: the dataclass with its declaration, and its name there.
+        doc: the string below its declaration, on one line; empty where the source has none.
     """
 
     name: str
     type: Any
     default: Any
     resume: Resume | None
-    declared: tuple[type, str]
-
-    @property
-    def doc(self) -> str:
-        """The string below its declaration, on one line; empty where the source has none."""
-        return _docs(self.declared[0]).get(self.declared[1], "")
+    doc: str = ""
 
     def checked(self, value):
         """Return a value from a TOML file: of the exact type, and in range.
@@ -130,6 +126,40 @@ class Field:
             raise ConfigError(f"{self.name}{where} = {first['input']!r} {problem}") from None
 
 
+class _Table:
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+class Known(dict[str, Field]):
+    """Every setting that exists, by full name."""
+
+    @cached_property
+    def job_config(self) -> type:
+        """A dataclass with all settings as attributes, as TorchTitan's trainer takes them."""
+        return _table(self)
+
+
+def _table(known: Mapping[str, Field], kind: str = "JobConfig") -> type:
+    """A dataclass with a field for every name, and one for every table of names with dots."""
+    own, tables = [], {}
+    for name, setting in known.items():
+        table, dot, rest = name.partition(".")
+        if dot:
+            tables.setdefault(table, {})[rest] = setting
+        else:
+            own.append((name, setting.type, field(default_factory=partial(copy, setting.default))))
+    sections = {name: _table(table, name) for name, table in tables.items()}
+    own += [(name, section, field(default_factory=section)) for name, section in sections.items()]
+    return make_dataclass(kind, own, bases=(_Table,), frozen=True)
+
+
+def _filled(kind: type, tables: dict):
+    """An instance of a dataclass with the values in nested tables."""
+    types = {f.name: f.type for f in fields(kind)}
+    return kind(**{k: _filled(types[k], value) if is_dataclass(types[k]) else value for k, value in tables.items()})
+
+
 @dataclass(frozen=True)
 class Settings:
     """Values by full name: ``settings["training.steps"]`` is the given value, or the default.
@@ -139,23 +169,16 @@ class Settings:
         given: the values from the TOML file and the flags.
     """
 
-    known: Mapping[str, Field]
+    known: Known
     given: Mapping[str, object]
 
     def __getitem__(self, name: str):
         return self.given[name] if name in self.given else self.known[name].default
 
     @cached_property
-    def values(self) -> SimpleNamespace:
-        """All values as attributes: ``values.training.steps``."""
-        root = SimpleNamespace()
-        for name in self.known:
-            *sections, last = name.split(".")
-            place = root
-            for section in sections:
-                place = vars(place).setdefault(section, SimpleNamespace())
-            setattr(place, last, self[name])
-        return root
+    def values(self):
+        """All values as attributes, TorchTitan's job config: ``values.training.steps``."""
+        return _filled(self.known.job_config, self.tables())
 
     def changed(self, name: str) -> bool:
         """Whether a value is another than the default."""
@@ -176,7 +199,6 @@ class Settings:
         """Every setting that differs from its default as nested tables for a TOML file, which has no None.
 
         Without the names of the config file and of the run's folder: a run of these settings must not write into it.
-        With ``mxnorm.diagnostics.every = 0`` beside other settings of diagnostics, which are refused without it.
         """
         left_out = ("job.config_file", "job.dump_folder")
         values = {
@@ -184,8 +206,6 @@ class Settings:
             for name in self.known
             if self.changed(name) and self[name] is not None and name not in left_out
         }
-        if any(name.startswith("mxnorm.diagnostics.") for name in values):
-            values.setdefault("mxnorm.diagnostics.every", 0)
         return Settings(self.known, values).tables()
 
 
@@ -216,33 +236,45 @@ def fields_of(job_config: type, section: str = "", resume: Resume | None = None)
         resume: what holds for fields; ``resume`` of a section's class, and the type of a field, may say something else.
     """
     found, types = {}, get_type_hints(job_config, include_extras=True)
+    file = getattr(sys.modules.get(job_config.__module__), "__file__", None)
+    docs = (
+        {name: doc for name, *_, doc in declarations(classes_in(file).get(job_config.__qualname__, ()))} if file else {}
+    )
     for f in fields(job_config):
         name, kind = f"{section}.{f.name}".removeprefix("."), types[f.name]
         if is_dataclass(kind):
             own = getattr(kind, "resume", None)
             found |= fields_of(kind, name, own if isinstance(own, Resume) else resume)
         else:
+            if f.default is MISSING and f.default_factory is MISSING:
+                raise ConfigError(f"{job_config.__name__}.{f.name} in {file} has no default")
             default = f.default_factory() if f.default is MISSING else f.default
             metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
             rule = next((part for part in metadata if isinstance(part, Resume)), resume)
-            found[name] = Field(name, kind, default, rule, f.metadata.get("declared", (job_config, f.name)))
+            found[name] = Field(name, kind, default, rule, docs.get(f.name, ""))
     return found
 
 
 @cache
-def _docs(kind: type) -> dict[str, str]:
-    """Return name -> the string under each field of a dataclass and of those that it extends, from their source."""
-    docs = {}
-    for part in filter(is_dataclass, reversed(kind.__mro__)):
-        try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-        except (OSError, TypeError):  # a class that has no source
-            continue
-        for node, below in zip(tree.body, tree.body[1:]):
-            match node, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
-                    docs[name] = " ".join(doc.split())
-    return docs
+def classes_in(file: str | Path) -> dict[str, list[ast.stmt]]:
+    """The classes that a file of Python declares, with their statements; "A.B" is a class in another one."""
+
+    def found(body: list[ast.stmt], outer: str) -> Iterator[tuple[str, list[ast.stmt]]]:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                yield outer + node.name, node.body
+                yield from found(node.body, f"{outer}{node.name}.")
+
+    return dict(found(ast.parse(Path(file).read_text(encoding="utf-8")).body, ""))
+
+
+def declarations(body: Sequence[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and the string below of every field of a dataclass, as they stand in its source."""
+    for node, below in zip(body, [*body[1:], None]):
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=kind, value=ast.expr() as value), _:
+                doc = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
+                yield name, ast.unparse(kind), ast.unparse(value), " ".join(doc.split())
 
 
 def _strictly(adapter: TypeAdapter, value):

@@ -5,7 +5,6 @@ chunks of a pipeline.
 """
 
 import math
-from importlib.metadata import version
 from typing import NamedTuple
 
 from mxtrain.settings.fields import Problems, Settings, raise_first
@@ -16,9 +15,6 @@ BLOCK = 32
 
 ONE_STAGE = ("1F1B", "GPipe")
 """Schedules of a pipeline with one stage on each rank; the others have two, or more"""
-
-COMPILES_SPLIT_LAYERS = tuple(map(int, version("torch").split(".")[:2])) >= (2, 14)
-"""Whether PyTorch compiles all layers and losses of tensor parallelism on a CPU"""
 
 NEED_A_GPU = "profiling.enable_profiling profiling.enable_memory_snapshot training.enable_cpu_offload training.gc_debug"
 
@@ -45,33 +41,14 @@ def _problems_of_a_cpu(settings: Settings) -> Problems:
             yield name, "needs a GPU; this machine has none"
     if s.checkpoint.async_mode == "async_with_pinned_mem":
         yield "checkpoint.async_mode", "needs a GPU, whose copies go through pinned memory; on a CPU use 'async'"
-    if not s.compile.enable:
-        return
-    uses_inductor = s.compile.backend == "inductor"
     casts = quantizing_among(s.model.converters) and (s.mxnorm.recipe != "unquantized" or s.mxnorm.recipes)
     # On a CPU, Inductor of PyTorch 2.13 fails to split loops that it has fused from several casts. Without this fusion
     # (config.cpp.max_horizontal_fusion_size = 1), it takes minutes for casts to NVFP4.
-    if "model" in s.compile.components and uses_inductor and casts:
+    if s.compile.enable and "model" in s.compile.components and s.compile.backend == "inductor" and casts:
         yield (
             "compile.backend",
             "does not compile casts to MX formats on a CPU: set compile.enable = false or compile.backend = "
             "'aot_eager'",
-        )
-    tensor = s.parallelism.tensor_parallel_degree
-    if tensor == 1 or COMPILES_SPLIT_LAYERS:
-        return
-    degree = f"with parallelism.tensor_parallel_degree = {tensor}"
-    # On a CPU, PyTorch 2.13 misplaces the state of the random numbers among the results of such a graph.
-    if s.activation_checkpoint.mode != "none":
-        mode = f"activation_checkpoint.mode = {s.activation_checkpoint.mode!r}"
-        ways_out = "PyTorch 2.13 compiles no such layers on a CPU; set activation_checkpoint.mode = 'none'"
-        yield "compile.enable", f"{degree} and {mode}: {ways_out}"
-    # On a CPU, PyTorch 2.13 then computes a wrong loss without an error, also for a model without a converter.
-    if "loss" in s.compile.components and uses_inductor and not s.parallelism.disable_loss_parallel:
-        yield (
-            "compile.components",
-            f"{degree}: PyTorch 2.13 compiles a wrong loss on a CPU; set compile.components = ['model'] or "
-            "parallelism.disable_loss_parallel = true",
         )
 
 
@@ -83,15 +60,6 @@ def global_batch_size(s: Settings, processes: int) -> int:
     """Return the sequences per step in effect, over all processes and microbatches."""
     given = s["training.global_batch_size"]
     return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
-
-
-def beside_batch(s: Settings, processes: int, sequences: int) -> str:
-    """Say what makes a step of so many sequences possible on these processes; empty if the settings already do."""
-    readers, local = _readers(s, processes), s["training.local_batch_size"]
-    if sequences % readers:
-        return f"take a number of data-parallel processes that divides {sequences}"
-    fitting = next(size for size in range(local, 0, -1) if sequences // readers % size == 0)
-    return "" if fitting == local else f"set training.local_batch_size to {fitting}"
 
 
 def _shards(s: Settings, processes: int) -> int:
@@ -128,12 +96,10 @@ def layout_problems(s: Settings, processes: int) -> Problems:
     if s["parallelism.enable_async_tensor_parallel"] and quantizing:
         finds = f"finds no products to overlap with converter {quantizing[0]!r}: allowed is false"
         yield "parallelism.enable_async_tensor_parallel", finds
-    if tensor > 1 and quantizing and s["mxnorm.gather"] == "quantized":
-        yield from _gather_problems(s, tensor, context, quantizing[0])
+    for name, number in (("mxnorm.gather", tensor), ("mxnorm.dispatch", expert)):
+        if number > 1 and quantizing == ["mx_linear"] and s[name] == "quantized":
+            yield name, "needs converter 'mxnorm', not 'mx_linear', whose norms send no codes; allowed is 'auto'"
     ranks = _shards(s, processes) * context * tensor
-    if expert > 1 and s["mxnorm.dispatch"] == "quantized" and quantizing and quantizing[0] != "mxnorm":
-        needs = f"needs converter 'mxnorm', not {quantizing[0]!r}, whose norms send no codes; allowed is 'auto'"
-        yield "mxnorm.dispatch", needs
     if expert > 1 and ranks % (expert * expert_tensor):
         yield (
             "parallelism.expert_parallel_degree",
@@ -145,7 +111,15 @@ def layout_problems(s: Settings, processes: int) -> Problems:
         blocks = bool(quantizing) and context > 1 and name == "training"
         # Context parallelism gives every rank two chunks. Tensor parallelism gathers them before they are cast.
         divisor = 2 * context * (math.lcm(tensor, BLOCK) if blocks else tensor) if context * tensor > 1 else 1
-        if is_read and s[f"{name}.seq_len"] % divisor:
+        length, parts = s[f"{name}.seq_len"], context * tensor
+        if is_read and quantizing and tensor > 1 and s["mxnorm.gather"] == "quantized" and length % (parts * BLOCK):
+            yield (
+                "mxnorm.gather",
+                f"needs whole blocks of {BLOCK} tokens on each of {parts} processes, tensor_parallel_degree times "
+                f"context_parallel_degree, and {name}.seq_len = {length} is not a multiple of {parts * BLOCK}; allowed "
+                "is 'auto'",
+            )
+        if is_read and length % divisor:
             yield (
                 f"{name}.seq_len",
                 f"is not a multiple of {divisor}, which parallelism.context_parallel_degree = {context} and "
@@ -157,25 +131,8 @@ def layout_problems(s: Settings, processes: int) -> Problems:
     if batch != -1 and batch % (local * readers):
         yield (
             "training.global_batch_size",
-            f"is not a multiple of training.local_batch_size = {local} times {readers} data-parallel process(es); to "
-            f"keep it, {beside_batch(s, processes, batch)}",
+            f"is not a multiple of training.local_batch_size = {local} times {readers} data-parallel process(es)",
         )
-
-
-def _gather_problems(s: Settings, tensor: int, context: int, converter: str) -> Problems:
-    """What is wrong with sending codes between norms and linears that tensor parallelism splits."""
-    if converter != "mxnorm":
-        needs = f"needs converter 'mxnorm', not {converter!r}, whose norms send no codes; allowed is 'auto'"
-        yield "mxnorm.gather", needs
-    parts = context * tensor
-    for name in ("training", "validation") if s["validation.enable"] else ("training",):
-        if (length := s[f"{name}.seq_len"]) % (parts * BLOCK):
-            yield (
-                "mxnorm.gather",
-                f"needs whole blocks of {BLOCK} tokens on each of {parts} processes, tensor_parallel_degree times "
-                f"context_parallel_degree, and {name}.seq_len = {length} is not a multiple of {parts * BLOCK}; allowed "
-                "is 'auto'",
-            )
 
 
 def pipeline_problems(s: Settings) -> Problems:

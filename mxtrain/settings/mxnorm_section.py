@@ -50,20 +50,9 @@ def schedule_in(job) -> list[ScheduleEntry]:
 
 def without_effect(job) -> Iterator[str]:
     """Yield a line for the user per setting that does nothing in this run. Shorter trials of a config may have some."""
-    steps, checkpoint, section = job.training.steps, job.checkpoint, job.mxnorm
-    if not checkpoint.enable and checkpoint.interval <= steps:
-        yield (
-            f"no step of this run is saved: checkpoint.interval = {checkpoint.interval} has no effect without "
-            "checkpoint.enable = true"
-        )
-    given = {
-        "diagnostics.every": section.diagnostics.every,
-        "schedule": section.schedule,
-    }
-    if not quantizing_among(job.model.converters):
-        for name in (name for name, value in given.items() if value):
+    every, quantizes = job.mxnorm.diagnostics.every, quantizing_among(job.model.converters)
+    for name, value in (("diagnostics.every", every), ("schedule", job.mxnorm.schedule)):
+        if value and not quantizes:
             yield f"mxnorm.{name} has no effect without the converter mxnorm or mx_linear"
-        return
-    if section.diagnostics.every > steps:
-        every = f"mxnorm.diagnostics.every = {section.diagnostics.every}"
-        yield f"nothing is measured: {every}, and the run has {steps} steps"
+    if quantizes and every > job.training.steps:
+        yield f"nothing is measured: mxnorm.diagnostics.every = {every}, and the run has {job.training.steps} steps"

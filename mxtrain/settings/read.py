@@ -4,20 +4,19 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, FACTS_FILE
 from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.check import check_settings
-from mxtrain.settings.fields import Field, Settings, flat
+from mxtrain.settings.fields import Field, Known, Settings, flat
 from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.titan import known_fields, unknown
 
-CONFIG_FLAGS = ("--job.config_file", "--job.config-file")
 HELP_FLAGS = ("-h", "--help")
 OWN_MODULE = "mxtrain.titan.job_config"
 
@@ -41,22 +40,15 @@ def read_settings(arguments: list[str], trains: bool = True) -> Settings:
         known = known_fields(None if module in ("", OWN_MODULE) else _job_config_in(module))
         flags = flag_values(arguments, known)
         config = without_other_limit(config, Settings(known, flags).tables())
-        return _settings(known, config, flags)
+        return settings_in(config, known, flags)
 
 
-def settings_in(tables: Mapping, job_config: type | None = None) -> Settings:
-    """Check the settings in nested ``tables``, as a TOML file has them.
-
-    Args:
-        job_config: a class with the tables of settings of the user's own; None for none.
+def settings_in(tables: Mapping, known: Known, flags: Mapping[str, object] = MappingProxyType({})) -> Settings:
+    """Check the settings in nested ``tables``, as a TOML file has them, and in ``flags``, by full name.
 
     Raises:
         ConfigError: for a mistake that shows without the machine and the model. It names the setting.
     """
-    return _settings(known_fields(job_config), tables, {})
-
-
-def _settings(known: Mapping[str, Field], tables: Mapping, flags: dict) -> Settings:
     values = {name: _checked(name, value, known) for name, value in flat(tables, known)}
     values |= flags
     if older := values.get("model.tokenizer_path"):
@@ -123,7 +115,7 @@ def asks_for_help(arguments: list[str]) -> bool:
 
 def config_file(arguments: list[str]) -> str | None:
     """The path after ``--job.config_file``; None without that flag."""
-    return _word_after(CONFIG_FLAGS, arguments)
+    return _word_after("job.config_file", arguments)
 
 
 def import_own(setting: str, module: str) -> ModuleType:
@@ -153,7 +145,7 @@ def search_beside(config: str | None) -> None:
 
 
 def _custom_module(arguments: list[str], config: dict) -> str:
-    flag = _word_after(("--job.custom_config_module", "--job.custom-config-module"), arguments)
+    flag = _word_after("job.custom_config_module", arguments)
     job = config.get("job", {})
     module = job.get("custom_config_module", "") if isinstance(job, dict) else ""
     return flag or (module if isinstance(module, str) else "")
@@ -161,33 +153,15 @@ def _custom_module(arguments: list[str], config: dict) -> str:
 
 def _job_config_in(module: str) -> type:
     job_config = getattr(import_own("job.custom_config_module", module), "JobConfig", None)
-    setting = f"job.custom_config_module = {module!r}"
-    if job_config is None:
-        raise ConfigError(f"{setting} has no class JobConfig")
-    if problem := _problem_with(job_config):
-        raise ConfigError(f"{setting}: {problem}")
+    if not is_dataclass(job_config):
+        raise ConfigError(f"job.custom_config_module = {module!r} has no class JobConfig that is a dataclass")
     return job_config
 
 
-def _problem_with(job_config: type, section: str = "JobConfig") -> str | None:
-    """What keeps TorchTitan from merging a user's class into its own."""
-    if not is_dataclass(job_config):
-        return f"{section} is not a dataclass: write @dataclass above it"
-    for f in fields(job_config):
-        name = f"{section}.{f.name}"
-        if isinstance(f.type, str):
-            return f"the type of {name} is a string: remove quotes and 'from __future__ import annotations'"
-        if f.default is MISSING and f.default_factory is MISSING:
-            return f"{name} has no default"
-        if is_dataclass(f.type) and (problem := _problem_with(f.type, name)):
-            return problem
-    return None
-
-
-def _word_after(flags: tuple[str, ...], arguments: list[str]) -> str | None:
+def _word_after(name: str, arguments: list[str]) -> str | None:
     for word, following in zip(arguments, [*arguments[1:], None]):
         flag, equals, value = word.partition("=")
-        if flag in flags:
+        if flag.replace("-", "_") == f"__{name}":
             return value if equals else following
     return None
 

@@ -14,11 +14,10 @@ from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANG
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
-from mxtrain.formats.schedule import ScheduleEntry
 from mxtrain.settings.fields import Field, Settings, flat
-from mxtrain.settings.machine import beside_batch, global_batch_size
-from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among, schedule_of
-from mxtrain.settings.read import CONFIG_FLAGS, asks_for_help, read_settings
+from mxtrain.settings.machine import global_batch_size
+from mxtrain.settings.mxnorm_section import SCHEDULE
+from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.removed import SCHEDULE_KEYS, in_this_version, removed_in_effect
 from mxtrain.settings.types import Resume
 
@@ -61,7 +60,7 @@ def resolved(arguments: list[str]) -> list[str]:
         return arguments
     place = words.index(FLAG)
     config, flags = resumed("".join(words[place + 1 : place + 2]), words[:place] + words[place + 2 :])
-    return [f"{CONFIG_FLAGS[0]}={config}", *flags]
+    return [f"--job.config_file={config}", *flags]
 
 
 def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
@@ -85,7 +84,7 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
         raise ConfigError(f"{FLAG} {run}: no run has been here, {config} is missing; give the folder of a run")
     all_flags = [*_ONCE, *flags, f"--job.dump_folder={folder}"]
     if not asks_for_help(flags):
-        settings = read_settings([f"{CONFIG_FLAGS[0]}={config}", *all_flags])
+        settings = read_settings([f"--job.config_file={config}", *all_flags])
         saved = folder / settings["checkpoint.folder"]
         if not any(saved.glob("step-*")) and interrupted_after(folder) is None:
             name, so = ("checkpoint.interval", ":") if settings["checkpoint.enable"] else ("checkpoint.enable", ", so")
@@ -123,7 +122,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         processes: their number in its continuation.
 
     Returns:
-        One line for the user for every setting, and number of processes, that changes, and schedule entry that moves.
+        One line for the user for every setting, and number of processes, that changes.
 
     Raises:
         ConfigError: for a change that ``checkpoint.may_change`` would have to name.
@@ -136,49 +135,25 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     found = changes(before, settings, batch, global_batch_size(settings, processes))
     may_change = settings["checkpoint.may_change"] or []
     if refused := [change for change in found if change.is_refused and change.name not in may_change]:
-        raise _refusal(refused, may_change, start.checkpoint, beside_batch(settings, processes, batch))
+        raise _refusal(refused, may_change, start.checkpoint)
     step = f"at step {start.step + 1}"
     lines = [f"{change.name}{SETTING_CHANGES}{change.old!r} to {change.new!r} {step}" for change in found]
     gone = removed_in_effect(manifest.settings)
     lines += [f"{name}{SETTING_CHANGES}{value!r} to none {step}" for name, value in gone.items()]
-    lines += [
-        f"{new.name} moves from steps {old.first} to {old.last} to steps {new.first} to {new.last}"
-        for old, new in _moved_entries(start, settings)
-    ]
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
     return lines
 
 
-def _moved_entries(start: Start, settings: Settings) -> list[tuple[ScheduleEntry, ScheduleEntry]]:
-    """Return the entries of an unchanged schedule whose steps follow from the number of steps: as before, and now.
-
-    Arguments as for ``check_resume``.
-    """
-    if start.step == 0 or not quantizing_among(settings["model.converters"]):
-        return []
-    before = settings_before(start.manifest.settings, settings.known, start.manifest.defaults)
-    if before[SCHEDULE] != settings[SCHEDULE]:
-        return []
-    old, new = (schedule_of(settings.values.mxnorm, s["training.steps"]) for s in (before, settings))
-    return [(was, now) for was, now in zip(old, new, strict=True) if was != now]
-
-
-def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path, beside: str) -> ConfigError:
-    """The error for changes that ``may_change`` does not name.
-
-    Args:
-        beside: what the sequences per step that the run had need here, too (``layout.beside_batch``).
-    """
+def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path) -> ConfigError:
+    """The error for changes that ``may_change`` does not name."""
     first, *others = refused
     names = ",".join([*may_change, *(change.name for change in refused)])
     also = f"; these differ, too: {', '.join(f'{c.name} ({c.old!r} -> {c.new!r})' for c in others)}" if others else ""
     trained, back = f"with {first.old!r}", f"set it to {first.old!r}"
     if first.old is None:
         trained, back = "without it", "leave it unset"
-    in_effect = ""
-    if first.name == BATCH:
-        in_effect, back = " in effect", f"{back} and {beside}" if beside else back
+    in_effect = " in effect" if first.name == BATCH else ""
     advice = f"; {back}, or"
     if first.name == SCHEDULE and any(SCHEDULE_KEYS.keys() & entry for entry in first.old or ()):
         advice = ", which this version cannot repeat;"

@@ -1,20 +1,25 @@
 """Every setting: mxtrain's, TorchTitan's, and that of a user's module.
 
-TorchTitan's come from its own dataclasses, by the names that its release 0.2.2 gave them. It declares types, and checks
-few values: a wrong one ends in a traceback, or in a training that does nothing. So types here are narrower where some
-values cannot work.
+TorchTitan's come from its own dataclasses, by the names that its release 0.2.2 gave them. Their source is read and not
+imported: an import takes seconds, for PyTorch, and a mistake in a setting should show at once.
+
+TorchTitan declares types, and checks few values: a wrong one ends in a traceback, or in a training that does nothing.
+So types here are narrower where some values cannot work.
 """
 
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, reduce
-from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.fields import Field, Settings, fields_of
+from mxtrain.settings.fields import Field, Known, Settings, classes_in, declarations, fields_of
+from mxtrain.settings.releases import release
 from mxtrain.settings.removed import SETTINGS
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.types import (
@@ -94,18 +99,49 @@ def own_fields() -> dict[str, Field]:
 @cache
 def titan_fields() -> dict[str, Field]:
     """TorchTitan's settings by full name."""
-    found = fields_of(_engine().JobConfig)
     rules = sorted((section, rule) for rule, names in RULES.items() for section in names.split())
     narrower = {name: kind for kind, names in NARROWER.items() for name in names.split()}
-    for name, field in found.items():
-        rule = [rule for section, rule in rules if f"{name}.".startswith(f"{section}.")][-1]
+    names = {**vars(typing), "field": lambda default_factory: default_factory()}
+    titan, found = release(), {name: (*declared, "") for name, declared in release().own.items()}
+    for name, (kind, value, doc) in _sources().items():
+        default = titan.defaults[name] if name in titan.defaults else eval(value, names)
+        found[name] = eval(kind, names), default, doc
+    for name, (of_type, default, doc) in found.items():
         kind = narrower.get(name)
-        kind = field.type if kind is None else kind | None if field.default is None else kind
-        found[name] = replace(field, type=kind, resume=rule)
+        kind = of_type if kind is None else kind | None if default is None else kind
+        rule = [rule for section, rule in rules if f"{name}.".startswith(f"{section}.")][-1]
+        found[name] = Field(name, kind, default, rule, doc)
     return found
 
 
-def known_fields(custom: type | None = None) -> dict[str, Field]:
+def _sources() -> dict[str, tuple[str, str, str]]:
+    """Setting -> its type, default and docstring in the source of the installed TorchTitan."""
+    titan, found = release(), {}
+    for section, place in titan.classes.items():
+        file, *classes = place.split()
+        new = {f"{section}.{field}" for field in titan.new.get(section, "").split()}
+        for name in classes:
+            found |= {name: source for name, source in _fields_in(file, name, section) if name not in new}
+    for name, place in titan.renamed.items():
+        file, of_class, field = place.split()
+        found[name] = dict(_fields_in(file, of_class))[field]
+    return found
+
+
+def _fields_in(file: str, name: str, section: str = "") -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """The fields of a class in a file of TorchTitan, and of its sections, by full names, with their sources."""
+    (package,) = find_spec("torchtitan").submodule_search_locations
+    classes = classes_in(Path(package, file))
+    for field, *source in declarations(classes[name]):
+        full = f"{section}.{field}".removeprefix(".")
+        if source[0] in classes:
+            yield from _fields_in(file, source[0], full)
+        else:
+            yield full, source
+
+
+@cache
+def known_fields(custom: type | None = None) -> Known:
     """Every setting by full name.
 
     Args:
@@ -114,13 +150,13 @@ def known_fields(custom: type | None = None) -> dict[str, Field]:
     known = titan_fields() | own_fields()
     others = fields_of(custom) if custom is not None else {}
     same = {name: replace(field, resume=known[name].resume) for name, field in others.items() if name in known}
-    return known | others | same
+    return Known(known | others | same)
 
 
 def settings_of(job_config) -> Settings:
     """The values of a job config that TorchTitan's own command has parsed."""
     kind = type(job_config)
-    known = {name: field for name, field in known_fields(kind).items() if name in fields_of(kind)}
+    known = Known({name: field for name, field in known_fields(kind).items() if name in fields_of(kind)})
     return Settings(known, {name: reduce(getattr, name.split("."), job_config) for name in known})
 
 
@@ -128,7 +164,7 @@ def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
     """The error for a setting that does not exist, with what to do instead, or the closest one that does."""
     for table, why in (
         (SETTINGS, "no longer exists"),
-        (_engine().GONE, f"is not a setting of TorchTitan {version('torchtitan')}"),
+        (release().gone, f"is not a setting of TorchTitan {version('torchtitan')}"),
     ):
         for gone, instead in table.items():
             if f"{name}.".startswith(f"{gone}."):
@@ -139,8 +175,3 @@ def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
     close = same_name_elsewhere or get_close_matches(name, known, n=1)
     close = close or [by_last[other] for other in get_close_matches(last, by_last, n=1)]
     return ConfigError(f"{name} is not a setting{f'; the closest is {close[0]}' if close else ''}")
-
-
-def _engine():
-    """What depends on TorchTitan's release. Imported here, because it imports this package."""
-    return import_module("mxtrain.titan.releases").engine()

@@ -4,7 +4,6 @@
 """
 
 import json
-from difflib import get_close_matches
 from enum import Enum
 from itertools import chain, zip_longest
 from typing import Annotated, Literal, TypeVar
@@ -103,9 +102,7 @@ def _entry(value):
     if unknown := [key for key in value if key not in keys] if isinstance(value, dict) else []:
         if unknown[0] in SCHEDULE_KEYS:
             raise ValueError(f"has the key {unknown[0]}, which no longer exists: {SCHEDULE_KEYS[unknown[0]]}")
-        close = get_close_matches(unknown[0], keys, n=1)
-        hint = f"; the closest is {close[0]}" if close else f"; allowed are {', '.join(keys)}"
-        raise ValueError(f"has the key {unknown[0]}, which does not exist{hint}")
+        raise ValueError(f"has the key {unknown[0]}, which does not exist; allowed are {', '.join(keys)}")
     return value
 
 

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 
 import torch
 
-from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.machine import ONE_STAGE, Machine, check_machine, degree, parts_problem
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import check_data
-from mxtrain.titan.job_config import check_model, job_config_of
+from mxtrain.titan.job_config import check_model
 from mxtrain.titan.layouts import HAS_PIPELINES
 from mxtrain.titan.releases import engine
 
@@ -23,19 +22,13 @@ def check_job(settings: Settings, machine: Machine) -> None:
     Raises:
         ConfigError: for every mistake that shows without the model's weights and the content of its text.
     """
+    job = settings.values
     check_machine(settings, machine)
-    check_model(settings.values)
+    check_model(job)
     check_model_layout(settings)
-    compilation = settings.values.compile
-    if compilation.enable and compilation.backend not in torch.compiler.list_backends(exclude_tags=()):
-        raise ConfigError(
-            f"compile.backend = {compilation.backend!r} is not known to torch.compile: allowed are 'inductor', "
-            "'aot_eager', and what else torch.compiler.list_backends(exclude_tags=()) names"
-        )
-    job_config = job_config_of(settings)
-    check_data(job_config)
-    if job_config.model.converters:
-        convert_on_meta(job_config, engine().build_on_meta(job_config))
+    check_data(job)
+    if job.model.converters:
+        convert_on_meta(job, engine().build_on_meta(job))
 
 
 def check_model_layout(settings: Settings) -> None:

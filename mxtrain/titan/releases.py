@@ -1,31 +1,25 @@
-"""The releases of TorchTitan that mxtrain runs: their versions, and a folder of files for each, behind one interface.
+"""The releases of TorchTitan that mxtrain runs: a folder of files for each, behind one interface.
 
-A new release is a row of ``RELEASES`` and a folder, whose file ``engine.py`` is an ``Engine``. Deleting both drops one.
+A new release is a row of ``mxtrain.settings.releases.RELEASES`` and a folder, whose file ``engine.py`` is an
+``Engine``. Deleting both drops one.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any, Protocol
 
-from packaging.specifiers import SpecifierSet
 from torch import nn
 
-from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Problems
+from mxtrain.settings.releases import release_name
 
-RELEASES = {"v02": ">=0.2.2,<0.3", "v03": ">=0.3,<0.4"}
-"""Folder in this one -> the versions of TorchTitan that it is for"""
+RELEASE = release_name()
 
 
 class Engine(Protocol):
-    """What mxtrain uses of a release. A job stands for TorchTitan 0.2.2's job config, or ``Settings.values``."""
+    """What mxtrain uses of a release. A job stands for ``Settings.values``, or TorchTitan 0.2.2's job config."""
 
-    JobConfig: type
-    """The dataclass of TorchTitan's own settings"""
-    GONE: dict[str, str]
-    """Settings of TorchTitan 0.2.2 that the release does not have -> what takes their place"""
     Trainer: type
     """``TrainingRun`` over TorchTitan's trainer"""
     SizedModel: type
@@ -43,9 +37,6 @@ class Engine(Protocol):
 
     def converters(self) -> Iterable[str]:
         """The names of all converters that somebody has registered."""
-
-    def refuse_gone(self, job: Any) -> None:
-        """Raise ConfigError for a setting of 0.2.2 that the release does not have."""
 
     def sizes_of(self, job: Any) -> dict[str, Any]:
         """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len"."""
@@ -79,17 +70,6 @@ class Engine(Protocol):
 
     def hugging_face_tokenizer(self, folder: str) -> Any:
         """The tokenizer in a folder."""
-
-
-def release_of(found: str) -> str:
-    """Return the release among RELEASES that a version of TorchTitan belongs to. Raises ConfigError if none fits."""
-    for release, versions in RELEASES.items():
-        if SpecifierSet(versions).contains(found, prereleases=True):
-            return release
-    raise ConfigError(f"torchtitan = {found!r} is not a version that mxtrain runs: allowed are 0.2.2 and 0.3")
-
-
-RELEASE = release_of(version("torchtitan"))
 
 
 def engine() -> Engine:

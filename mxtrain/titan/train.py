@@ -5,8 +5,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,38 +25,35 @@ from mxtrain.launched import START_VARIABLE, report_stop
 from mxtrain.ranks import is_first
 from mxtrain.reports import terminal
 from mxtrain.rng.rounding import set_rounding_step
-from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
 from mxtrain.titan.check_job import check_job
-from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import write_resolved_config
 
 FIRST_WORD_SECONDS, LAST_WORD_SECONDS = 3.0, 1.0
 
 
-def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> Stop | None:
+def train(args: list[str], verbose: bool) -> Stop | None:
     """Train a model, and end with a summary of the run. Return how a signal stopped it, or None.
 
     Args:
         args: TorchTitan's command-line flags, with ``--job.config_file`` among them.
         verbose: show all lines of TorchTitan's log on the terminal.
-        read: gives the settings that ``args`` stand for.
 
     Raises:
         ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
     """
-    settings = read(args)
-    job_config = job_config_of(settings)
+    settings = read_settings(args)
     if "LOCAL_RANK" not in os.environ:
         raise ConfigError(
             "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
         )
-    folder = require_folder(job_config.job.dump_folder)
-    job_config.job.dump_folder = str(folder)
+    folder = require_folder(settings["job.dump_folder"])
+    settings = replace(settings, given={**settings.given, "job.dump_folder": str(folder)})
+    job_config = settings.values
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     find = partial(checked_start, folder, settings, processes)
     found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if START_VARIABLE in os.environ else None
@@ -79,7 +76,7 @@ def train(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] 
         if warning:
             logger.warning(warning)
         try:
-            stop = _train(partial(engine().Trainer, job_config, settings, find, found))
+            stop = _train(partial(engine().Trainer, settings, find, found))
         except (NonFiniteError, SaveError) as error:
             if is_first():
                 terminal.Screen().line(closing_summary(folder))
@@ -129,7 +126,7 @@ def _ways_out(job_config) -> str:
 
 
 @record
-def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] = read_settings) -> int:
+def work(args: list[str], verbose: bool) -> int:
     """Run ``train`` and return the exit status. An error of the user's run is one line on stderr, no traceback.
 
     The status is 0, also after a stop by a signal, 1 or 2. Other exceptions go into the worker's error file, in which
@@ -140,7 +137,7 @@ def work(args: list[str], verbose: bool, read: Callable[[list[str]], Settings] =
         args = resolved(args)
         with places(args):
             try:
-                train(args, verbose, read)
+                train(args, verbose)
             except ranks.CommonError:
                 all_know = True
                 raise

@@ -53,9 +53,10 @@ class TrainingRun:
     _last_step = 0
     _looked_at: int | None = None
 
-    def __init__(self, job_config, settings: Settings, find: Callable[[], Start], found: Start | None):
-        """``settings`` are those of ``job_config``; the other arguments are ``begin_run``'s."""
-        self.job_config, self.settings, self._find, self.start = job_config, settings, find, found
+    def __init__(self, settings: Settings, find: Callable[[], Start], found: Start | None):
+        """``find`` and ``found`` are ``begin_run``'s."""
+        self.settings, self._find, self.start = settings, find, found
+        self.job_config = job_config = settings.values
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
         # the speed at 125M.
         torch.utils.deterministic.fill_uninitialized_memory = False

@@ -58,14 +58,6 @@ def test_a_command_whose_stdout_is_closed_does_its_work():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("words", [["plot"], ["train", "--resume"]])
-def test_a_name_that_is_too_long_is_one_line(words, capsys):
-    name = "x" * 300
-    assert cli.main([*words, name]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(f"mxtrain: error: '{name}[a-z/.]*': File name too long", line)
-
-
 def test_help_whose_reader_has_enough_ends_without_a_word(tmp_path):
     command = [sys.executable, "-m", "mxtrain.cli", "train", "--help"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

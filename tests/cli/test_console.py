@@ -1,4 +1,3 @@
-import io
 import logging
 import runpy
 import sys
@@ -42,15 +41,6 @@ def test_a_worker_hides_warnings_before_it_imports_torchtitan(monkeypatch, verbo
     with pytest.raises(SystemExit):
         runpy.run_module("mxtrain.train", run_name="__main__")
     assert calls == ([] if verbose else ["hide"]) + [(["--training.steps=3"], verbose)]
-
-
-@pytest.mark.parametrize("errors, written", [("strict", b"?"), ("backslashreplace", b"\\xb1")])
-def test_characters_that_a_stream_lacks_stop_no_command(monkeypatch, errors, written):
-    file = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="ascii", errors=errors))
-    console.open_closed_streams()
-    print("\u00b1", end="", flush=True)
-    assert file.getvalue() == written
 
 
 def test_a_closed_stream_takes_everything(monkeypatch):

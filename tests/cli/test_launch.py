@@ -237,34 +237,19 @@ def test_workers_let_memory_segments_grow_unless_the_user_has_set_the_allocator(
     assert found == ["versions", environment | grow]
 
 
-def test_untested_versions_are_named_before_settings_import_torchtitan(monkeypatch):
-    """An import beside another PyTorch may fail."""
-    called = []
-    monkeypatch.setattr(launch, "warn_of_untested_packages", lambda: called.append("versions"))
-    monkeypatch.setattr(launch, "read_settings", mock.Mock(side_effect=ImportError))
-    with pytest.raises(ImportError):
-        launch.train("a.toml", [])
-    assert called == ["versions"]
-
-
 def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     monkeypatch.setattr(launch, "datetime", mock.Mock(now=lambda: datetime(2020, 1, 2, 12)))
     folders = [launch.make_run_folder("configs/a.toml", None) for _ in range(3)]
     assert [f.as_posix() for f, _ in folders] == [f"outputs/a-20200102-120000{suffix}" for suffix in ("", "-2", "-3")]
-    assert [[path.name for path in made[1:]] for _, made in folders] == [["outputs"], [], []]
 
 
-def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to("gone")
-    for name, why in (("file", "it is a file"), ("link", "it is a link to 'gone', which does not exist")):
-        with pytest.raises(ConfigError, match=f"job.dump_folder = '.*{name}' cannot be created: {why}$"):
-            launch.make_run_folder("a.toml", str(tmp_path / name))
-    monkeypatch.setattr(launch, "_missing", lambda folder: [folder])  # until another process makes it
-    with pytest.raises(ConfigError, match="job.dump_folder = .* cannot be created: File exists"):
-        launch.make_run_folder("a.toml", str(tmp_path))
+    with pytest.raises(ConfigError, match="job.dump_folder = '.*file' cannot be created: File exists$"):
+        launch.make_run_folder("a.toml", str(tmp_path / "file"))
+    assert launch.make_run_folder("a.toml", str(tmp_path)) == (tmp_path, [])
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Every mistake in the settings is one line and exit status 2, and leaves nothing behind."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import tomli_w
@@ -76,14 +78,9 @@ FLAGS = {
     "--model.converters=mxnorm,mx_linear": "model.converters = | choose one of ['mxnorm', 'mx_linear']",
     "--model.converters=mxnorm,quantize.linear.mx": "model.converters = | 'mxnorm' and 'quantize.linear.mx'",
     "--model.converters=decompose_k_router,quantize.linear.mx": "model.converters = | linear.mx.filter_fqns",
-    "--memory_estimation.enable": "memory_estimation.enable = True | mxtrain doctor --model",
-    "--compile.enable --compile.components=": "compile.components = []",
     "--validation.enable --training.seq_len=50 --validation.seq_len=64": "validation.seq_len = 64 | seq_len = 50",
     "--lr_scheduler.total_steps=5 --training.steps=6": "lr_scheduler.total_steps = 5 | training.steps = 6",
     "--checkpoint.load_step=7": "checkpoint.load_step = 7 | checkpoint.enable = true",
-    "--checkpoint.enable --checkpoint.initial_load_in_hf --checkpoint.no-initial-load-model-only": (
-        "checkpoint.initial_load_model_only = False | checkpoint.initial_load_in_hf"
-    ),
     "--checkpoint.initial_load_in_hf_quantized": "checkpoint.initial_load_in_hf_quantized = True | in_hf = true",
     "--checkpoint.enable --checkpoint.last_save_in_hf": "checkpoint.last_save_in_hf = True | mxtrain export",
     "--checkpoint.enable --checkpoint.may_change=mxnorm.p,mxnorm.q": "checkpoint.may_change | mxnorm.q is not",
@@ -92,8 +89,6 @@ FLAGS = {
     "--checkpoint.enable --checkpoint.folder=a/../../b": "checkpoint.folder = 'a/../../b' | job.dump_folder",
     "--checkpoint.export_dtype=bfloat16": "checkpoint.export_dtype = 'bfloat16' | checkpoint.last_save_model_only",
     "--optimizer.early_step_in_backward": "optimizer.early_step_in_backward = True | steps after the backward",
-    "--mxnorm.diagnostics.fqns=wo": "mxnorm.diagnostics.fqns = ['wo'] | mxnorm.diagnostics.every",
-    "--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=": "mxnorm.diagnostics.fqns = []",
     # The model
     "--model_args.head_dim=64": "model_args.head_dim = 64 | 'llama3' | dim, n_layers, n_heads",
     "--model.name=gpt_oss --model_args.dim=64": "model_args.dim = 64 | 'gpt_oss' | llama3, llama4, qwen3",
@@ -101,24 +96,14 @@ FLAGS = {
 }
 # Mistakes that show with the names that are registered, the model, the text or the machine -> facts
 LATER = {
-    "--experimental.custom_import=no.such": "experimental.custom_import = 'no.such' | No module named 'no'",
     "--model.name=llama9": "model.name = 'llama9' | llama3 | qwen3",
-    "--model.flavor=9B": "model.flavor = '9B' | debugmodel | 3.2-1B",
     "--model.converters=mxnrom": "model.converters = 'mxnrom' | mx_linear | decompose_k_router",
-    "--validation.enable --validation.dataset=wiki": "validation.dataset = 'wiki' | python | files | hf",
-    "--compile.enable --compile.backend=nope": "compile.backend = 'nope' | inductor | aot_eager",
     "--checkpoint.enable --checkpoint.load_step=7": "checkpoint.load_step = 7",
-    "--checkpoint.enable --checkpoint.initial_load_path=/no/such": "checkpoint.initial_load_path = '/no/such'",
     "--training.dataset=files": "training.dataset = 'files' needs training.dataset_path",
-    "--training.dataset=files --training.dataset_path=/no/*.txt": "training.dataset_path = '/no/*.txt' | no files",
-    "--model.hf_assets_path=.": "model.hf_assets_path = '.' | tokenizer.json",
-    "--data.prepared=gone": "data.prepared = 'gone': there is no folder '",
     "--mxnorm.filter_fqns=layers.99": "mxnorm.filter_fqns: 'layers.99' matches no module | tok_embeddings",
     "--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=layers.99": "mxnorm.diagnostics.fqns = ['layers.99']",
-    '--mxnorm.schedule {from_step=3,recipe="bf16",modules=["x.9"]}': "mxnorm.schedule[0].modules | 'x.9'",
     "--model_args.hidden_dim=600": "layers.0.feed_forward.w1: out_features = 600 | 32 | filter_fqns",
     "--parallelism.tensor_parallel_degree=2": "parallelism.tensor_parallel_degree = 2  | 1 process | tensor 2",
-    "--profiling.enable_memory_snapshot": "profiling.enable_memory_snapshot = True | GPU",
 }
 # Tables of a TOML file, facts of the message, which begins with the first one, and the line that it names
 TABLES = [
@@ -268,3 +253,23 @@ def test_stages_that_the_user_names(refused, monkeypatch):
     three = " ".join(",".join(part) for part in (whole[:3], whole[3:5], whole[5:]))
     flags = f"--parallelism.pipeline_parallel_degree=2 --parallelism.module_fqns_per_model_part {three}"
     assert "needs 2 stages, and the settings make 3" in refused({}, flags)
+
+
+WITHOUT_PYTORCH = """
+import sys
+from mxtrain import cli
+
+for words in sys.argv[1:]:
+    status = cli.main(["train", *words.split()])
+    assert status == (0 if "--help" in words else 2) and not {"torch", "torchtitan"} & sys.modules.keys(), words
+"""
+
+
+def test_mistakes_and_the_help_show_without_an_import_of_pytorch(tmp_path):
+    """An import takes seconds. TorchTitan's settings are read from its source."""
+    (tmp_path / "a.toml").write_text('extends = "llama3_debug"\n[training]\nseq_len = 0\n')
+    words = ["a.toml", "llama3_debug --training.stepz 3", "llama3_debug --validation.enable --validation.seq_len=9999"]
+    command = [sys.executable, "-c", WITHOUT_PYTORCH, *words, "llama3_debug --help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stderr.splitlines()) == len(words), done.stderr
+    assert "(a.toml, line 3)" in done.stderr

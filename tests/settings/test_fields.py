@@ -1,6 +1,8 @@
 """Fields of a job config, and flags that set them."""
 
 import sys
+from functools import reduce
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ import tomli_w
 from mxtrain.errors import ConfigError
 from mxtrain.formats.hardware import MODES
 from mxtrain.norms.row_norm import WHEN_COMPILED
+from mxtrain.settings.fields import fields_of
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.releases import release
 from mxtrain.settings.titan import NARROWER, RULES, known_fields, titan_fields
-from mxtrain.titan.releases import engine
 
 
 def test_every_default_is_allowed():
@@ -23,9 +26,23 @@ def test_every_default_is_allowed():
 
 
 def test_what_is_said_about_torchtitans_settings_is_about_settings_that_exist():
-    names = {f"{name}." for name in (*titan_fields(), *engine().GONE)}
+    names = {f"{name}." for name in (*titan_fields(), *release().gone)}
     for said in " ".join([*RULES.values(), *NARROWER.values()]).split():
         assert any(name.startswith(f"{said}.") or f"{said}.".startswith(name) for name in names), said
+
+
+def test_the_source_of_torchtitan_is_read_as_python_reads_it():
+    titan, known = release(), titan_fields()
+    for section, place in titan.classes.items():
+        file, *names = place.split()
+        module = import_module(f"torchtitan.{file.removesuffix('.py').replace('/', '.')}")
+        for kind in (reduce(getattr, name.split("."), module) for name in names):
+            left_out = {f"{section}.{name}" for name in titan.new.get(section, "").split()}
+            for name, field in fields_of(kind, section).items():
+                if name.rpartition(".")[2] not in kind.__annotations__ and section or name in left_out:
+                    continue  # declared by another class
+                same = (known[name].doc, known[name].default) == (field.doc, titan.defaults.get(name, field.default))
+                assert same and (name in " ".join(NARROWER.values()).split() or known[name].type == field.type), name
 
 
 PARTS = "parallelism.module_fqns_per_model_part"
@@ -109,16 +126,17 @@ def test_sections_of_the_users_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "code, problem",
     [
-        ("", " has no class JobConfig"),
-        ("class JobConfig: pass", ": JobConfig is not a dataclass: write @dataclass above it"),
-        ("from __future__ import annotations\n" + OWN.strip(), ": the type of JobConfig.mine is a string: remove"),
-        (OWN.replace("int = 3", "int"), ": JobConfig.mine.depth has no default"),
+        ("", "job.custom_config_module = .my_sections. has no class JobConfig"),
+        (
+            "class JobConfig: pass",
+            "job.custom_config_module = 'my_sections' has no class JobConfig that is a dataclass",
+        ),
+        (OWN.replace("int = 3", "int"), "Mine.depth in .*my_sections.py has no default"),
     ],
 )
 def test_a_module_of_sections_that_cannot_be_used(tmp_path, monkeypatch, code, problem):
     (tmp_path / "my_sections.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_sections", raising=False)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=problem):
         read_settings(["--job.custom_config_module=my_sections"])
-    assert str(error.value).startswith(f"job.custom_config_module = 'my_sections'{problem}")

@@ -3,7 +3,6 @@
 import pytest
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings import machine
 from mxtrain.settings.machine import Machine, check_machine, global_batch_size
 from mxtrain.settings.read import read_settings
 
@@ -16,8 +15,6 @@ SHARDS = "parallelism.data_parallel_shard_degree = "
 GATHER, GATHERED = f"{TP}=2 {MXNORM} --mxnorm.gather=quantized", "mxnorm.gather = 'quantized'"
 VALIDATE = "--training.seq_len=128 --validation.enable --validation.seq_len"
 COMPILED = f"--compile.enable {MXNORM}"
-COMPILED_TP = f"{TP}=2 --compile.enable"
-NO_AC = "--activation_checkpoint.mode=none"
 
 GOOD = [
     (f"{CP}=2 {FUSED} --training.seq_len=8", 2),
@@ -32,7 +29,6 @@ GOOD = [
     (f"{PP}=4 {VALIDATED}=16", 4),
     ("--training.local_batch_size=2 --training.global_batch_size=256", 64),
     # On a CPU
-    (f"{COMPILED_TP} --compile.components=model {NO_AC}", 2),
     (f"{COMPILED} --compile.backend=aot_eager", 1),
     (f"{COMPILED} --mxnorm.recipe=unquantized", 1),
 ]
@@ -43,7 +39,7 @@ BAD = [
     (f"{CP}=2 {TP}=3 {MXNORM} --training.seq_len=384", 6, "--training.seq_len=128",
      ["training.seq_len = 128", "384", "context_parallel_degree = 2", "blocks of 32"]),
     ("--training.local_batch_size=4", 2, "--training.global_batch_size=12",
-     ["training.global_batch_size = 12", "training.local_batch_size = 4", "set training.local_batch_size to 3"]),
+     ["training.global_batch_size = 12", "training.local_batch_size = 4"]),
     (MXNORM, 1, "--training.seq_len=33", ["training.seq_len = 33", "even"]),
     (f"{TP}=4 {MXNORM}", 4, "--training.seq_len=12", ["training.seq_len = 12", "multiple of 8"]),
     (f"{CP}=2 {MXNORM} {VALIDATE}=128", 2, "--validation.seq_len=126", ["validation.seq_len = 126", "multiple of 4"]),
@@ -56,10 +52,6 @@ BAD = [
     (f"{PP}=4 {CHUNK}=2", 4, f"{VALIDATED}=6", ["validation.local_batch_size = 6", f"{CHUNK[2:]} = 2", "makes 4"]),
 ]  # fmt: skip
 NEED_A_GPU = [
-    (f"{COMPILED_TP} --activation_checkpoint.mode=full", 2,
-     ["compile.enable = True", "tensor_parallel_degree = 2", "activation_checkpoint.mode = 'none'"]),
-    (f"{COMPILED_TP} {NO_AC}", 2,
-     ["compile.components = ['model', 'loss']", "tensor_parallel_degree = 2", "['model']", "disable_loss_parallel"]),
     (COMPILED, 1, ["compile.backend = 'inductor'", "compile.enable = false", "'aot_eager'"]),
     (f"{COMPILED} --mxnorm.recipe=unquantized --mxnorm.recipes layers.0 mxfp8", 1, ["compile.backend = 'inductor'"]),
     ("--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem", 1, ["checkpoint.async_mode = ", "'async'"]),
@@ -86,13 +78,10 @@ def test_layouts_that_fit_and_layouts_that_do_not():
         refuse(f"{fine} {flag}", processes, facts)
 
 
-def test_what_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(machine, "COMPILES_SPLIT_LAYERS", False)
+def test_what_needs_a_gpu():
     for flags, processes, facts in NEED_A_GPU:
         check(flags, processes, has_gpus=True)
         refuse(flags, processes, facts)
-    monkeypatch.setattr(machine, "COMPILES_SPLIT_LAYERS", True)
-    check(NEED_A_GPU[0][0], 2)
 
 
 @pytest.mark.parametrize("degree, expected", [(f"{CP}=2", 8), (f"{PP}=4", 4), ("", 16)])

@@ -9,8 +9,6 @@ SCHEDULE = '--mxnorm.schedule={from_step = 2, recipe = "dgrad=bf16"}'
 def test_what_has_no_effect_is_said():
     for flags, begin in (
         ([], None),
-        (["--checkpoint.interval=10"], "no step of this run is saved: checkpoint.interval = 10 has no effect"),
-        (["--checkpoint.interval=10", "--checkpoint.enable"], None),
         (["--mxnorm.diagnostics.every=11"], "nothing is measured: mxnorm.diagnostics.every = 11, and the run has 10"),
         (["--mxnorm.diagnostics.every=10"], None),
         (["--mxnorm.diagnostics.every=2", "--model.converters="], "mxnorm.diagnostics.every has no effect without"),

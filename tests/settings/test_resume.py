@@ -229,37 +229,6 @@ def test_the_defaults_of_its_version_count(start):
         check_resume(start, now(), 1)
 
 
-@pytest.mark.parametrize(
-    "processes, local, also",
-    [(2, 8, ""), (8, 6, " and set training.local_batch_size to 2"),
-     (3, 8, " and take a number of data-parallel processes that divides 16")],
-)  # fmt: skip
-def test_a_refused_batch_names_the_settings_that_work(start, processes, local, also):
-    given = {"optimizer": {"lr": 0.5}, "training": {"local_batch_size": local}}
-    given["training"]["global_batch_size"] = 48 if processes != 3 else -1
-    with pytest.raises(ConfigError) as error:
-        check_resume(start, now(**given), processes)
-    assert f"was trained with 16; set it to 16{also}, or allow" in str(error.value)
-    if processes != 3:
-        given["training"] |= {"global_batch_size": 16, "local_batch_size": int(also[-1:] or local)}
-        assert len(check_resume(start, now(**given), processes)) == (processes != 2)
-
-
-def test_entries_of_the_schedule_that_move_with_the_number_of_steps_are_reported(start):
-    entries = [{"from_share": 0.9, "recipe": "bf16"}, {"from_step": 1, "until_step": 2, "norm": "rmsnorm"}]
-    model, mxnorm = {"converters": ["mxnorm"]}, {"schedule": entries}
-    settings = {"optimizer": {"lr": 0.5}, "model": model, "mxnorm": mxnorm, "training": {"steps": 100}}
-    saved(start.checkpoint, 5, settings=settings, processes=2)
-    assert check_resume(start, now(**settings), 2) == []
-    assert check_resume(start, now(**settings | {"training": {"steps": 200}}), 2) == [
-        "training.steps changes from 100 to 200 at step 6",
-        "mxnorm.schedule[0] moves from steps 91 to 100 to steps 181 to 200",
-    ]
-    other = {"mxnorm": {"schedule": entries[:1]}, "checkpoint": {"may_change": ["mxnorm.schedule"]}}
-    changes = check_resume(start, now(**settings | other | {"training": {"steps": 200}}), 2)
-    assert len(changes) == 2 and not any("moves" in change for change in changes), "a new schedule has not moved"
-
-
 def test_a_run_resumes_with_its_settings_but_not_as_it_last_began(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

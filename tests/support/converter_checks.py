@@ -17,7 +17,7 @@ def model_and_args(name, flavor, **changes):
     """A model of TorchTitan 0.2.2 and its sizes."""
     spec = import_module(f"torchtitan.models.{name}").get_train_spec()
     args = copy.deepcopy(spec.model_args[flavor])
-    args.update_from_config(engine().JobConfig())
+    args.update_from_config(parse_job_config([]))
     for field, value in changes.items():
         setattr(args, field, value)
     with torch.device("meta"):

@@ -1,13 +1,13 @@
 """Jobs on small texts, and the batches of their tests."""
 
 import random
-from copy import deepcopy
-from functools import cache, reduce
 
 import torch
 
+from mxtrain.settings.fields import Settings
+from mxtrain.settings.read import flag_values
+from mxtrain.settings.titan import known_fields
 from mxtrain.titan.data import build_tokenizer, build_validation_loader
-from mxtrain.titan.job_config import parse_job_config
 
 VOCABULARY = 300
 
@@ -15,11 +15,6 @@ VOCABULARY = 300
 def text(seed: int, words: int = 300) -> str:
     generator = random.Random(seed)
     return " ".join("".join(generator.choices("abcdefgh", k=generator.randint(2, 6))) for _ in range(words))
-
-
-@cache
-def _parsed():
-    return parse_job_config(["--model.name=llama3", "--model.converters="])
 
 
 SMALL = (
@@ -31,16 +26,9 @@ SMALL = (
 
 
 def job(*flags):
-    """A small job config with these flags. Only the defaults are parsed and checked."""
-    config = deepcopy(_parsed())
-    for flag in (*SMALL, *flags):
-        name, _, value = flag.removeprefix("--").partition("=")
-        *sections, field = name.split(".")
-        section = reduce(getattr, sections, config)
-        kind = type(getattr(section, field))
-        as_kind = {bool: lambda text: text in ("", "True"), list: lambda text: text.split(","), type(None): str}
-        setattr(section, field, as_kind.get(kind, kind)(value))
-    return config
+    """A small job config with these flags, whose values alone are checked."""
+    words = ["--model.name=llama3", "--model.converters=", *SMALL, *flags]
+    return Settings(known_fields(), flag_values(words, known_fields())).values
 
 
 def files_job(corpus, *flags):

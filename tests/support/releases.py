@@ -5,10 +5,12 @@ import math
 import pytest
 from torchtitan.distributed import ParallelDims
 
-from mxtrain.titan.releases import RELEASE, engine
+from mxtrain.settings.fields import Settings
+from mxtrain.settings.titan import known_fields
+from mxtrain.titan.releases import RELEASE
 
 only_022 = pytest.mark.skipif(RELEASE != "v02", reason="TorchTitan 0.3 does not have what this tests")
-Checkpoint = type(engine().JobConfig().checkpoint)
+Checkpoint = type(Settings(known_fields(), {}).values.checkpoint)
 """Settings [checkpoint]"""
 
 

@@ -22,6 +22,7 @@ from mxtrain.titan.data import prepare_from_job
 from mxtrain.titan.hugging_face.export import SavedRun
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import RELEASE, engine
+from tests.support.jobs import with_setting
 
 VOCABULARY = 320
 _QWEN = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 128}
@@ -94,7 +95,8 @@ def save_run(folder, model: str, flavor: str, step: int = 3, converters=("mxnorm
     save_weights(folder / "checkpoint" / f"step-{step}", random_weights(model, flavor))
     if text is not None:
         job_config = parse_job_config([f"--job.config_file={folder / 'config.toml'}", f"--job.dump_folder={folder}"])
-        job_config.checkpoint.enable = False  # a new run: the checkpoint above is not older than its data
+        # A new run: the checkpoint above is not older than its data.
+        job_config = with_setting(job_config, "checkpoint.enable", False)
         RunData(job_config, prepare_from_job(job_config)).keep()
     return folder
 

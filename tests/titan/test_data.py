@@ -8,6 +8,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_dataloader, build_tokenizer, prepare_from_job
 from tests.support.data_checks import VOCABULARY, files_job, job, take, text, validation_loader
+from tests.support.jobs import with_setting
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -162,5 +163,5 @@ def test_the_training_text_in_other_words_is_validated_on_its_held_out_part(tmp_
     path = spelled.format(folder, name=folder.name)
     config = files_job(folder, "--validation.enable", "--validation.dataset=files", f"--validation.dataset_path={path}")
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation
-    config.data.prepared = titan_data.prepare_from_job(config).folder.name
+    config = with_setting(config, "data.prepared", titan_data.prepare_from_job(config).folder.name)
     assert titan_data._held_out(config) == titan_data.prepare_from_job(config).validation

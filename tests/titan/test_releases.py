@@ -3,7 +3,7 @@
 import pytest
 
 from mxtrain.errors import ConfigError
-from mxtrain.titan.releases import release_of
+from mxtrain.settings.releases import release_of
 
 
 def test_every_version_that_runs_has_a_release():

@@ -19,6 +19,7 @@ from mxtrain.settings.read import read_settings
 from mxtrain.titan import run_start
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.run_start import begin_run, other_versions, require_same_settings, write_resolved_config
+from tests.support.jobs import with_setting
 
 
 def test_versions_that_have_changed_are_named(tmp_path, monkeypatch):
@@ -71,8 +72,8 @@ def test_a_model_that_cannot_be_exported_is_named_before_it_trains(flags, proble
     begin_run(job_config, dict, None)
     where = "'mxtrain export', 'eval' and 'generate' will refuse this run"
     assert lines == ([f"{where}: a {name} with {problem} has no counterpart in transformers"] if problem else [])
-    job_config.model.name = "own"  # a user's, whose sizes nobody looks up
-    begin_run(job_config, dict, None)
+    own = with_setting(job_config, "model.name", "own")  # a user's, whose sizes nobody looks up
+    begin_run(own, dict, None)
     assert len(lines) == bool(problem)
 
 

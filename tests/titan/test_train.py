@@ -7,7 +7,6 @@ import statistics
 
 import pytest
 import tomli
-import tomli_w
 import torch
 
 from mxtrain import ConfigError
@@ -165,15 +164,6 @@ def test_only_settings_that_differ_from_the_defaults_are_written():
         "training": {"dataloader": {"num_workers": 2}},
         "mxnorm": {"filter_fqns": ["output", "wo"]},
     }
-
-
-def test_diagnostics_that_are_switched_off_keep_their_settings(tmp_path):
-    config, off = tmp_path / "config.toml", {"every": 0, "tokens": 64}
-    config.write_text("[mxnorm.diagnostics]\nevery = 50\ntokens = 64\n")
-    for flags in (["--mxnorm.diagnostics.every=0"], []):  # the run, and the one that resumes it
-        settings = read_settings([f"--job.config_file={config}", *flags]).resolved()
-        assert settings["mxnorm"] == {"diagnostics": off}
-        config.write_text(tomli_w.dumps(settings))
 
 
 def test_the_module_is_for_torchrun(monkeypatch):

@@ -13,7 +13,6 @@ from mxtrain.checkpoints.ending import LossWatch, NonFiniteError, Stop, StopSign
 from mxtrain.checkpoints.start import Start
 from mxtrain.rng.rounding import position_as_set
 from mxtrain.settings.read import read_settings
-from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.train import _train
 
@@ -75,7 +74,7 @@ def trainer(monkeypatch, tmp_path):
 
     def make(*flags):
         settings = read_settings(["--model.converters=", f"--job.dump_folder={tmp_path}", *flags])
-        made.append(Trainer(job_config_of(settings), settings, None, Start(0)))
+        made.append(Trainer(settings, None, Start(0)))
         return made[-1]
 
     yield make

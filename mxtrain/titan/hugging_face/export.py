@@ -30,7 +30,7 @@ from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
-from mxtrain.titan.job_config import check_model, job_config_of
+from mxtrain.titan.job_config import check_model
 from mxtrain.titan.releases import engine
 
 
@@ -125,7 +125,7 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         with places(arguments):
             settings = read_settings(arguments)
             check_model(settings.values)
-    job_config = job_config_of(settings)
+    job_config = settings.values
     model, weights = engine().SizedModel.of_job(job_config), SavedWeights(checkpoint)
     # In TorchTitan 0.2.2 one process has no FSDP.
     casts = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")

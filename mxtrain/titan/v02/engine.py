@@ -11,7 +11,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config import JobConfig as JobConfig
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.models import _supported_models
 from torchtitan.models.attention import VarlenMetadata
@@ -30,8 +29,6 @@ hugging_face_tokenizer = HuggingFaceTokenizer
 names_of_stages = generate_llm_fqn_per_model_part
 saved_name = plain_name
 
-GONE: dict[str, str] = {}
-"""Settings of TorchTitan 0.2.2 that this release does not have"""
 FSDP_ON_ONE_PROCESS = False
 
 
@@ -51,18 +48,13 @@ def vocab_size(job) -> int:
     return sizes_of(job)["vocab_size"]
 
 
-def refuse_gone(job) -> None:
-    """Nothing: the settings are those of this release."""
-
-
 def wandb_logger(folder, job_config) -> WandBLogger:
     return WandBLogger(str(folder), job_config)
 
 
 def metrics_processor(job_config, parallel_dims) -> MetricsProcessor:
-    others = copy.copy(job_config)
-    others.metrics = replace(job_config.metrics, enable_wandb=False)
-    processor = MetricsProcessor(others, parallel_dims)
+    metrics = replace(job_config.metrics, enable_wandb=False)
+    processor = MetricsProcessor(replace(job_config, metrics=metrics), parallel_dims)
     processor.job_config = job_config
     return processor
 

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import torch
 from torchtitan import train as titan
+from torchtitan.config import JobConfig
 
 from mxtrain.checkpoints.checkpointer import Checkpointer
 from mxtrain.nn.experts import kept_buffers
@@ -18,7 +19,10 @@ class Trainer(TrainingRun, titan.Trainer):
     def _build(self) -> None:
         own = {"CheckpointManager": partial(Checkpointer, self), "ParallelDims": Layout}
         own["ensure_pp_loss_visible"] = lambda *args: None  # which warns that rank 0 does not know it
-        with patch.multiple(titan, **own):
+        with (
+            patch.multiple(titan, **own),
+            patch.object(type(self.job_config), "maybe_log", JobConfig.maybe_log, create=True),
+        ):
             titan.Trainer.__init__(self, self.job_config)
         self.metrics_processor.log = partial(self._log_right_maximum, self.metrics_processor.log)
         if self.job_config.validation.enable:

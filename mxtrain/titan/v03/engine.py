@@ -15,9 +15,6 @@ from mxtrain.titan.v03.config import same, trainer_config
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, adapter_of, config_of, model_spec, sizes_of
 from mxtrain.titan.v03.parallelize import convertible as convertible
 from mxtrain.titan.v03.parallelize import name_in_022 as saved_name
-from mxtrain.titan.v03.settings import GONE as GONE
-from mxtrain.titan.v03.settings import JobConfig as JobConfig
-from mxtrain.titan.v03.settings import refuse_gone as refuse_gone
 from mxtrain.titan.v03.trainer import Trainer as Trainer
 from mxtrain.titan.v03.with_mxtrain import with_mxtrain as with_mxtrain
 

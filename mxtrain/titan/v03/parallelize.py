@@ -95,7 +95,7 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
             return model
 
     spec.model = same(Config, spec.model)
-    spec.parallelize_fn = _parallelized(spec.parallelize_fn, job_config)
+    spec.parallelize_fn = parallelized(spec.parallelize_fn, job_config)
     return spec
 
 
@@ -137,7 +137,9 @@ def _of_whole_sequences(inputs: tuple, split: SplitSequences) -> tuple:
     return tuple(of_whole_sequences(x, split) if isinstance(x, NormedInput) else x for x in inputs)
 
 
-def _parallelized(parallelize_fn: Callable, job_config) -> Callable:
+def parallelized(parallelize_fn: Callable, job_config) -> Callable:
+    """Return a parallelize function of TorchTitan with mxtrain's additions for a converted model."""
+
     def parallelize(model: nn.Module, *, parallel_dims, **configs) -> nn.Module:
         show_line(describe_model(job_config, model))
         if parallel_dims.tp_enabled:

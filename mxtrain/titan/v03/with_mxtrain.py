@@ -12,11 +12,10 @@ from mxtrain.conversion.converters import require_converter
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import settings_in
-from mxtrain.settings.titan import titan_fields
+from mxtrain.settings.titan import known_fields
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.job_config import job_config_of
 from mxtrain.titan.metrics import require_plain_recipes
-from mxtrain.titan.v03.parallelize import with_converters
+from mxtrain.titan.v03.parallelize import parallelized, with_converters
 
 
 def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tables: Mapping[str, object]) -> ModelSpec:
@@ -47,18 +46,19 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
     for table in tables:
         require_one_of("with_mxtrain: table", table, sections)
     model = {"name": spec.name, "flavor": spec.flavor, "converters": list(converters)}
-    job_config = job_config_of(settings_in({"model": model, **tables}))
+    job_config = settings_in({"model": model, **tables}, known_fields()).values
     active_settings(job_config)
     require_plain_recipes(job_config)
     if every := job_config.mxnorm.diagnostics.every:
         raise ConfigError(f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: allowed is 0")
-    spec = with_converters(replace(spec), job_config)
-    parallelize = spec.parallelize_fn
+    theirs, spec = spec.parallelize_fn, with_converters(replace(spec), job_config)
 
     def with_given_configs(model: nn.Module, *, training, parallelism, ac_config, **others) -> nn.Module:
         _check_layout(parallelism)
-        job_config.training = training
-        job_config.activation_checkpoint.mode = "selective" if isinstance(ac_config, SelectiveAC.Config) else "other"
+        mode = "selective" if isinstance(ac_config, SelectiveAC.Config) else "other"
+        checkpointing = replace(job_config.activation_checkpoint, mode=mode)
+        given = replace(job_config, training=training, activation_checkpoint=checkpointing)
+        parallelize = parallelized(theirs, given)
         return parallelize(model, training=training, parallelism=parallelism, ac_config=ac_config, **others)
 
     return replace(spec, parallelize_fn=with_given_configs)
@@ -70,4 +70,4 @@ def _check_layout(parallelism: ParallelismConfig) -> None:
     require_one_of("parallelism.spmd_backend", parallelism.spmd_backend, plain)
     if parallelism.pipeline_parallel_degree > 1:
         for name in ("parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"):
-            require_one_of(name, getattr(parallelism, name.rpartition(".")[2]), titan_fields()[name].choices)
+            require_one_of(name, getattr(parallelism, name.rpartition(".")[2]), known_fields()[name].choices)

@@ -24,6 +24,7 @@ from mxtrain.titan.converters import active_settings, convert_on_meta, titan_con
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02.engine import build_on_meta
 from tests.support.converter_checks import config, count, model_and_args
+from tests.support.jobs import with_setting
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
@@ -273,7 +274,7 @@ def test_torchtitans_own_quantization_comes_before_the_router():
         config(converter="decompose_k_router,quantize.linear.float8")
     names = ["quantize.linear.float8", "decompose_k_router", "fused_norm"]
     job_config = parse_job_config(["--model.converters=fused_norm,decompose_k_router"])
-    job_config.model.converters = names
+    job_config = with_setting(job_config, "model.converters", names)
     assert active_settings(job_config)["converter"] == "none"
 
 

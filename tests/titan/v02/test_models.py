@@ -16,6 +16,7 @@ from mxtrain.settings.model_settings import PLACES
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02.engine import build_on_meta
 from mxtrain.titan.v02.models import Llama3, Llama3Adapter, Llama3Args, hidden_dim, sizes_of
+from tests.support.jobs import with_setting
 
 SMALL = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, max_seq_len=32)
 
@@ -268,7 +269,6 @@ def test_without_one_the_flavors_stays():
 
 
 def test_unknown_flavor():
-    job_config = parse_job_config([])
-    job_config.model.flavor = "0B"
+    job_config = with_setting(parse_job_config([]), "model.flavor", "0B")
     with pytest.raises(ConfigError, match="model.flavor = '0B' is not one of"):
         sizes_of(job_config)

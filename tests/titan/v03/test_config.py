@@ -8,13 +8,14 @@ import torch
 
 from mxtrain import ConfigError
 from mxtrain.settings.read import read_settings
+from mxtrain.settings.releases import release
 from mxtrain.settings.titan import titan_fields
 from mxtrain.titan.check_job import check_model_layout
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v03 import trainer
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
-from mxtrain.titan.v03.settings import GONE
+from tests.support.jobs import with_setting
 
 # What mxtrain's own parts read: its command, its loaders, its converters, its checkpoint manager.
 OWN = {
@@ -43,15 +44,16 @@ def test_no_setting_is_ignored():
     job, seen = parse_job_config(["--model.converters=", "--compile.enable"]), set()
     parts = dict.fromkeys(("metrics", "tokenizer", "dataloader", "checkpoint", "validator"))
     for mode in ("selective", "memory_budget"):
-        job.activation_checkpoint.mode = mode
+        job = with_setting(job, "activation_checkpoint.mode", mode)
         trainer_config(Recorded(job, "", seen), model_spec(job), parts)
-    assert titan_fields().keys() - seen - OWN - GONE.keys() == {"memory_estimation.enable"}
+    assert titan_fields().keys() - seen - OWN - release().gone.keys() == {"memory_estimation.enable"}
 
 
 def test_values_arrive():
     flags = ["--training.steps=7", "--optimizer.lr=1e-4", "--optimizer.beta2=0.99", "--profiling.profile_freq=3"]
     job = parse_job_config(["--model.converters=", *flags, "--job.dump_folder=here", "--checkpoint.interval=9"])
-    job.parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "output"]]
+    parts = [["tok_embeddings", "layers.0"], ["norm", "output"]]
+    job = with_setting(job, "parallelism.module_fqns_per_model_part", parts)
     config = trainer_config(
         job, model_spec(job), dict.fromkeys(("metrics", "tokenizer", "dataloader", "checkpoint", "validator"))
     )
