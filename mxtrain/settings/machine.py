@@ -5,7 +5,10 @@ chunks of a pipeline.
 """
 
 import math
+from importlib.metadata import version
 from typing import NamedTuple
+
+from packaging.version import Version
 
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.mxnorm_section import quantizing_among
@@ -49,6 +52,14 @@ def _problems_of_a_cpu(settings: Settings) -> Problems:
             "compile.backend",
             "does not compile casts to MX formats on a CPU: set compile.enable = false or compile.backend = "
             "'aot_eager'",
+        )
+    compiles_loss = s.compile.enable and "loss" in s.compile.components and s.compile.backend == "inductor"
+    splits_loss = s.parallelism.tensor_parallel_degree > 1 and not s.parallelism.disable_loss_parallel
+    if compiles_loss and splits_loss and Version(version("torch")) < Version("2.14"):
+        yield (
+            "compile.components",
+            "with tensor parallelism: PyTorch before 2.14 compiles a wrong loss on a CPU, without an error; set "
+            "compile.components = ['model']",
         )
 
 

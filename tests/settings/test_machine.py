@@ -1,6 +1,8 @@
 """Layouts of processes that cannot work, whatever the model is, and settings that fit one machine and not another."""
 
 import pytest
+import torch
+from packaging.version import Version
 
 from mxtrain.errors import ConfigError
 from mxtrain.settings.machine import Machine, check_machine, global_batch_size
@@ -57,6 +59,9 @@ NEED_A_GPU = [
     ("--checkpoint.enable --checkpoint.async_mode=async_with_pinned_mem", 1, ["checkpoint.async_mode = ", "'async'"]),
     ("--training.gc_debug", 1, ["training.gc_debug = True", "GPU"]),
 ]  # fmt: skip
+if Version(torch.__version__) < Version("2.14"):
+    WRONG_LOSS = f"{TP}=2 --compile.enable", 2, ["compile.components = ['model', 'loss']", "wrong loss", "['model']"]
+    NEED_A_GPU.append(WRONG_LOSS)
 
 
 def check(flags: str, processes: int, has_gpus: bool = False) -> None:
