@@ -2,8 +2,7 @@
 
 A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` and ``tflops`` (per
 device), ``mfu`` (percent of the peak in bf16, for GPUs whose peak TorchTitan knows), ``memory_gib`` (peak since the
-previous row), ``tokens_seen`` and ``time`` (Unix seconds). Runs with ``optimizer.early_step_in_backward`` have no
-``grad_norm``. A loss that ends the run between logged steps has ``step``,
+previous row), ``tokens_seen`` and ``time`` (Unix seconds). A loss that ends the run between logged steps has ``step``,
 ``loss``, ``tokens_seen`` and ``time``. A validation row has ``step``, ``validation_loss`` and ``time``. A row of
 diagnostics has ``step``, the figures of ``mxtrain.analysis.numerics`` and ``time``. An event row has ``step``,
 ``event`` and ``time``: a text that says what changes with this step, such as another recipe or a setting of a resumed
@@ -72,15 +71,6 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
         if isinstance(row, ValueError):
             raise ConfigError(f"{path}, line {number}: {row}") from row
     return [row for row in rows if isinstance(row, dict)]
-
-
-def lacks_validation(path: Path, step: int) -> bool:
-    """Return whether a run's metrics have no validation of a step. False if they cannot be read."""
-    try:
-        rows = read_metrics(path)
-    except ConfigError:
-        return False
-    return not any("validation_loss" in row and row["step"] == step for row in rows)
 
 
 class MetricsWriter:

@@ -152,11 +152,13 @@ def model_report(arguments: list[str]) -> str:
 
 def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.analysis.tables import titled
-    from mxtrain.conversion.weights import find_weights, weight_uses
+    from mxtrain.conversion.plan import weight_uses
+    from mxtrain.conversion.survey import find_weights
     from mxtrain.settings.fields import raise_first
     from mxtrain.settings.machine import layout_problems, pipeline_problems
     from mxtrain.settings.mxnorm_section import schedule_in
     from mxtrain.settings.read import read_settings
+    from mxtrain.titan.check_job import check_model_layout
     from mxtrain.titan.converters import convert_on_meta
     from mxtrain.titan.job_config import check_model
     from mxtrain.titan.releases import engine
@@ -165,7 +167,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     check_model(settings.values)
     job_config = settings.values
     raise_first(pipeline_problems(settings), settings)
-    engine().check_model_layout(settings, has_gpus=True)
+    check_model_layout(settings)
     raise_first(layout_problems(settings, _fewest_processes(job_config.parallelism)), settings)
     model, name = engine().build_on_meta(job_config), job_config.model.name
     modules = {engine().saved_name(fqn): module for fqn, module in model.named_modules()}
@@ -186,7 +188,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     yield titled(f"{name} {job_config.model.flavor}", rows)
     plans = convert_on_meta(job_config, model)
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
-    uses = uses or weight_uses(weights, {}, {})
+    uses = uses or weight_uses(weights, {})
     total = sum(use.multiplications for use in uses.values())
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
@@ -197,7 +199,6 @@ def _sections(words: list[str]) -> Iterator[str]:
             yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
         else:
             yield f"{name}: {plan.headline}\n{_grouped(plan.details)}"
-    engine().try_plan(model, job_config)  # at last, because it splits the model
     if entries := schedule_in(job_config):
         yield "\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)])
 

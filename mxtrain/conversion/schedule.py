@@ -103,11 +103,6 @@ class RecipeSwitch:
             # A graph more of every block for every state of its layers.
             allow_graphs(GRAPHS + states * sum(getattr(module, "timeline", None) is not None for module in modules))
 
-    def return_to(self, step: int) -> None:
-        """Give the layers of a run that resumes their states of its last step, for a validation, and tell nobody."""
-        for part in self._parts:
-            set_step(part, step)
-
     def begin_step(self, step: int) -> None:
         """Give the layers their states of ``step``, before its first forward."""
         is_first = self._in_effect is None

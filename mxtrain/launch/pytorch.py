@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 import torch._functorch.config
-import torch.distributed._functional_collectives as functional_collectives
 from torch._C import DisableTorchFunction
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -17,7 +16,6 @@ __all__ = [
     "DisableTorchFunction",
     "FakeTensor",
     "TorchDispatchMode",
-    "functional_collectives",
     "tree_leaves",
     "tree_map_only",
 ]
@@ -47,10 +45,3 @@ def fake_tensor_mode() -> FakeTensorMode:
     """
     with torch._functorch.config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
         return detect_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-
-
-def set_rotate_method(method: str) -> None:
-    """Set how the attention of context parallelism exchanges keys and values: "allgather" or "alltoall"."""
-    from torch.distributed.tensor.experimental import _attention
-
-    _attention.set_rotate_method(method)

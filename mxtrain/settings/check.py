@@ -1,6 +1,5 @@
 """Checks that involve two settings."""
 
-import math
 import os
 from importlib.metadata import version
 from itertools import chain
@@ -48,7 +47,7 @@ def conflict_of_converters(names: list[str]) -> str | None:
 
 def _problems(settings: Settings) -> Problems:
     s = settings.values
-    steps, checkpoint, diagnostics = s.training.steps, s.checkpoint, s.mxnorm.diagnostics
+    steps, checkpoint = s.training.steps, s.checkpoint
     titan = release()
     for name in titan.gone.keys() & titan.own.keys():
         if settings.changed(name):
@@ -66,15 +65,7 @@ def _problems(settings: Settings) -> Problems:
         less = f"is less than training.steps = {steps}: the learning rate would fall below zero after it"
         yield "lr_scheduler.total_steps", less
     if s.optimizer.early_step_in_backward:
-        if diagnostics.every:
-            needs = "needs optimizer.early_step_in_backward = false: its extra backward would change the weights"
-            yield f"{DIAGNOSTICS}.every", needs
-        if s.training.max_norm != math.inf:
-            yield (
-                "training.max_norm",
-                "has no effect with optimizer.early_step_in_backward = true, which uses up every gradient before the "
-                "norm of all is known: set training.max_norm = inf, which clips nothing",
-            )
+        yield "optimizer.early_step_in_backward", "is not supported: the optimizer steps after the backward; remove it"
     folder = os.path.normpath(checkpoint.folder)
     if checkpoint.enable and (os.path.isabs(folder) or folder.split(os.sep)[0] == os.pardir):
         yield (

@@ -1,6 +1,6 @@
 """Checks against the machine: its devices, and the layout of its processes, by degrees, sequences, batches and chunks.
 
-They need no model: ``mxtrain.titan.v02.check_job`` compares a layout with it. TorchTitan itself checks the number of
+They need no model: ``mxtrain.titan.check_job`` compares a layout with it. TorchTitan itself checks the number of
 chunks of a pipeline.
 """
 

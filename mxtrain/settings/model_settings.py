@@ -34,6 +34,26 @@ PLACES = {
 }  # fmt: skip
 """Name of a model -> its settings in ``[model_args]`` -> the field of TorchTitan's model arguments ("" for none)"""
 
+_LLAMA32 = dict(n_kv_heads=8, hidden_dim=8192, vocab_size=128256)
+_TIED = dict(rope_factor=32.0, enable_weight_tying=True)  # its context is scaled four times as far as Llama 3.1's
+OWN_FLAVORS = {
+    "llama3": {
+        "125M": dict(dim=768, n_layers=12, n_heads=12, hidden_dim=2048, vocab_size=32768),
+        # The shape of Llama 3.2 1B with a separate output matrix: 1.5 billion parameters in total.
+        "1B": dict(dim=2048, n_layers=16, n_heads=32, **_LLAMA32),
+        "3.2-1B": dict(dim=2048, n_layers=16, n_heads=32, **_LLAMA32, **_TIED),
+        "3.2-3B": dict(dim=3072, n_layers=28, n_heads=24, **_LLAMA32, **_TIED),
+    },
+    "qwen3": {
+        # Smaller than TorchTitan's debugmodel_moe: its 300 million parameters take a CPU one minute per step.
+        "debugmodel_moe_16": dict(
+            dim=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, moe_inter_dim=256,
+            num_experts=16, top_k=4, vocab_size=2048,
+        ),
+    },
+}  # fmt: skip
+"""Name of a model -> flavors that TorchTitan does not have -> their sizes, others being those of its debug model"""
+
 Misfits = Iterator[tuple[tuple[str, ...], str]]
 """Names of sizes that can be at fault, and what is wrong with them"""
 

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
-from mxtrain.settings.fields import Problems, Settings
+from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.machine import ONE_STAGE, Machine, check_machine, degree, parts_problem
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.data import check_data
 from mxtrain.titan.job_config import check_model
-from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
+from mxtrain.titan.layouts import HAS_PIPELINES
 from mxtrain.titan.releases import engine
 
 TENSOR, PIPELINE, EXPERT = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "expert"))
@@ -26,62 +25,43 @@ def check_job(settings: Settings, machine: Machine) -> None:
     job = settings.values
     check_machine(settings, machine)
     check_model(job)
-    engine().check_model_layout(settings, machine.has_gpus)
+    check_model_layout(settings)
     check_data(job)
     if job.model.converters:
         convert_on_meta(job, engine().build_on_meta(job))
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a layout must fit.
-
-    Attributes:
-        n_layers: number of blocks.
-        heads: "heads" and "key-value heads" -> their number; None for the same number as the other.
-        experts: their number in a block; 0 for a dense model.
-        is_tied: whether the embedding is the head's weight.
-        has_stages: whether TorchTitan can divide it into stages.
-    """
-
-    n_layers: int
-    heads: Mapping[str, int | None]
-    experts: int
-    is_tied: bool
-    has_stages: bool
+def check_model_layout(settings: Settings) -> None:
+    """Raise ConfigError for degrees of parallelism that the model does not allow."""
+    raise_first(engine().layout_problems(settings), settings)
+    raise_first(_layout_problems(settings, engine().sizes_of(settings.values)), settings)
 
 
-def layout_problems(settings: Settings, facts: ModelFacts) -> Problems:
-    """Degrees that a model does not allow."""
+def _layout_problems(settings: Settings, sizes: Mapping[str, object]) -> Problems:
     model = f"{settings['model.name']} {settings['model.flavor']}"
-    for kind, number in facts.heads.items():
-        if number and number % degree(settings, "tensor"):
+    for name, kind in (("n_heads", "heads"), ("n_kv_heads", "key-value heads")):
+        if (number := sizes.get(name)) and number % degree(settings, "tensor"):
             yield TENSOR, f"does not divide the {number} {kind} of {model}"
     if degree(settings, "pipeline") > 1:
-        yield from _pipeline_problems(settings, facts, model)
-    if (experts := degree(settings, "expert")) > 1:
-        if not facts.experts:
+        yield from _pipeline_problems(settings, sizes, model)
+    if (degree_of_experts := degree(settings, "expert")) > 1:
+        if not (experts := sizes.get("num_experts", 0)):
             yield EXPERT, f"needs experts, which {model} does not have: allowed is 1"
-        elif facts.experts % experts:
-            yield EXPERT, f"does not divide the {facts.experts} experts of {model}"
+        elif experts % degree_of_experts:
+            yield EXPERT, f"does not divide the {experts} experts of {model}"
 
 
-def _pipeline_problems(settings: Settings, facts: ModelFacts, model: str) -> Problems:
+def _pipeline_problems(settings: Settings, sizes: Mapping[str, object], model: str) -> Problems:
     """A model that cannot be divided into stages, and stages that would make another model."""
-    if not facts.has_stages:
-        yield PIPELINE, f"does not work with {model}: allowed is 1"
-    if facts.is_tied:
+    if not HAS_PIPELINES:
+        yield PIPELINE, f"needs PyTorch 2.13 or newer, and this is {torch.__version__}: allowed is 1"
+    if sizes.get("enable_weight_tying"):
         apart = f"separates the embedding of {model} from the head, which has the same weight"
         yield PIPELINE, f"{apart}: allowed is 1"
-    if problem := parts_problem(settings, facts.n_layers):
+    if problem := parts_problem(settings, sizes["n_layers"]):
         yield "parallelism.module_fqns_per_model_part", problem
-    if problem := _stages_problem(settings, facts.n_layers):
+    if problem := _stages_problem(settings, sizes["n_layers"]):
         yield PIPELINE, problem
-    for name in ("local_batch_size", "seq_len"):
-        allowed = settings[f"training.{name}"]
-        if not FINDS_SHAPES_AGAIN and settings["validation.enable"] and settings[f"validation.{name}"] != allowed:
-            only = f"a pipeline in PyTorch {torch.__version__} allows only {allowed}"
-            yield f"validation.{name}", f"differs from training.{name}: {only}"
 
 
 def _stages_problem(settings: Settings, layers: int) -> str | None:

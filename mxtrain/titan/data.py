@@ -103,18 +103,17 @@ def _note_epochs(training, chunks: int, ranks: int) -> None:
         )
 
 
-def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: tuple[int, int]) -> Loader | None:
-    """Return the loader of held-out text of one rank; None if ``validation.dataset`` is one of TorchTitan's.
+def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: tuple[int, int]) -> Loader:
+    """Return the loader of held-out text of one rank.
 
     Args:
         rank: the rank among those that read different text, and their number.
 
-    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
-    per rank.
+    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, for a dataset that is not mxtrain's, and for
+    too little held-out text for one batch per rank.
     """
     name, validation = validation_dataset(job_config), job_config.validation
-    if name not in DATASETS:
-        return None
+    require_one_of("validation.dataset", name, DATASETS)
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, rank, note)
     else:
@@ -209,7 +208,10 @@ def opening(section: str, name: str, path: str | None):
 
 def _held_out(job_config) -> Tokens:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
-    training, prepared = config_of(job_config, engine().vocab_size(job_config)), prepare_from_job(job_config)
+    training, prepared = (
+        config_of(job_config, engine().vocab_size(job_config)),
+        prepare_from_job(job_config),
+    )
     dataset = validation_dataset(job_config)
     path = path_of(job_config, "validation", dataset)
     places = {os.path.realpath(os.path.expanduser(one)) for one in (path or training.path, training.path)}

@@ -37,7 +37,7 @@ from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
 from mxtrain.terminal import go_on_without, note
 from mxtrain.titan.converters import active_settings
-from mxtrain.titan.pipeline_stage import Stage
+from mxtrain.titan.layouts import Stage
 from mxtrain.titan.releases import engine
 
 
@@ -46,12 +46,11 @@ class Loggers(LoggerContainer):
 
     to_file: MetricsFileLogger | None = None
     to_wandb: WandbLogger | None = None
-    unknown: frozenset[str] = frozenset()
-    """Keys of ``TRAINING_KEYS`` that TorchTitan has no right value for; no logger gets them"""
+    knows_peak = True
+    """Whether TorchTitan knows the device's peak; otherwise no logger gets the MFU"""
 
     def log(self, metrics: dict, step: int) -> None:
-        names = [TRAINING_KEYS[key] for key in self.unknown]
-        super().log({name: value for name, value in metrics.items() if name not in names}, step)
+        super().log({n: value for n, value in metrics.items() if self.knows_peak or n != TRAINING_KEYS["mfu"]}, step)
 
 
 def build_metrics_processor(job_config, parallel_dims, model_args=None) -> MetricsProcessor:
@@ -78,7 +77,9 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
 
     processor = engine().metrics_processor(job_config, parallel_dims)
     loggers = Loggers()
-    loggers.unknown = _unknown(job_config, processor.gpu_peak_flops)
+    peak = processor.gpu_peak_flops
+    # TorchTitan 0.2.2 takes every device that it lacks for an A100.
+    loggers.knows_peak = bool(peak) and not math.isnan(peak) and (peak != 312e12 or "A100" in _device())
     loggers.add_logger(processor.logger)  # TensorBoard's
     processor.logger = loggers
     facts = run_facts(job_config) if is_first or wants_wandb else {}
@@ -97,13 +98,6 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
         loggers.add_logger(loggers.to_file)
         loggers.add_logger(ProgressLogger(job_config.training.steps, facts["world_size"]))
     return processor
-
-
-def _unknown(job_config, peak: float | None) -> frozenset[str]:
-    """See ``Loggers``. ``peak``: TorchTitan's, in flop/s. 0.2.2 takes every device that it lacks for an A100."""
-    without_norm = job_config.optimizer.early_step_in_backward  # then it is always 0
-    without_peak = not peak or math.isnan(peak) or (peak == 312e12 and "A100" not in _device())
-    return frozenset(["grad_norm"] * without_norm + ["mfu"] * without_peak)
 
 
 def require_plain_recipes(job_config) -> None:

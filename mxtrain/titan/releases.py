@@ -4,13 +4,14 @@ A new release is a row of ``mxtrain.settings.releases.RELEASES`` and a folder, w
 ``Engine``. Deleting both drops one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
 from torch import nn
 
+from mxtrain.settings.fields import Problems
 from mxtrain.settings.releases import release_name
 
 RELEASE = release_name()
@@ -29,17 +30,20 @@ class Engine(Protocol):
     def register(self) -> None:
         """Make mxtrain known to TorchTitan, once, when ``mxtrain.titan`` is imported."""
 
-    def check_names(self, job: Any) -> None:
-        """Raise ConfigError for a model, flavor, converter or dataset that nobody has registered."""
+    def models(self) -> Iterable[str]:
+        """The names of all models that somebody has registered."""
 
-    def check_model_args(self, job: Any) -> None:
-        """Raise ConfigError for settings of ``[model_args]`` that the flavor or one another rule out."""
+    def converters(self) -> Iterable[str]:
+        """The names of all converters that somebody has registered."""
 
-    def check_model_layout(self, settings: Any, has_gpus: bool) -> None:
-        """Raise ConfigError for degrees of parallelism that the model does not allow, with or without GPUs."""
+    def sizes_of(self, job: Any) -> dict[str, Any]:
+        """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len"."""
 
     def vocab_size(self, job: Any) -> int:
-        """The model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0."""
+        """``data.vocab_size``, or the flavor's if that is 0."""
+
+    def layout_problems(self, settings: Any) -> Problems:
+        """Degrees of parallelism that the release does not have for a model."""
 
     def names_of_stages(self, stages: int, layers: int, first: int, last: int) -> list[list[str]]:
         """The modules of every stage of a pipeline, as TorchTitan divides a model of so many layers."""
@@ -52,13 +56,6 @@ class Engine(Protocol):
 
     def example_inputs(self, model: nn.Module) -> tuple:
         """Arguments for one forward pass of a language model without data."""
-
-    def try_plan(self, model: nn.Module, job: Any) -> None:
-        """Split a converted model on the meta device by the job's degree of tensor parallelism.
-
-        Raises:
-            ConfigError: training would refuse to split the model.
-        """
 
     def saved_name(self, name: str) -> str:
         """The name in checkpoints of a module or parameter."""

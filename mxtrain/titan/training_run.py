@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from mxtrain import terminal
-from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.analysis.runs import NONFINITE
 from mxtrain.checkpoints.checkpointer import RANDOM_STATE
 from mxtrain.checkpoints.ending import (
@@ -29,13 +28,12 @@ from mxtrain.checkpoints.states import RandomState, TokenCount, apply_settings
 from mxtrain.conversion.schedule import RecipeSwitch
 from mxtrain.files import sync_file
 from mxtrain.nn.ready_weights import ReadyWeights
-from mxtrain.ranks import from_first_rank, is_first
+from mxtrain.ranks import is_first
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
-from mxtrain.titan.pipeline_stage import FINDS_SHAPES_AGAIN
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
 
 
@@ -45,7 +43,7 @@ class TrainingRun:
     - recipes by step, from the schedule, and the position of a step in the random sequence
     - weights cast once per step, where a step has several microbatches
     - whole checkpoints with the random generators' states and the tokens of all ranks, and the optimizer's present
-      settings (``Checkpointer`` calls its methods); the validation of the checkpoint's step if a kill came before that
+      settings (``Checkpointer`` calls its methods)
     - a look for losses, weights and optimizer states that are not finite, which are never saved
     - the extra pass of a step with diagnostics (``mxtrain.diagnostics.recording``)
     - a stop, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how
@@ -69,8 +67,7 @@ class TrainingRun:
         self._switch = RecipeSwitch(schedule_in(job_config), self.model_parts, log)
         mesh = self.parallel_dims.get_optional_mesh("loss")
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
-        changes_between = job_config.optimizer.early_step_in_backward  # ReadyWeights cannot see fused steps
-        caches = job_config.mxnorm.cache_weights and has_microbatches and not changes_between
+        caches = job_config.mxnorm.cache_weights and has_microbatches
         self._ready = ReadyWeights(self.model_parts) if caches else None
         self._tokens = TokenCount(mesh.size(), mesh.get_local_rank()) if mesh is not None else TokenCount(1, 0)
         self._signals = StopSignals()
@@ -133,7 +130,6 @@ class TrainingRun:
             # Only now: a run that was refused or failed before leaves the folder as it was.
             for path in self.start.abandoned:
                 set_aside(path)
-        self._validate_if_missing()
         if self.step >= self.job_config.training.steps:
             return  # nothing is left to train, and TorchTitan's schedule fails for steps after its end
         kept, present = apply_settings(self.optimizers, self.lr_schedulers)
@@ -142,21 +138,6 @@ class TrainingRun:
         if self.step > 0 and self.start.changes:
             # config.toml will have the new settings alone. One event, because wandb keeps one for each step.
             log_event(self.metrics_processor, self.step + 1, "; ".join(self.start.changes))
-
-    def _validate_if_missing(self) -> None:
-        """Validate the step from which the run resumes, if a kill came between its checkpoint and its validation."""
-        of_own_step = self.start.step > 0 and self.start.checkpoint.parent == self.checkpointer.folder
-        if not (of_own_step and self.job_config.validation.enable and self.validator.should_validate(self.step)):
-            return
-        metrics = Path(self.job_config.job.dump_folder) / METRICS_FILE
-        if not from_first_rank(lambda: lacks_validation(metrics, self.step)):
-            return
-        if self.parallel_dims.pp_enabled and not FINDS_SHAPES_AGAIN:
-            terminal.note(f"step {self.step} was saved and not validated: this PyTorch cannot begin a pipeline so")
-            return
-        terminal.note(f"step {self.step} was saved and not validated: its validation comes first")
-        self._switch.return_to(self.step)
-        self.validator.validate(self.model_parts, self.step)
 
     def train_step(self, data_iterator):
         self._losses = []

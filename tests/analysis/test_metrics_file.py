@@ -5,7 +5,6 @@ import shutil
 import pytest
 
 from mxtrain.analysis import MetricsWriter, read_metrics
-from mxtrain.analysis.metrics_file import lacks_validation
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 
@@ -32,15 +31,6 @@ def test_nonfinite_values_are_strict_json_and_are_restored(tmp_path):
     [row] = read_metrics(path)
     assert math.isnan(row["loss"]) and row["grad_norm"] == math.inf and row["max_loss"] == -math.inf
     assert row["lr"] == 0.1 and "nonfinite" not in row
-
-
-def test_which_step_lacks_a_validation(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert not lacks_validation(path, 1)
-    write(path, [{"step": 1, "loss": 9.0}, {"step": 1, "validation_loss": 9.0}, {"step": 2, "loss": 9.0}])
-    assert [lacks_validation(path, step) for step in (1, 2)] == [False, True]
-    path.write_bytes(path.read_bytes() + b'{"step": 2, "validation_loss"')
-    assert lacks_validation(path, 2)
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])

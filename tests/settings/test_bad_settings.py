@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models
 from mxtrain import cli
 from mxtrain.errors import ConfigError
 from mxtrain.settings.read import places, read_settings
-from mxtrain.settings.releases import release_name
 
 # What the message says about the allowed values -> flags out of range or of another type.
 VALUES = {
@@ -89,9 +88,7 @@ FLAGS = {
     "--checkpoint.enable --checkpoint.folder=/scratch": "checkpoint.folder = '/scratch' | job.dump_folder",
     "--checkpoint.enable --checkpoint.folder=a/../../b": "checkpoint.folder = 'a/../../b' | job.dump_folder",
     "--checkpoint.export_dtype=bfloat16": "checkpoint.export_dtype = 'bfloat16' | checkpoint.last_save_model_only",
-    "--optimizer.early_step_in_backward": "training.max_norm = 1.0 | training.max_norm = inf"
-    if release_name() == "v02"
-    else "optimizer.early_step_in_backward = True | steps after the backward",
+    "--optimizer.early_step_in_backward": "optimizer.early_step_in_backward = True | steps after the backward",
     # The model
     "--model_args.head_dim=64": "model_args.head_dim = 64 | 'llama3' | dim, n_layers, n_heads",
     "--model.name=gpt_oss --model_args.dim=64": "model_args.dim = 64 | 'gpt_oss' | llama3, llama4, qwen3",

@@ -1,10 +1,14 @@
 """Run folders for tests, as a training leaves them: tiny models with random weights, made within the process."""
 
+import copy
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 
 import mxtrain.titan  # noqa: F401  registers models and converters
 from mxtrain.checkpoints.folder import MANIFEST_FILE, Manifest, write_manifest
@@ -116,7 +120,7 @@ def random_weights(model: str, flavor: str, seed: int = 0) -> dict[str, torch.Te
 
 def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
     """Build a run's model in fp32, with its converters or without, and load its weights."""
-    model = run.model.on_meta(experts_in_fp32=not has_converters)
+    model = run.model.on_meta() if has_converters else experts_in_fp32(run.model)
     if has_converters:
         convert_on_meta(run.job_config, model)
         set_step(model, max(1, run.step))
@@ -127,6 +131,31 @@ def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
         head_of(model).weight = model.tok_embeddings.weight
     run.weights.load_into({fqn: weight for fqn, weight in saved_state(model).items() if fqn in run.weights})
     return model.eval()
+
+
+def experts_in_fp32(sized) -> torch.nn.Module:
+    """A model on the meta device that multiplies experts one by one: TorchTitan's grouped product rounds to bf16."""
+    if RELEASE == "v02":
+        args = copy.deepcopy(sized.args)
+        if hasattr(args, "moe_args"):
+            args.moe_args.use_grouped_mm = False
+        return replace(sized, args=args).on_meta()
+    from torchtitan.models.common.moe import GroupedExperts
+
+    model = sized.on_meta()
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            module.forward = partial(_one_by_one, module)
+    return model
+
+
+def _one_by_one(experts, x, counts):
+    y, start = torch.zeros_like(x), 0
+    for count, w1, w2, w3 in zip(counts.tolist(), experts.w1_EFD, experts.w2_EDF, experts.w3_EFD):
+        part = x[start : start + int(count)]
+        y[start : start + int(count)] = F.linear(F.silu(F.linear(part, w1)) * F.linear(part, w3), w2)
+        start += int(count)
+    return y
 
 
 def head_of(model: torch.nn.Module) -> torch.nn.Linear:

@@ -68,7 +68,6 @@ SCHEDULE_ENTRIES = [
     '{from_step = 3, until_step = 5, modules = ["layers.1"], recipe = "fprop=bf16"}',
 ]
 SAVE_SECOND = ["--checkpoint.enable", "--checkpoint.interval=2"]
-EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--lr_scheduler.warmup_steps=0"]
 ACCUMULATE = ["--training.local_batch_size=2", "--training.global_batch_size=4"]
 
 
@@ -142,8 +141,6 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
                 steps(4),
             ],
             "validated, resumed": Resumed("validated", 1),
-            "killed in a validation": Resumed("validated", 2, is_validated=False),
-            "killed in the last validation": Resumed("validated", 4, is_validated=False),
             "scheduled": [*SCHEDULE_ENTRIES, *SAVE_SECOND, steps(7)],
             "scheduled, resumed": Resumed("scheduled", 4),
             "scheduled, another entry": Resumed(
@@ -153,12 +150,6 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "tied": [*TIED, steps(2)],
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
             "microbatches, resumed": Resumed("microbatches", 1, [*NUMERICS, "--mxnorm.cache_weights=false"]),
-            **_only_in_022(
-                {
-                    "early steps": [*ACCUMULATE, *EARLY, *SAVE_EACH, steps(2)],
-                    "early steps, resumed": Resumed("early steps", 1, ["--mxnorm.cache_weights=false"]),
-                }
-            ),
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),
             "longer": Resumed("mxnorm", 12, [steps(14), "--lr_scheduler.total_steps=14"]),

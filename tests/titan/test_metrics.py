@@ -15,7 +15,7 @@ from mxtrain.analysis import read_metrics, summary
 from mxtrain.errors import ConfigError
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.metrics import build_metrics_processor, numerics_of, run_facts
-from tests.support.releases import only_022, parallel_dims
+from tests.support.releases import parallel_dims
 from tests.support.wandb_server import wandb_server
 
 
@@ -91,16 +91,6 @@ def test_mfu_is_shown_where_the_peak_is_known(tmp_path, monkeypatch):
         processor.close()
         [row] = read_metrics(tmp_path / device / "metrics.jsonl")
         assert row.get("mfu") == (pytest.approx(row["tflops"] * 1e14 / peak) if known else None)
-
-
-@only_022
-def test_gradients_that_early_steps_have_used_up_have_no_norm(tmp_path):
-    flags = ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--lr_scheduler.warmup_steps=0"]
-    processor = build(make_config(tmp_path / "run", *flags))
-    log_step(processor, 1, 9.0)
-    processor.close()
-    [row] = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert row["loss"] == 9.0 and "grad_norm" not in row
 
 
 def test_resumed_run_continues_the_file(tmp_path):

@@ -59,19 +59,6 @@ def test_a_validation_after_a_checkpoint_changes_nothing(one):
     require_exact(one["validated, resumed"], one["validated"], 4)
 
 
-@pytest.mark.parametrize("name, step", [("killed in a validation", 2), ("killed in the last validation", 4)])
-def test_a_validation_in_which_a_kill_came_is_made_up_for(one, name, step):
-    resumed, whole = one[name], one["validated"]
-    assert numbers(resumed) == numbers(whole)
-    require_same_content(content(resumed, 4), content(whole, 4))
-    losses = [
-        [(row["step"], row["validation_loss"]) for row in load_run(run.folder).validation] for run in (resumed, whole)
-    ]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert f"step {step} was saved and not validated: its validation comes first" in resumed.output[0]
-    assert "not validated" not in one["validated, resumed"].output[0]
-
-
 def test_a_resumed_run_draws_the_random_bits_of_every_microbatch(one):
     require_exact(one["microbatches, resumed"], one["microbatches"], 2)
 

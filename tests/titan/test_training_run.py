@@ -15,7 +15,6 @@ from mxtrain.rng.rounding import position_as_set
 from mxtrain.settings.read import read_settings
 from mxtrain.titan.releases import engine
 from mxtrain.titan.train import _train
-from tests.support.jobs import with_setting
 
 Trainer = engine().Trainer
 _, TitanTrainer = Trainer.__bases__
@@ -172,23 +171,6 @@ def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer
         f"{found.replace('4', '5')}; no checkpoint is saved",
     ]
     assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
-
-
-@pytest.mark.parametrize("pipeline, can_validate", [(False, False), (True, True), (True, False)])
-def test_a_validation_is_made_up_for_where_a_pipeline_can(trainer, monkeypatch, tmp_path, pipeline, can_validate):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n')
-    monkeypatch.setattr("mxtrain.titan.training_run.FINDS_SHAPES_AGAIN", can_validate)
-    one, validated = trainer(), []
-    one.job_config = with_setting(one.job_config, "validation.enable", True)
-    one.validator = SimpleNamespace(
-        should_validate=lambda step: step == 4, validate=lambda parts, step: validated.append(step)
-    )
-    one.step, one.parallel_dims.pp_enabled = 4, pipeline
-    for folder in (tmp_path / "of another run", tmp_path / "checkpoint"):
-        assert validated == []
-        one.checkpointer.folder, one.start = tmp_path / "checkpoint", Start(4, checkpoint=folder / "step-4")
-        one._validate_if_missing()
-    assert validated == ([4] if can_validate or not pipeline else [])
 
 
 def test_a_stop_signal_saves_the_step_in_which_it_came(trainer):

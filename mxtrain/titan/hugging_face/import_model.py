@@ -20,12 +20,7 @@ from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
 from mxtrain.hugging_face.model_config import GENERATION_FILE, YarnScaling, read_generation, read_shape
 from mxtrain.hugging_face.model_files import SavedTensors, new_target
 from mxtrain.settings.model_settings import SECTION
-from mxtrain.titan.hugging_face.models import (
-    find_model,
-    parameters,
-    require_computed_alike,
-    require_same_logits,
-)
+from mxtrain.titan.hugging_face.models import find_model, parameters, require_computed_alike
 from mxtrain.titan.job_config import parse_job_config
 
 
@@ -91,7 +86,6 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
                 f"{where}: training.seq_len = {job_config.training.seq_len}: TorchTitan scales the rotation as "
                 f"config.json says only in sequences longer than {longer_than}"
             )
-        notes.append(require_same_logits(source, model, weights, where))
         others = {name for name in os.listdir(source) if name[0] != "." and "safetensors" not in name}
         if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, SPECIAL_TOKENS_FILE, *COMPANIONS}):
             notes.append(f"not in the run, nor in its exports: {', '.join(lost)}")

@@ -1,16 +1,12 @@
 """TorchTitan's models under their Hugging Face names: which are supported, their shapes, names and order of rows."""
 
-import importlib.metadata
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import CONFIG_FILE, ModelShape, Parameter, RopeScaling, YarnScaling
-from mxtrain.hugging_face.text import from_pretrained, in_one_line
 from mxtrain.settings.model_settings import PLACES, wrong_sizes
 from mxtrain.titan.releases import engine
 
@@ -69,12 +65,6 @@ LONG = 2**30
 """More positions than any model has: TorchTitan scales DeepSeek's rotation in long sequences only"""
 BALANCING = {"qwen3_moe": 0, "deepseek_v3": 1e-3}
 """``model_type`` -> load_balance_coeff: routers of Qwen3 have no bias in transformers"""
-COMPARED_LAYERS = 2
-"""How many of the first layers ``require_same_logits`` computes, or more up to the first mixture of experts"""
-POSITIONS = torch.tensor([[0, 1, 2, 3, 5, 8, 16, 32, 64, 128, 256, 512, 1024, 2047]])
-"""Positions of the compared tokens. Low frequencies, which a scaling changes, show at large ones"""
-TOLERANCE = 1e-3
-"""The largest difference of two logits, as a share of their standard deviation"""
 
 
 def require_computed_alike(model, where: str) -> None:
@@ -88,7 +78,7 @@ def require_computed_alike(model, where: str) -> None:
     wrong = [f"{name} = {sizes[name]!r}" for name, values in required.items() if sizes[name] not in values]
     if "num_experts" in sizes and model.name != "deepseek_v3" and sizes["load_balance_coeff"]:
         wrong.append(f"load_balance_coeff = {sizes['load_balance_coeff']}")
-    if wrong := [*wrong, *model.unlike_transformers()]:
+    if wrong:
         raise ConfigError(f"{where}: a {model.name} with {', '.join(wrong)} has no counterpart in transformers")
 
 
@@ -134,8 +124,7 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
     sized_model, name = engine().SizedModel, MODELS[shape.model_type]
 
     def with_settings(flavor: str, settings: dict[str, object]) -> tuple[object, ModelShape]:
-        model = sized_model.of_flavor(name, flavor, settings, shape.vocab_size)
-        model = model.shortened(model.sizes["n_layers"], LONG)
+        model = sized_model.of_flavor(name, flavor, settings, shape.vocab_size, LONG)
         closest = shape_of(model, shape.max_position_embeddings)
         if shape.model_type == "qwen3_moe":  # no layer has this size
             closest = replace(closest, intermediate_size=shape.intermediate_size)
@@ -207,38 +196,3 @@ def _row_order(adapter, name: str, shape: torch.Size) -> torch.Tensor | None:
     (permuted,) = adapter.to_hf({name: numbers[:, None].expand(*shape)}).values()
     order = permuted[:, 0].long()
     return None if torch.equal(order, numbers.long()) else order
-
-
-@torch.inference_mode()
-def require_same_logits(source: Path, model, weights: Mapping[str, torch.Tensor], where: str) -> str:
-    """Compare an imported model with transformers' own: two readings of one config.json may be two models.
-
-    Both compute a few tokens' logits after the first layers, in fp32 on the CPU.
-
-    Returns a line for the user. Raises ConfigError, beginning with ``where``, if they differ or transformers fails.
-    """
-    tokens = torch.linspace(0, model.sizes["vocab_size"] - 1, POSITIONS.numel()).long()[None]
-    sizes = model.sizes
-    layers = min(max(COMPARED_LAYERS, sizes.get("n_dense_layers", 0) + 1), sizes["n_layers"])
-    positions = max(int(POSITIONS.max()), sizes.get("rope_original_seq_len", 0)) + 1
-    config = from_pretrained("AutoConfig", source, where)
-    config.num_hidden_layers = layers
-    options = {"config": config, "dtype": torch.float32, "use_safetensors": True}
-    module = from_pretrained("AutoModelForCausalLM", source, where, **options)
-    # With a mask, because jumps of the positions would begin new documents without one.
-    with in_one_line(f"{where}: transformers cannot run it"):
-        theirs = module(tokens, attention_mask=torch.ones_like(tokens), position_ids=POSITIONS).logits
-    # The other model's memory is free before this one gets any.
-    module = model.shortened(layers, positions).on_meta(experts_in_fp32=True)
-    module.init_weights(buffer_device=torch.device("cpu"))  # computes the buffers; parameters have no memory
-    module.load_state_dict({name: weights[engine().saved_name(name)] for name in module.state_dict()}, assign=True)
-    ours = module(tokens, positions=POSITIONS)
-    difference, spread = (ours - theirs).abs().max().item(), theirs.std().item()
-    version = importlib.metadata.version("transformers")
-    peer = f"those of transformers {version} on {tokens.numel()} tokens after {layers} layers"
-    if not difference <= TOLERANCE * spread:  # NaN, too
-        raise ConfigError(
-            f"{where}: the logits of TorchTitan's {model.name} differ from {peer} by up to {difference:.2g}, and their "
-            f"standard deviation is {spread:.2g}: transformers reads config.json or the weights in another way"
-        )
-    return f"the logits are {peer}, up to {difference:.1g}; their standard deviation is {spread:.2g}"

@@ -1,7 +1,7 @@
 """What the rest of mxtrain uses of TorchTitan 0.2.2."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,17 +12,15 @@ from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
+from torchtitan.models import _supported_models
 from torchtitan.models.attention import VarlenMetadata
+from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from mxtrain.parallel.initial_weights import plain_name
-from mxtrain.titan.v02.check_job import check_model_layout as check_model_layout
-from mxtrain.titan.v02.check_job import check_names as check_names
-from mxtrain.titan.v02.models import check_model_args as check_model_args
-from mxtrain.titan.v02.models import is_tied, sizes_in
-from mxtrain.titan.v02.models import vocab_size as vocab_size
-from mxtrain.titan.v02.parallelize import try_plan as try_plan
+from mxtrain.titan.v02.models import is_tied, sizes_in, sizes_of
+from mxtrain.titan.v02.models import layout_problems as layout_problems
 from mxtrain.titan.v02.train_specs import register as register
 from mxtrain.titan.v02.train_specs import with_mxtrain as with_mxtrain
 from mxtrain.titan.v02.trainer import Trainer as Trainer
@@ -34,6 +32,18 @@ saved_name = plain_name
 
 def convertible(model: nn.Module) -> nullcontext:
     return nullcontext()
+
+
+def models() -> list[str]:
+    return sorted(_supported_models - {"flux"} | train_spec._extra_train_specs.keys())  # flux has its own trainer
+
+
+def converters() -> Iterable[str]:
+    return model_converter._registry_model_converter_cls
+
+
+def vocab_size(job) -> int:
+    return sizes_of(job)["vocab_size"]
 
 
 def wandb_logger(folder, job_config) -> WandBLogger:
@@ -68,20 +78,6 @@ def example_inputs(model: nn.Module) -> tuple:
     return (tokens,)
 
 
-_IN_TRANSFORMERS = {
-    "qwen3": {
-        "num_shared_experts": 0,
-        "score_func": "softmax",
-        "route_scale": 1.0,
-        "score_before_experts": False,
-        "gate_bias": False,
-        "num_expert_groups": None,
-    },
-    "deepseek_v3": {"score_before_experts": False, "gate_bias": False},
-}
-"""Model -> TorchTitan's arguments of experts, with the values that give what transformers compute"""
-
-
 @dataclass(frozen=True)
 class SizedModel:
     """A model with causal attention and without data.
@@ -105,11 +101,13 @@ class SizedModel:
         return list(get_train_spec(name).model_args)
 
     @classmethod
-    def of_flavor(cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0) -> "SizedModel":
-        """A flavor with settings of ``[model_args]``, and another vocabulary if it is not 0."""
+    def of_flavor(
+        cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0, seq_len: int = 2048
+    ) -> "SizedModel":
+        """A flavor with settings of ``[model_args]``, this number of positions, and a vocabulary unless it is 0."""
         args = get_train_spec(name).model_args[flavor]  # a copy
         args.set_model_args(given)
-        args.vocab_size = vocab_size or args.vocab_size
+        args.vocab_size, args.max_seq_len = vocab_size or args.vocab_size, seq_len
         return cls(name, args)
 
     @classmethod
@@ -125,31 +123,12 @@ class SizedModel:
         own = {"vocab_size": self.args.vocab_size, "seq_len": self.args.max_seq_len}
         return {**sizes_in(self.name, self.args), **own}
 
-    def shortened(self, n_layers: int, seq_len: int) -> "SizedModel":
-        """The same model with so many layers and positions."""
-        return replace(self, args=replace(self.args, n_layers=n_layers, max_seq_len=seq_len))
-
-    def on_meta(self, experts_in_fp32: bool = False) -> nn.Module:
-        """The model without converters on the meta device, fp32.
-
-        TorchTitan's grouped product of experts rounds to bf16. With ``experts_in_fp32`` they are multiplied one by one.
-        """
-        args = copy.deepcopy(self.args)
-        if experts_in_fp32 and hasattr(args, "moe_args"):
-            args.moe_args.use_grouped_mm = False
+    def on_meta(self) -> nn.Module:
+        """The model without converters on the meta device, fp32."""
         with torch.device("meta"):
-            return get_train_spec(self.name).model_cls(args)
+            return get_train_spec(self.name).model_cls(copy.deepcopy(self.args))
 
     def adapter(self):
         """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""
         args = replace(self.args, enable_weight_tying=False) if is_tied(self.args) else self.args
         return get_train_spec(self.name).state_dict_adapter(args, None)
-
-    def unlike_transformers(self) -> Iterator[str]:
-        """What transformers do not compute, as "name = value"."""
-        if not getattr(self.args, "qk_norm", True):
-            yield "qk_norm = False"
-        if getattr(self.args, "moe_enabled", hasattr(self.args, "moe_args")):
-            found = vars(self.args.moe_args)
-            expected = _IN_TRANSFORMERS[self.name]
-            yield from (f"{name} = {found[name]!r}" for name in expected if found[name] != expected[name])

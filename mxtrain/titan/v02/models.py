@@ -1,4 +1,4 @@
-"""TorchTitan's model arguments: mxtrain's flavors, and the sizes that ``[model_args]`` and ``[data]`` set."""
+"""TorchTitan's model arguments: mxtrain's flavors, the sizes that ``[model_args]`` and ``[data]`` set, their checks."""
 
 import copy
 from collections import UserDict
@@ -9,17 +9,18 @@ from functools import reduce
 from operator import attrgetter
 
 import torch
-from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+from torchtitan.models.llama3.model.args import TransformerModelArgs
 from torchtitan.models.llama3.model.model import FeedForward, Transformer
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.models.llama4.model.args import RoPEScalingArgs as Llama4RoPEScalingArgs
-from torchtitan.models.moe import MoEArgs
-from torchtitan.models.qwen3 import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.settings.model_settings import PLACES, SECTION, absent, given_in, refuse, wrong_sizes
+from mxtrain.settings.fields import Problems, Settings
+from mxtrain.settings.machine import degree
+from mxtrain.settings.model_settings import OWN_FLAVORS, PLACES, given_in
+from mxtrain.titan.check_job import PIPELINE, TENSOR
 
 HEAD = "output.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -90,13 +91,8 @@ class Llama3Adapter(Llama3StateDictAdapter):
         return super().from_hf(hf_state_dict)
 
 
-_LLAMA32 = dict(  # the rest of Llama 3.2's config.json, whose context is scaled four times as far as Llama 3.1's
-    n_kv_heads=8,
-    rope_theta=500000,
-    rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
-    enable_weight_tying=True,
-)
-
+_OF_ANY_MODEL = {name: name for name in ("n_layers", "n_heads", "n_kv_heads", "enable_weight_tying")}
+_OF_ANY_MODEL["num_experts"] = "moe_args.num_experts"
 _OTHER_SIZES = {
     "groups": "moe_args.num_expert_groups",
     "limited_groups": "moe_args.num_limited_groups",
@@ -104,43 +100,11 @@ _OTHER_SIZES = {
     **{name: f"moe_args.{name}" for name in ("route_norm", "route_scale", "score_func")},
 }
 
-EXTRA_FLAVORS = {
-    "llama3": {
-        "125M": TransformerModelArgs(dim=768, n_layers=12, n_heads=12, vocab_size=32768, rope_theta=500000),
-        # The shape of Llama 3.2 1B with a separate output matrix: 1.5 billion parameters in total.
-        "1B": TransformerModelArgs(
-            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_theta=500000
-        ),
-        "3.2-1B": Llama3Args(dim=2048, n_layers=16, n_heads=32, ffn_dim_multiplier=1.5, **_LLAMA32),
-        "3.2-3B": Llama3Args(dim=3072, n_layers=28, n_heads=24, **_LLAMA32),
-    },
-    "qwen3": {
-        # Smaller than TorchTitan's debugmodel_moe: its 300 million parameters take a CPU one minute per step.
-        "debugmodel_moe_16": Qwen3ModelArgs(
-            dim=256,
-            n_layers=4,
-            n_heads=8,
-            n_kv_heads=4,
-            head_dim=64,
-            hidden_dim=768,
-            vocab_size=2048,
-            moe_enabled=True,
-            moe_inter_dim=256,
-            moe_args=MoEArgs(
-                num_experts=16,
-                num_shared_experts=0,
-                top_k=4,
-                score_func="softmax",
-                route_norm=True,
-                score_before_experts=False,
-            ),
-        ),
-    },
-}
+_DEBUG = {"llama3": "debugmodel", "qwen3": "debugmodel_moe"}
 
 
 class Flavors(UserDict):
-    """Model arguments by flavor that the job config can set, also those that a user adds.
+    """Model arguments by flavor that the job config can set, also mxtrain's and those that a user adds.
 
     Every access returns a copy, because TorchTitan writes a job's settings into it.
 
@@ -153,6 +117,10 @@ class Flavors(UserDict):
     def __init__(self, model: str | None, flavors: Mapping):
         self._model = model
         super().__init__(flavors)
+        for flavor, sizes in OWN_FLAVORS.get(model, {}).items():
+            args = self.data[flavor] = self[_DEBUG[model]]
+            args.set_model_args(sizes)
+            args.vocab_size = sizes["vocab_size"]
 
     def __getitem__(self, flavor):
         return copy.deepcopy(super().__getitem__(flavor))
@@ -171,8 +139,6 @@ def _configured(model: str | None, args):
         args = Llama3Args.of(args)
 
     class Configured(type(args)):
-        takes_model_args = model is not None
-
         def update_from_config(self, job_config, **kwargs) -> None:
             if hasattr(self, "moe_args") and not has_cuda_capability(9, 0):
                 self.moe_args.use_grouped_mm = False  # first, because some of TorchTitan's models warn of a failure
@@ -183,7 +149,7 @@ def _configured(model: str | None, args):
 
         def set_model_args(self, given: Mapping[str, object]) -> None:
             """Set the fields that settings of ``[model_args]`` stand for."""
-            for name, place in PLACES[model].items() if self.takes_model_args else ():
+            for name, place in PLACES[model].items() if model else ():
                 if place and name in given:  # in this order: llama3's hidden size depends on dim
                     *path, last = place.split(".")
                     if path == ["rope_scaling_args"] and self.rope_scaling_args is None:
@@ -201,41 +167,24 @@ def _configured(model: str | None, args):
     return Configured(**{f.name: getattr(args, f.name) for f in fields(args)})
 
 
-def vocab_size(job_config) -> int:
-    """Return the model's vocabulary size: ``data.vocab_size``, or the flavor's if that is 0.
+def sizes_of(job) -> dict[str, object]:
+    """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len".
 
     Raises:
-        ConfigError: for an unknown ``model.flavor``, or a ``data.vocab_size`` that a user's own model does not take.
+        ConfigError: for a ``data.vocab_size`` that a user's own model does not take.
     """
-    size, name, flavor = job_config.data.vocab_size, job_config.model.name, job_config.model.flavor
-    flavors = get_train_spec(name).model_args
-    require_one_of("model.flavor", flavor, flavors)
-    if size > 0 and isinstance(flavors, Flavors):
-        return size
-    own_size = flavors[flavor].vocab_size
-    if size not in (0, own_size):
+    name, size, flavors = job.model.name, job.data.vocab_size, get_train_spec(job.model.name).model_args
+    require_one_of("model.flavor", job.model.flavor, flavors)
+    args = flavors[job.model.flavor]
+    if isinstance(flavors, Flavors):
+        args.set_model_args(given_in(job))
+        args.vocab_size = size or args.vocab_size
+    elif size not in (0, args.vocab_size):
         raise ConfigError(
-            f"data.vocab_size = {size} is not the {own_size} of model.name = {name!r}, which takes no other: allowed "
-            "is 0; with_mxtrain from mxtrain.titan lets a model of your own take any size"
+            f"data.vocab_size = {size} is not the {args.vocab_size} of model.name = {name!r}, which takes no other: "
+            "allowed is 0; with_mxtrain from mxtrain.titan lets a model of your own take any size"
         )
-    return own_size
-
-
-def check_model_args(job_config) -> None:
-    """Raise ConfigError for settings of ``[model_args]`` that the flavor or one another rule out."""
-    given = given_in(job_config)
-    if not given:
-        return
-    model, flavor = job_config.model.name, job_config.model.flavor
-    args = get_train_spec(model).model_args[flavor]
-    if not getattr(args, "takes_model_args", False):
-        raise ConfigError(
-            f"{SECTION}.{next(iter(given))} = {next(iter(given.values()))!r} has no effect: model.name = {model!r} is "
-            f"registered by experimental.custom_import = {job_config.experimental.custom_import!r}"
-        )
-    args.set_model_args(given)
-    has_experts = getattr(args, "moe_enabled", False)
-    refuse(given, (*absent(model, flavor, has_experts), *wrong_sizes(model, sizes_in(model, args))))
+    return {**sizes_in(name, args), "vocab_size": args.vocab_size, "seq_len": job.training.seq_len}
 
 
 def sizes_in(model: str, args) -> dict[str, object]:
@@ -243,7 +192,7 @@ def sizes_in(model: str, args) -> dict[str, object]:
 
     Also those that have no setting: ``_OTHER_SIZES``.
     """
-    places = {**PLACES[model], **_OTHER_SIZES}
+    places = {**PLACES.get(model, _OF_ANY_MODEL), **_OTHER_SIZES}
     if not getattr(args, "moe_enabled", True):
         places = {name: place for name, place in places.items() if not place.startswith("moe_")}
     sizes = {}
@@ -252,3 +201,25 @@ def sizes_in(model: str, args) -> dict[str, object]:
             with suppress(AttributeError):  # llama4 without scaled rotation, and models without experts
                 sizes[name] = attrgetter(place)(args)
     return sizes
+
+
+def layout_problems(settings: Settings) -> Problems:
+    """Degrees of parallelism that work in TorchTitan 0.3 only, or nowhere."""
+    spec, model = get_train_spec(settings["model.name"]), f"{settings['model.name']} {settings['model.flavor']}"
+    args = spec.model_args[settings["model.flavor"]]
+    if degree(settings, "context") > 1:
+        if (attention := getattr(args, "attn_type", "sdpa")) != "sdpa":
+            problem = f"works with attention 'sdpa', and {model} has {attention!r}: allowed is 1"
+            yield "parallelism.context_parallel_degree", problem
+        for name, allowed in (("load_balancer", "headtail"), ("rotate_method", "allgather")):
+            if settings[f"parallelism.context_parallel_{name}"] not in (allowed, None):
+                yield f"parallelism.context_parallel_{name}", f"is not supported: allowed is {allowed!r}"
+    if degree(settings, "expert_tensor") > 1:
+        instead = "experts are split by parallelism.expert_parallel_degree alone"
+        yield "parallelism.expert_tensor_parallel_degree", f"is not supported: {instead}; allowed is 1"
+    if sizes_of(settings.values).get("enable_weight_tying") and degree(settings, "tensor") > 1:
+        parts = f"makes two weights of the one that embedding and head of {model} share in TorchTitan 0.2.2"
+        yield TENSOR, f"{parts}: allowed is 1, or model_args.enable_weight_tying = false"
+    # Without with_mxtrain, nothing divides a pipeline's loss by the number of tokens.
+    if degree(settings, "pipeline") > 1 and not (spec.pipelining_fn and isinstance(spec.model_args, Flavors)):
+        yield PIPELINE, f"does not work with {model}: allowed is 1"

@@ -15,7 +15,7 @@ import copy
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -25,18 +25,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.distributed import NoParallel
-from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
+from torchtitan.distributed.expert_parallel import ExpertParallel, TensorParallel
 
-from mxtrain.errors import ConfigError
-from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.normed_input import NormedInput, RoutedRows
 from mxtrain.nn.split import LocalLinear, SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.expert_dispatch import SentRows
-from mxtrain.parallel.tensor_parallel import DEGREE, check_part_of_experts, no_split
-
-_SEQUENCES = (Shard(1),)
+from mxtrain.parallel.tensor_parallel import check_part_of_experts, no_split
 
 
 class GatheringNorm(SequenceParallel):
@@ -46,8 +42,6 @@ class GatheringNorm(SequenceParallel):
     """
 
     def _apply(self, module: MXNorm, device_mesh: DeviceMesh) -> nn.Module:
-        if self.sequence_sharding != _SEQUENCES:
-            raise ValueError(f"{self.sequence_sharding}: expected {_SEQUENCES}, the dimension that an MXNorm gathers")
         self._replicate_module_fn("", module, device_mesh)
         module.split = SplitSequences(_group(device_mesh), device_mesh.size(), device_mesh.get_local_rank())
         module.gathers_plain = not module.feeds_mixture  # whose boundary gathers tensors
@@ -152,11 +146,10 @@ def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_m
 # TorchTitan do the same (pull request 2416).
 #
 #     moe                 PrepareModuleInputOutput             Boundary
-#     gate                NoParallel                           Replicated
-#     w1, w3 (shared)     ColwiseParallel                      InnerColumnwise
-#     w2 (shared)         RowwiseParallel                      InnerRowwise
+#     gate                NoParallel                           Inner(None)
+#     w1, w3 (shared)     ColwiseParallel                      Inner(0)
+#     w2 (shared)         RowwiseParallel                      Inner(1)
 #     experts             TensorParallel                       SplitExperts
-#     experts             ExpertTensorParallel                 ExchangedSplitExperts
 #     experts             ExpertParallel                       CodesExpertParallel
 
 
@@ -170,47 +163,25 @@ class Boundary(PrepareModuleInput):
         return x if input_layout is None else x.to_local(grad_placements=[Partial()])
 
 
-class Replicated(NoParallel):
-    """``NoParallel`` for a gate whose logits' gradients are parts of sums."""
+class Inner(ParallelStyle):
+    """A linear that takes and returns local tensors, without sums of gradients.
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(_local(module, device_mesh), device_mesh)
-
-
-class _LocalTensors(ParallelStyle):
-    """A style whose module takes and returns local tensors, so that nothing is prepared.
-
-    (``inner_style`` could not assign a class with a base that is no ParallelStyle.)
+    Args:
+        dim: the dimension of the weight that the processes split; None for a gate, whose weight they all have.
     """
 
-    @staticmethod
-    def _prepare_input_fn(input_layouts, desired_input_layouts, mod, inputs, device_mesh):
-        return inputs
-
-    @staticmethod
-    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
-        return outputs
-
-
-class InnerColumnwise(_LocalTensors, Columnwise):
-    """``ColwiseParallel`` from all tokens to this process's features of the result, without sums of gradients."""
+    def __init__(self, dim: int | None):
+        self.dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own = Columnwise if isinstance(module, QuantizedLinear) else ColwiseParallel
-        return own._apply(self, _local(module, device_mesh), device_mesh)
-
-
-class InnerRowwise(_LocalTensors, Rowwise):
-    """``RowwiseParallel`` from this process's features to a part of the result."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if module.bias is not None:
-            raise ConfigError(
-                f"{DEGREE} = {device_mesh.size()} splits a linear with a bias in a mixture of experts by input "
-                "features, and every process would add the bias: allowed is 1"
-            )
-        own = Rowwise if isinstance(module, QuantizedLinear) else RowwiseParallel
-        return own._apply(self, _local(module, device_mesh), device_mesh)
+        if type(module) is nn.Linear:
+            module.__class__ = LocalLinear
+        elif isinstance(module, QuantizedLinear) and self.dim is not None:
+            module.split = (by_output_features, by_input_features)[self.dim](_group(device_mesh))
+        placements = [Replicate() if self.dim is None else Shard(self.dim)]
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, device_mesh, placements)))
+        return module
 
 
 class SplitExperts(TensorParallel):
@@ -233,34 +204,9 @@ class CodesExpertParallel(ExpertParallel):
             return super()._token_dispatch(mod, inputs, device_mesh)
         packed, counts = super()._token_dispatch(mod, (rows.packed[rows.index], counts), device_mesh)
         self.input_shape = (self.input_shape[0], rows.h.shape[1])  # of the results, not of the bytes
-        h = SentRows.apply(rows.h, rows.index, self.permuted_indices, *self._exchange(device_mesh))
+        splits = self.input_splits, self.output_splits
+        h = SentRows.apply(rows.h, rows.index, self.permuted_indices, *splits, _group(device_mesh))
         return RoutedRows(h, packed, rows.format), counts
-
-    def _exchange(self, device_mesh) -> tuple[list[int], list[int], str]:
-        return self.input_splits, self.output_splits, device_mesh.get_group().group_name
-
-
-class ExchangedSplitExperts(ExpertTensorParallel, CodesExpertParallel):
-    """``ExpertTensorParallel`` that leaves the gradient of the routed tokens in parts."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check_part_of_experts(module, device_mesh["etp"].size())
-        return super()._apply(module, device_mesh)
-
-    def _token_dispatch(self, mod, inputs, device_mesh):
-        return CodesExpertParallel._token_dispatch(self, mod, inputs, device_mesh["ep"])
-
-
-def _local(module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-    """Make a linear compute on local tensors, and return it."""
-    if type(module) is nn.Linear:
-        module.__class__ = LocalLinear
-    elif not isinstance(module, DecomposeKRouter | QuantizedLinear):
-        raise ConfigError(
-            f"{DEGREE} = {device_mesh.size()} does not know the gradients of {type(module).__name__} in a mixture of "
-            "experts: allowed is 1"
-        )
-    return module
 
 
 def is_boundary(style: ParallelStyle) -> bool:
@@ -277,18 +223,17 @@ def boundary(style: PrepareModuleInputOutput) -> PrepareModuleInputOutput:
 
 
 _INNER = {
-    NoParallel: Replicated,
-    ColwiseParallel: InnerColumnwise,
-    RowwiseParallel: InnerRowwise,
-    TensorParallel: SplitExperts,
-    ExpertTensorParallel: ExchangedSplitExperts,
-    ExpertParallel: CodesExpertParallel,
+    NoParallel: Inner(None),
+    ColwiseParallel: Inner(0),
+    RowwiseParallel: Inner(1),
+    TensorParallel: SplitExperts(),
 }
 
 
 def inner_style(style: ParallelStyle) -> ParallelStyle:
     """Return the style that does within a boundary what ``style`` does in TorchTitan's plans, with parts of sums."""
-    return restyled(style, _INNER[type(style)]) if type(style) in _INNER else style
+    # One of its own for every mixture: it holds the numbers of rows between dispatch and combine.
+    return CodesExpertParallel() if type(style) is ExpertParallel else _INNER.get(type(style), style)
 
 
 # Fault: the plan of tensor parallelism gives Qwen3's attention DTensors. TorchTitan 0.3.0 has no such plans.

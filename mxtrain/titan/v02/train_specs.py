@@ -2,41 +2,39 @@
 
 import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing as build_balancing_optimizers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
-from torchtitan.components.validate import build_validator as build_titan_validator
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.deepseek_v3 import get_train_spec as deepseek_v3_spec
 from torchtitan.models.llama3 import get_train_spec as llama3_spec
 from torchtitan.models.llama4 import get_train_spec as llama4_spec
 from torchtitan.models.moe import kernels, utils
 from torchtitan.models.qwen3 import get_train_spec as qwen3_spec
+from torchtitan.models.qwen3.model.model import Qwen3Model
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.data.loader import Loader
 from mxtrain.titan.converters import titan_converter
-from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader, opening, validation_dataset
+from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.v02.context_parallel import share_of_validation_loss, use_gathered_attention
-from mxtrain.titan.v02.models import EXTRA_FLAVORS, Flavors, Llama3, Llama3Adapter
+from mxtrain.titan.v02.models import Flavors, Llama3, Llama3Adapter
 from mxtrain.titan.v02.parallelize import checked_parallelize, checked_pipeline
 
 
 def register() -> None:
     """Register all converters, and mxtrain's version of every supported model, which TorchTitan prefers to its own.
 
-    On a CPU, mixtures count tokens as integers, expert parallelism orders them without Triton, and context parallelism
-    gathers keys and values.
+    On a CPU, mixtures count tokens as integers, and expert parallelism orders them without Triton.
     """
     if not torch.cuda.is_available():
         utils.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
         torch.histc = histc
-        use_gathered_attention()
     for name in CONVERTERS:
         register_model_converter(functools.partial(titan_converter, name), name)
     specs = {
@@ -48,14 +46,14 @@ def register() -> None:
         "deepseek_v3": deepseek_v3_spec(),
     }
     for name, spec in specs.items():
-        flavors = {**spec.model_args, **EXTRA_FLAVORS.get(name, {})}
-        register_train_spec(name, _with_mxtrain(name, replace(spec, model_args=flavors)))
+        register_train_spec(name, _with_mxtrain(name, spec))
 
 
 def with_mxtrain(spec: TrainSpec) -> TrainSpec:
     """Return a model's spec with mxtrain's data, tokenizer, validation, metrics and checks of the layout.
 
-    ``data.vocab_size`` then sets the model's vocabulary. A spec without it trains, too, with its own data and logs.
+    ``data.vocab_size`` then sets the model's vocabulary. A spec without it trains, too, with its own data
+    and logs, but in no pipeline.
 
     Args:
         spec: of TorchTitan's models, or of a user's own, whose arguments are a dataclass with ``vocab_size``.
@@ -83,15 +81,11 @@ def build_validator(
 
     Raises ConfigError as ``build_validation_loader``.
     """
-    parts["loss_fn"] = share_of_validation_loss(parts["loss_fn"], parts["parallel_dims"].cp)
+    loss_fn, cp = parts["loss_fn"], parts["parallel_dims"].cp
+    # Fault: see ``Trainer.batch_generator``. The validator counts the tokens of one part, and adds up all losses.
+    parts["loss_fn"] = lambda predictions, labels: loss_fn(predictions, labels) / cp
     loader = build_validation_loader(job_config, tokenizer, (dp_rank, dp_world_size))
-    if loader is not None:
-        return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
-    validation = replace(job_config.validation, dataset=validation_dataset(job_config))
-    with opening("validation", validation.dataset, validation.dataset_path):
-        return build_titan_validator(
-            replace(job_config, validation=validation), dp_world_size, dp_rank, tokenizer, **parts
-        )
+    return LoaderValidator(job_config, loader, tokenizer=tokenizer, **parts)
 
 
 class LoaderValidator(Validator):
@@ -107,14 +101,13 @@ class LoaderValidator(Validator):
         # DeepSeek V3 and Llama 4 make a mask for every attention, and then their "sdpa" attention refuses the mask.
         args = getattr(model_parts[0], "model_args", None)
         if getattr(args, "attn_type", "sdpa") not in ("flex", "varlen"):
-            model_parts = [_ModelWithoutMasks]
+            model_parts = [SimpleNamespace(get_attention_masks=None)]  # the validator expects the TypeError of a call
         return super().post_dataloading_process(input_dict, labels, model_parts)
 
 
-class _ModelWithoutMasks:
-    @staticmethod
-    def get_attention_masks(**inputs):
-        raise TypeError("attention takes no mask")  # TorchTitan's validator expects this error
+if not hasattr(Qwen3Model, "freqs_cis"):
+    # TorchTitan's validator reads it from every model under context parallelism, and makes no use of it.
+    Qwen3Model.freqs_cis = property(lambda model: model.rope_cache)
 
 
 # Fault: mixtures of experts count tokens as integers, which PyTorch does on CUDA only. 0.3.0 counts in another way.

@@ -30,7 +30,8 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from mxtrain.settings.model_settings import given_in
+from mxtrain.errors import require_one_of
+from mxtrain.settings.model_settings import OWN_FLAVORS, given_in
 
 DEFAULTS = {
     "llama3": dict(
@@ -53,14 +54,7 @@ _EXPERTS = dict(moe_inter_dim=768, num_experts=128, top_k=8)
 FLAVORS = {
     "llama3": {
         "debugmodel": dict(dim=256, n_layers=6, n_heads=16, hidden_dim=768, vocab_size=2048),
-        "125M": dict(dim=768, n_layers=12, n_heads=12, hidden_dim=2048, vocab_size=32768),
-        "1B": dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192),
-        "3.2-1B": dict(
-            dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, rope_factor=32.0, enable_weight_tying=True
-        ),
-        "3.2-3B": dict(
-            dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, hidden_dim=8192, rope_factor=32.0, enable_weight_tying=True
-        ),
+        **OWN_FLAVORS["llama3"],
         "8B": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336),
         "70B": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672),
         "405B": dict(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248),
@@ -70,10 +64,7 @@ FLAVORS = {
         "debugmodel_moe": dict(
             dim=256, n_layers=8, hidden_dim=3072, **{**_EXPERTS, "num_experts": 64}, vocab_size=2048
         ),
-        "debugmodel_moe_16": dict(
-            dim=256, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=64, hidden_dim=768, moe_inter_dim=256,
-            num_experts=16, top_k=4, vocab_size=2048,
-        ),
+        **OWN_FLAVORS["qwen3"],
         "0.6B": dict(dim=1024, n_layers=28, hidden_dim=3072, enable_weight_tying=True),
         "1.7B": dict(dim=2048, n_layers=28, hidden_dim=6144, enable_weight_tying=True),
         "4B": dict(dim=2560, n_layers=36, n_heads=32, hidden_dim=9728, enable_weight_tying=True),
@@ -252,6 +243,7 @@ def config_of(name: str, s: dict):
 def sizes_of(job) -> dict[str, object]:
     """The sizes of a job's model, by their names in ``[model_args]``; also those that only flavors have."""
     name, given = job.model.name, given_in(job)
+    require_one_of("model.flavor", job.model.flavor, FLAVORS[name])
     if job.data.vocab_size > 0:
         given["vocab_size"] = job.data.vocab_size
     return {**DEFAULTS[name], **FLAVORS[name][job.model.flavor], **given, "seq_len": job.training.seq_len}

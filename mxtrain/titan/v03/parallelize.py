@@ -1,9 +1,11 @@
 """What mxtrain adds to TorchTitan 0.3's models before and after they are parallelized."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import MethodType
 from unittest.mock import patch
 
 import spmd_types as spmd
@@ -11,7 +13,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention
@@ -19,7 +20,6 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
-from torchtitan.tools import utils
 
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mixture import of_whole_sequences
@@ -27,25 +27,56 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.normed_input import NormedInput, RoutedRows
 from mxtrain.nn.split import SplitSequences, by_input_features, by_output_features
 from mxtrain.nn.three_gemms import QuantizedLinear
-from mxtrain.parallel.activation_checkpoint import knows_own_operations, multiply_one_by_one
-from mxtrain.parallel.expert_dispatch import SentRows, choose_exchange
-from mxtrain.parallel.initial_weights import draw_by_name, shared_seed
-from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, choose_gathers, no_split
-from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.parallel.activation_checkpoint import knows_own_operations
+from mxtrain.parallel.expert_dispatch import SentRows
+from mxtrain.parallel.initial_weights import plain_name
+from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, no_split
 from mxtrain.terminal import show_line
 from mxtrain.titan.converters import titan_converter
+from mxtrain.titan.layouts import finish_layout
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v03.config import same
-from mxtrain.titan.v03.names import name_in_022, names_of_022
 
 TP = MeshAxisName.TP
+_RENAMED = (
+    (re.compile(r"(^|\.)qkv_linear\.(w[qkv])\b"), r"\1\2"),
+    (re.compile(r"^lm_head\b"), "output"),
+    (re.compile(r"(^|\.)routed_experts\.inner_experts\b"), r"\1experts"),
+    (re.compile(r"\.(w[123])_E(?:FD|DF)$"), r".\1"),
+    (re.compile(r"\.(expert_bias|tokens_per_expert)_E$"), r".\1"),
+)
+
+
+def name_in_022(name: str) -> str:
+    """The name in 0.2.2 of a module or parameter, without the names of modules that wrap others.
+
+    Settings, random bits, reports and checkpoints have these names under 0.3, too.
+    """
+    name = plain_name(name)
+    for pattern, replacement in _RENAMED:
+        name = pattern.sub(replacement, name)
+    return name
 
 
 @contextmanager
 def convertible(model: nn.Module) -> Iterator[None]:
     """Context in which converters know the modules of ``model``, under the names of TorchTitan 0.2.2."""
-    with plain_modules(model), names_of_022(model):
-        yield
+    model.named_modules, model.get_submodule = MethodType(_named_modules, model), MethodType(_get_submodule, model)
+    try:
+        with plain_modules(model):
+            yield
+    finally:
+        del model.named_modules, model.get_submodule
+
+
+def _named_modules(model: nn.Module, *args, **kwargs) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in type(model).named_modules(model, *args, **kwargs):
+        yield name_in_022(name), module
+
+
+def _get_submodule(model: nn.Module, target: str) -> nn.Module:
+    found = dict(model.named_modules(remove_duplicate=False)).get(target)
+    return type(model).get_submodule(model, target) if found is None else found
 
 
 def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
@@ -118,19 +149,9 @@ def parallelized(parallelize_fn: Callable, job_config) -> Callable:
             with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
                 model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
         _redistribute_in_hooks(model, parallel_dims)
-        if parallel_dims.ep_enabled and quantizing_among(job_config.model.converters):
-            choose_exchange(model, job_config.mxnorm.dispatch)
-        if parallel_dims.tp_enabled:
-            choose_gathers(model, job_config.mxnorm.gather)
-        if job_config.activation_checkpoint.mode == "selective":
-            multiply_one_by_one(model)
-        if torch.distributed.get_backend() == "gloo":
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_force_sum_reduction_for_comms(True)
-        seed = shared_seed(parallel_dims, job_config.debug.seed)
-        is_tied = getattr(model, "enable_weight_tying", False)
-        draw_by_name(model, seed, torch.device(utils.device_type), partial(_drawn_as, is_tied))
+        is_selective = job_config.activation_checkpoint.mode == "selective"
+        drawn_as = partial(_drawn_as, getattr(model, "enable_weight_tying", False))
+        finish_layout(model, parallel_dims, job_config, is_selective, drawn_as)
         return model
 
     return parallelize
@@ -175,12 +196,15 @@ def plain_modules(model: nn.Module) -> Iterator[None]:
     """
     for module in model.modules():
         module.__class__ = _PLAIN.get(type(module), type(module))
+        if isinstance(module, FlexAttention):
+            module.forward = MethodType(_plain_attention, module)
     try:
-        with patch.object(FlexAttention, "forward", _plain_attention):
-            yield
+        yield
     finally:
         titan = {plain: kind for kind, plain in _PLAIN.items()}
         for module in model.modules():
+            if isinstance(module, FlexAttention):
+                del module.forward
             if not isinstance(module, Module):
                 module.__class__ = titan.get(type(module)) or _with_module(type(module))
                 module._pos_arg_list = ["input"]  # the name of the argument in TorchTitan's shardings

@@ -3,22 +3,23 @@
 from functools import partial
 from traceback import walk_tb
 from types import SimpleNamespace
-from unittest.mock import patch
 
-import torch
+import torch.nn as nn
 import torchtitan.trainer as titan
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.validate import Validator
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from mxtrain.checkpoints.checkpointer import Checkpointer
 from mxtrain.settings.read import import_own
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
+from mxtrain.titan.layouts import build_pipeline
 from mxtrain.titan.metrics import build_metrics_processor
-from mxtrain.titan.pipeline_stage import Stage, loss_of_last_stage
 from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
-from mxtrain.titan.v03.names import OptimizerStates, SchedulerStates, name_in_022
-from mxtrain.titan.v03.parallelize import with_converters
+from mxtrain.titan.v03.parallelize import name_in_022, with_converters
 
 
 class LoggingTrainer(titan.Trainer):
@@ -47,19 +48,14 @@ class Trainer(TrainingRun, LoggingTrainer):
     def _build(self) -> None:
         if own := self.job_config.experimental.custom_import:
             import_own("experimental.custom_import", own)
-        config = trainer_config(
-            self.job_config, with_converters(model_spec(self.job_config), self.job_config), self._parts()
-        )
-        with patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage):
-            titan.Trainer.__init__(self, config)
+        spec = with_converters(model_spec(self.job_config), self.job_config)
+        spec.pipelining_fn = _with_shared_loss
+        titan.Trainer.__init__(self, trainer_config(self.job_config, spec, self._parts()))
         for optimizer in self.optimizers:
             (group,) = optimizer.param_groups  # settings that a checkpoint does not replace
             optimizer.defaults |= {name: group[name] for name in optimizer.defaults} | {"lr": group["initial_lr"]}
         schedule = self.lr_schedulers.schedulers[0]
         self.lr_schedulers.get_metrics = lambda: {"lr": schedule.get_last_lr()[0]}
-        if self.parallel_dims.pp_enabled and self.job_config.validation.enable:
-            self.validator.pp_schedule = SimpleNamespace(eval=self._shared_eval)
-            self.validator.pp_has_last_stage = True
 
     def saved_name(self, name: str) -> str:
         return name_in_022(name)
@@ -69,19 +65,6 @@ class Trainer(TrainingRun, LoggingTrainer):
         batches = super().batch_generator(data_iterable)
         settings, has_stages = self.job_config.parallelism, self.parallel_dims.pp_enabled
         return iter(_Rows(batches, settings.pipeline_parallel_microbatch_size)) if has_stages else batches
-
-    def _forward_and_backward(self, **kwargs) -> torch.Tensor:
-        loss = super()._forward_and_backward(**kwargs)
-        if self.parallel_dims.pp_enabled:
-            group = self.parallel_dims.get_mesh("pp").get_group()
-            loss = loss_of_last_stage([loss] if self.pp_has_last_stage else None, group, self.device)
-        return loss
-
-    def _shared_eval(self, *, target_mbs: list[torch.Tensor], losses: list[torch.Tensor], **kwargs) -> None:
-        """Run all forwards of a pipeline, and append the sum of its losses, which TorchTitan leaves at -1 elsewhere."""
-        own: list[torch.Tensor] | None = [] if self.pp_has_last_stage else None
-        self.pp_schedule.eval(target_mbs=target_mbs if self.pp_has_last_stage else None, losses=own, **kwargs)
-        losses.append(loss_of_last_stage(own, self.parallel_dims.get_mesh("pp").get_group(), self.device))
 
     def _parts(self) -> dict:
         job_config = self.job_config
@@ -100,6 +83,11 @@ class Trainer(TrainingRun, LoggingTrainer):
             "checkpoint": checkpoint,
             "validator": partial(HeldOutValidator, job_config),
         }
+
+
+def _with_shared_loss(model: nn.Module, *, parallel_dims, device, **others) -> tuple:
+    build = partial(pipeline_llm, model, parallel_dims=parallel_dims, device=device, **others)
+    return build_pipeline(build, parallel_dims, device)
 
 
 class HeldOutValidator(Validator):
@@ -127,3 +115,39 @@ class _Rows:
             for i in range(0, len(labels), self._rows):
                 part = slice(i, i + self._rows)
                 yield {name: value[part] for name, value in inputs.items()}, labels[part]
+
+
+# States are saved as 0.2.2 saves them, so that each release resumes from checkpoints of the other.
+
+
+class OptimizerStates(Stateful):
+    """Moments and settings of every parameter by its name in 0.2.2: "state.layers.0.attention.wq.weight.exp_avg"."""
+
+    def __init__(self, optimizers: OptimizersContainer):
+        self._optimizers = optimizers
+
+    def state_dict(self) -> dict:
+        return {_renamed(key): value for key, value in self._optimizers.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        keys = {key: _renamed(key) for key in self._optimizers.state_dict()}
+        self._optimizers.load_state_dict({key: state_dict[saved] for key, saved in keys.items()})
+
+
+def _renamed(key: str) -> str:
+    kind, _, rest = key.partition(".")
+    name, _, last = rest.rpartition(".")
+    return f"{kind}.{name_in_022(name)}.{last}"
+
+
+class SchedulerStates(Stateful):
+    """What the first scheduler saves. Of that, 0.3 restores the number of steps."""
+
+    def __init__(self, schedulers: LRSchedulersContainer):
+        self._schedulers = schedulers
+
+    def state_dict(self) -> dict:
+        return self._schedulers.schedulers[0].state_dict()
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self._schedulers.load_state_dict(state_dict)

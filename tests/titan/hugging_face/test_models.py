@@ -8,7 +8,6 @@ from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.model_config import ModelShape, RopeScaling
 from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
 from mxtrain.titan.releases import engine
-from tests.support.releases import only_022
 from tests.support.saved_runs import sized
 
 LLAMA31 = ModelShape(
@@ -89,24 +88,6 @@ def test_one_of_two_tied_weights_is_left_out():
     places = parameters(sized("qwen3", "small_tied"))
     assert places["output.weight"].names == ()
     assert places["tok_embeddings.weight"].names == ("model.embed_tokens.weight",)
-
-
-@only_022
-@pytest.mark.parametrize(
-    "name, flavor, argument, value",
-    [
-        ("qwen3", "debugmodel_moe", "score_func", "sigmoid"),
-        ("deepseek_v3", "671B", "score_before_experts", True),
-    ],
-)
-def test_what_transformers_do_not_compute_is_refused(name, flavor, argument, value):
-    model = engine().SizedModel.of_flavor(name, flavor, {"norm_eps": 1e-6, "load_balance_coeff": 0})
-    require_computed_alike(model, "A")
-    setattr(model.args.moe_args, argument, value)
-    with pytest.raises(
-        ConfigError, match=f"^A: a {name} with {argument} = {value!r} has no counterpart in transformers"
-    ):
-        require_computed_alike(model, "A")
 
 
 def test_other_models_are_refused():

@@ -4,12 +4,11 @@ import pytest
 
 from mxtrain import ConfigError
 from mxtrain.settings.read import read_settings
-from mxtrain.titan import check_job
-from mxtrain.titan.v02.check_job import check_model_layout
+from mxtrain.titan.check_job import check_model_layout
 
 
-def check(flags: str, has_gpus: bool = True) -> None:
-    check_model_layout(read_settings(["--model.converters=mxnorm", *flags.split()]), has_gpus)
+def check(flags: str) -> None:
+    check_model_layout(read_settings(["--model.converters=mxnorm", *flags.split()]))
 
 
 CP, TP, PP, EP = (f"--parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "pipeline", "expert"))
@@ -18,7 +17,7 @@ PER_STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LAST = "--parallelism.pipeline_parallel_last_stage_less_layers"
 INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 EXPERTS = "--model.name=deepseek_v3 --model.flavor=16B"
-FLEX = f"--model.name=llama3 --model.flavor=debugmodel_flex_attn {CP}=2"
+ETP = "--parallelism.expert_tensor_parallel_degree"
 PTRR = "--parallelism.context_parallel_load_balancer=ptrr"
 
 
@@ -28,13 +27,11 @@ PTRR = "--parallelism.context_parallel_load_balancer=ptrr"
         f"{LLAMA3_8B} {TP}=8 {PP}=4 {CP}=2",
         f"{QWEN3_8B} {TP}=4 {PP}=2",
         f"--model.name=qwen3 --model.flavor=30B-A3B {TP}=4 {EP}=8 {PP}=2",
-        f"--model.name=qwen3 --model.flavor=0.6B {TP}=8",
         f"{LLAMA3_8B} {PP}=4 {INTERLEAVED}",
         f"{LLAMA3_8B} {PP}=2 {PER_STAGE}=17",
         f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=9",
         f"{EXPERTS} {EP}=8",
         "--model.name=llama3 --model.flavor=70B --parallelism.tensor_parallel_degree=8",
-        f"{FLEX} {PTRR}",
     ],
 )
 def test_layouts_that_fit_the_model(flags):
@@ -65,11 +62,16 @@ def test_layouts_that_fit_the_model(flags):
         (f"{EXPERTS} {EP}=3", "expert_parallel_degree = 3 does not divide the 64 experts of deepseek_v3 16B"),
         (
             f"--model.name=llama3 --model.flavor=debugmodel_varlen_attn {CP}=2",
-            "context_parallel_degree = 2 works with attention sdpa.*, and llama3 debugmodel_varlen_attn has 'varlen'",
+            "context_parallel_degree = 2 works with attention 'sdpa', and llama3 debugmodel_varlen_attn has 'varlen'",
         ),
         (
             f"{LLAMA3_8B} {CP}=2 {PTRR}",
-            "context_parallel_load_balancer = 'ptrr' needs flex attention, and llama3 8B has 'sdpa'",
+            "context_parallel_load_balancer = 'ptrr' is not supported: allowed is 'headtail'",
+        ),
+        (f"{EXPERTS} {TP}=2 {EP}=2 {ETP}=2", "expert_tensor_parallel_degree = 2 is not supported: .* allowed is 1"),
+        (
+            f"--model.name=qwen3 --model.flavor=0.6B {TP}=8",
+            "tensor_parallel_degree = 8 makes two weights of the one that .* qwen3 0.6B share .*: allowed is 1, or",
         ),
     ],
 )
@@ -77,11 +79,6 @@ def test_one_line_says_what_does_not_fit(flags, message):
     with pytest.raises(ConfigError, match=message) as raised:
         check(flags)
     assert "\n" not in str(raised.value) and str(raised.value).startswith("parallelism.")
-
-
-def test_flex_attention_is_not_split_on_a_cpu():
-    with pytest.raises(ConfigError, match="works with attention sdpa, and llama3 debugmodel_flex_attn has 'flex'"):
-        check(FLEX, has_gpus=False)
 
 
 def test_shards_of_any_width_without_quantization():
@@ -92,16 +89,3 @@ def test_llama3s_flavors_have_whole_blocks_on_a_node():
     for flavor in ("1B", "8B", "70B", "405B"):
         check(f"--model.name=llama3 --model.flavor={flavor} {TP}=8")
     check(f"--model.name=llama3 --model.flavor=125M {TP}=4")
-
-
-def test_pytorch_2_11_takes_no_other_sizes_in_validation(monkeypatch):
-    validated = f"{LLAMA3_8B} {PP}=2 --validation.enable --validation.local_batch_size=8 --validation.seq_len"
-    monkeypatch.setattr(check_job, "FINDS_SHAPES_AGAIN", True)
-    check(f"{validated}=1024")
-    monkeypatch.setattr(check_job, "FINDS_SHAPES_AGAIN", False)
-    check(f"{validated}=2048")
-    check(f"{LLAMA3_8B} {PP}=2 --validation.seq_len=1024")  # not enabled
-    with pytest.raises(
-        ConfigError, match="^validation.seq_len = 1024 differs from training.seq_len: .* allows only 2048"
-    ):
-        check(f"{validated}=1024")

@@ -13,7 +13,7 @@ from torchtitan.models.moe import kernels, utils
 
 from mxtrain import ConfigError
 from mxtrain.parallel.expert_dispatch import choose_exchange
-from mxtrain.titan.cpu import use_cpu
+from mxtrain.titan import use_cpu
 from mxtrain.titan.v02.parallelize import plans_with_own_styles
 from tests.support.dispatch_checks import CASES, CODES, COUNTS, DIM, EXPERTS, TOKENS, Routed, counted
 from tests.support.expert_checks import heavy_tailed

@@ -1,18 +1,18 @@
 """Initial weights of TorchTitan 0.2.2's models are the same on every layout."""
 
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import build_model_converters
 from torchtitan.protocols.train_spec import get_train_spec
 
 from mxtrain.parallel.initial_weights import plain_name
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02.engine import build_on_meta
-from mxtrain.titan.v02.parallelize import meshes_on_cpu
+from mxtrain.titan.v02.parallelize import Layout
 from tests.support import training_worker
 from tests.support.forked import forking_context
 
@@ -36,13 +36,13 @@ def built(name: str, rank: int, processes: int, degrees: dict, flags: list[str])
     model += ["--training.dtype=bfloat16"] if in_bf16 else []
     job = parse_job_config([*model, "--model.converters=", "--activation_checkpoint.mode=none", *flags])
     usual = dict.fromkeys(["dp_replicate", "cp", "tp", "pp", "ep", "etp"], 1)
-    layout = ParallelDims(**{**usual, "dp_shard": -1, **degrees, "world_size": processes})
+    layout = Layout(**{**usual, "dp_shard": -1, **degrees, "world_size": processes})
     torch.manual_seed(processes + rank)  # which must not matter
     model = build_on_meta(job)
     build_model_converters(job, layout).convert(model)
     dist.init_process_group("fake", rank=rank, world_size=processes)
     try:
-        with meshes_on_cpu():
+        with patch("torchtitan.distributed.parallel_dims.device_type", "cpu"):
             layout.build_mesh()
             model = get_train_spec(name).parallelize_fn(model, layout, job)
         model.to_empty(device="cpu")

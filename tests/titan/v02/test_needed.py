@@ -6,10 +6,8 @@ A fault that takes a whole training to see is looked up in TorchTitan's source.
 import inspect
 from pathlib import Path
 
-import pytest
 import torchtitan.models.llama3.infra.parallelize as llama3
 import torchtitan.models.qwen3.infra.parallelize as qwen3
-from torch.distributed.tensor.experimental._context_parallel import _attention
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import NoParallel, ParallelDims
 from torchtitan.models.qwen3.model.model import Qwen3Model
@@ -57,13 +55,6 @@ def test_qwen3_heads():
 
 def test_cpu():
     assert '_get_available_device_type() or "cuda"' in source(utils.get_device_info)
-
-
-@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
-def test_cpu_attention(kind):
-    """PyTorch's ring attention has kernels of GPUs only."""
-    assert hasattr(_attention, f"_scaled_dot_product_ring_{kind}_attention")
-    assert "for_cpu" not in source(_attention)
 
 
 def test_memory_that_is_kept_between_asynchronous_saves():

@@ -7,16 +7,18 @@ import torch.nn as nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 from torchtitan.distributed import NoParallel
-from torchtitan.distributed.expert_parallel import ExpertParallel, ExpertTensorParallel, TensorParallel
+from torchtitan.distributed.expert_parallel import ExpertParallel, TensorParallel
 from torchtitan.models.moe.moe import GroupedExperts
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
 from mxtrain.nn.experts import QuantizedExperts
-from mxtrain.titan.v02 import tensor_parallel
 from mxtrain.titan.v02.tensor_parallel import (
+    CodesExpertParallel,
     Columnwise,
     GatheringNorm,
+    Inner,
     Rowwise,
+    SplitExperts,
     inner_style,
     style_for,
     with_local_heads,
@@ -57,7 +59,6 @@ def test_styles_follow_the_swapped_modules():
         own(norm, plan)
 
 
-SIZES = {"n_layers": 2, "dim": 128, "n_heads": 4, "n_kv_heads": 2, "head_dim": 32, "hidden_dim": 256}
 MODELS = {
     "experts, unquantized": [
         "--model.name=qwen3",
@@ -77,12 +78,6 @@ MODELS = {
         "--model.converters=mx_linear",
         "--mxnorm.filter_fqns=output,attention,layers.1",
     ],
-    "tied head, unquantized": [
-        "--model.name=qwen3",
-        "--model.flavor=debugmodel",
-        *(f"--model_args.{name}={size}" for name, size in SIZES.items()),
-        "--mxnorm.recipe=unquantized",
-    ],
 }
 LAYOUTS = {
     2: {
@@ -96,15 +91,10 @@ LAYOUTS = {
             "--mxnorm.dispatch=high_precision",
         ],
         "expert 2, experts, unquantized": oracle.layout(shard=2, expert=2),
-        "tensor 2, tied head, unquantized": oracle.layout(tensor=2, accumulate=2),
     },
     4: {
-        "tensor 2 x expert 2, experts, unquantized": [
-            *oracle.layout(tensor=2, shard=2, expert=2, expert_tensor=2),
-            *COMPILED,
-        ],
-        "tensor 2 x expert 2, experts, mxfp8": [
-            *oracle.layout(tensor=2, shard=2, expert=2, expert_tensor=2),
+        "tensor 2 x expert 4, experts, mxfp8": [
+            *oracle.layout(tensor=2, shard=2, expert=4),
             "--activation_checkpoint.mode=selective",
         ],
         "pipeline 2 x tensor 2, experts in its place, experts, unquantized": oracle.layout(
@@ -157,41 +147,27 @@ def test_codes_in_the_dispatch_change_no_bit_of_a_training(base):
 
 
 def test_inner_styles_leave_gradients_in_parts():
-    pairs = {
-        NoParallel: "Replicated",
-        ColwiseParallel: "InnerColumnwise",
-        RowwiseParallel: "InnerRowwise",
-        TensorParallel: "SplitExperts",
-        ExpertTensorParallel: "ExchangedSplitExperts",
-        ExpertParallel: "CodesExpertParallel",
-    }
-    for theirs, ours in pairs.items():
-        assert type(inner_style(style := theirs())) is getattr(tensor_parallel, ours) and type(style) is theirs
+    pairs = {TensorParallel: SplitExperts, ExpertParallel: CodesExpertParallel}
+    for theirs in (NoParallel, ColwiseParallel, RowwiseParallel, *pairs):
+        assert type(inner_style(theirs())) is pairs.get(theirs, Inner)
     other = object()
     assert inner_style(other) is other
 
 
 class Mesh:
-    """The sizes of a mesh. Nothing else is read before a refusal."""
+    """The size of a mesh. Nothing else is read before a refusal."""
 
-    def __init__(self, **sizes: int):
-        self._sizes = sizes
-
-    def __getitem__(self, name: str) -> "Mesh":
-        return Mesh(**{name: self._sizes[name]})
+    def __init__(self, tp: int):
+        self._size = tp
 
     def size(self) -> int:
-        (size,) = self._sizes.values()
-        return size
+        return self._size
 
 
-@pytest.mark.parametrize(
-    "style, mesh", [(TensorParallel, Mesh(tp=4)), (ExpertTensorParallel, Mesh(ep=2, etp=4))], ids=["alone", "exchanged"]
-)
-def test_features_that_no_grouped_product_takes_are_refused(style, mesh):
+def test_features_that_no_grouped_product_takes_are_refused():
     message = "tensor_parallel_degree = 4 splits the 48 hidden features of every expert .* a divisor of 6$"
     with pytest.raises(ConfigError, match=message):
-        inner_style(style())._apply(GroupedExperts(64, 48, 2, use_grouped_mm=False), mesh)
+        inner_style(TensorParallel())._apply(GroupedExperts(64, 48, 2, use_grouped_mm=False), Mesh(tp=4))
 
 
 def test_parts_of_quantized_experts_are_whole_blocks():
@@ -199,26 +175,6 @@ def test_parts_of_quantized_experts_are_whole_blocks():
     message = "tensor_parallel_degree = 2 splits the 96 hidden features .* blocks of 32 .* a divisor of 3$"
     with pytest.raises(ConfigError, match=message):
         inner_style(TensorParallel())._apply(experts, Mesh(tp=2))
-
-
-class OwnLinear(nn.Linear):
-    pass
-
-
-@pytest.mark.parametrize("style", [NoParallel, ColwiseParallel, RowwiseParallel])
-def test_linears_with_unknown_gradients_are_refused(style):
-    with pytest.raises(
-        ConfigError, match="tensor_parallel_degree = 2 does not know the gradients of OwnLinear .* is 1$"
-    ):
-        inner_style(style())._apply(OwnLinear(8, 8, bias=False), Mesh(tp=2))
-
-
-def test_a_bias_that_every_process_would_add_is_refused():
-    message = (
-        "tensor_parallel_degree = 2 splits a linear with a bias .* every process would add the bias: allowed is 1$"
-    )
-    with pytest.raises(ConfigError, match=message):
-        inner_style(RowwiseParallel())._apply(nn.Linear(8, 8), Mesh(tp=2))
 
 
 def plan(**norms):

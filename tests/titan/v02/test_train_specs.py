@@ -1,6 +1,5 @@
 """What TorchTitan 0.2.2 is told: specs, the validator over held-out text, counts of tokens on a CPU."""
 
-import json
 import math
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -8,19 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torchtitan.components.validate import Validator
 from torchtitan.config import Optimizer
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 import mxtrain.titan  # noqa: F401  registers the models
-from mxtrain.errors import ConfigError
-from mxtrain.titan import data as titan_data
 from mxtrain.titan.data import build_tokenizer, prepare_from_job
-from mxtrain.titan.v02 import train_specs
 from mxtrain.titan.v02.train_specs import build_validator, histc
-from tests.support.data_checks import VOCABULARY, files_job, job, rows_of, text
+from tests.support.data_checks import VOCABULARY, files_job, rows_of
 from tests.support.releases import parallel_dims
 
 
@@ -101,30 +96,6 @@ def test_torchtitans_validator_runs_on_held_out_text(corpus, steps):
     assert second == pytest.approx(first, rel=1e-6) and abs(first - math.log(VOCABULARY)) < 1
     read = 2 * 3 * 4 * 16 if steps == 3 else 2 * len(rows) * 16
     assert held_out.metrics_processor.ntokens_since_last_log == read
-
-
-def test_torchtitans_names_keep_torchtitans_validation(monkeypatch, tmp_path):
-    seen = []
-    monkeypatch.setattr(
-        train_specs, "build_titan_validator", lambda config, *args, **parts: seen.append(config.validation.dataset)
-    )
-    config = job("--training.dataset=c4", "--validation.enable")
-    build_validator(config, 1, 0, None, loss_fn=None, parallel_dims=SimpleNamespace(cp=1))
-    assert seen == ["c4_validation"] and config.validation.dataset == ""
-    titan_data.check_datasets(config)
-
-
-def test_torchtitans_own_names_go_to_its_own_validator(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("own")  # datasets reads a split out of a path with "test" in it
-    (folder / "train.json").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
-    own = {"dataset": "c4_test", "dataset_path": folder}
-    flags = [f"--{section}.{name}={value}" for section in ("training", "validation") for name, value in own.items()]
-    config = job(*flags, "--validation.enable")
-    build_tokenizer(config)
-    assert type(validator(config)) is Validator
-    (folder / "train.json").unlink()  # as a network that is gone, after the text was prepared
-    with pytest.raises(ConfigError, match=f"^validation.dataset = 'c4_test' cannot be opened at '{folder}': [A-Z]"):
-        validator(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32])

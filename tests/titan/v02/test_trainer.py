@@ -1,4 +1,4 @@
-"""The trainer: early steps, and losses of pipelines."""
+"""Losses of pipelines, and what one process computes."""
 
 import json
 
@@ -11,24 +11,12 @@ from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
 from mxtrain.checkpoints.folder import read_manifest
 from mxtrain.checkpoints.storage import read_index
-from mxtrain.titan import pipeline_stage
+from mxtrain.titan import layouts
 from mxtrain.titan.check_job import modules_of_stages
-from mxtrain.titan.v02.trainer import LossPerToken, SharedLoss
+from mxtrain.titan.v02.parallelize import LossPerToken
 from tests.support import oracle, training_runs
 from tests.support.recording import record_all
 from tests.support.training_runs import SCHEDULE, Outcome, Resumed, done_once, steps
-from tests.titan.test_resume import require_exact
-
-
-def test_a_run_with_an_optimizer_per_parameter_resumes_with_all_their_states(one):
-    require_exact(one["early steps, resumed"], one["early steps"], 2)
-
-
-def test_weights_that_change_after_every_microbatch_are_cast_every_time(one):
-    """PyTorch does not count the writes of a fused optimizer, so nothing else would tell that they changed."""
-    found, expected = one["early steps"].losses, one["early steps, resumed"].losses  # the second caches none
-    assert found == expected and len(found) == 2
-
 
 DIAGNOSTICS = ["--mxnorm.diagnostics.every=3", "--mxnorm.diagnostics.tokens=64"]
 SAVE = ["--checkpoint.enable", "--checkpoint.interval=1"]
@@ -46,9 +34,8 @@ def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
 
 
 def validate(base) -> list[str]:
-    """Validation after every second step, in other sizes than training where PyTorch's pipelines can."""
-    sizes = [] if pipeline_stage.FINDS_SHAPES_AGAIN else ["--validation.local_batch_size=2", "--validation.seq_len=128"]
-    return [*training_runs.validate(base), "--validation.freq=2", *sizes]
+    """Validation after every second step, in other sizes than training."""
+    return [*training_runs.validate(base), "--validation.freq=2"]
 
 
 def two(base) -> dict[str, Outcome]:
@@ -231,18 +218,18 @@ def test_layers_of_stages(settings, layers):
     assert modules_of_stages(2, Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=named)) == named
 
 
-def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_only():
-    loss = LossPerToken(lambda prediction, labels: (prediction - labels).sum())
+def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_and_by_the_parts_outside():
+    loss = LossPerToken(lambda prediction, labels: (prediction - labels).sum(), parts=2)
     prediction, labels = torch.full((4,), 3.0, requires_grad=True), torch.ones(4)
-    assert loss(prediction, labels) == 8
+    assert loss(prediction, labels) == 4
     with loss.divided_by(torch.tensor(16.0)):
         loss(prediction, labels).backward()
     assert prediction.grad.tolist() == [1 / 16] * 4
-    assert loss(prediction, labels) == 8
+    assert loss(prediction, labels) == 4
 
 
 @pytest.mark.parametrize("has_last_stage", [True, False])
-def test_every_rank_gets_the_loss_of_all_chunks_and_a_validation_that_of_a_part(monkeypatch, has_last_stage):
+def test_every_rank_gets_the_loss_of_all_chunks(monkeypatch, has_last_stage):
     calls = []
 
     class Schedule:
@@ -253,19 +240,17 @@ def test_every_rank_gets_the_loss_of_all_chunks_and_a_validation_that_of_a_part(
 
         eval = step
 
-    monkeypatch.setattr(pipeline_stage.dist, "all_reduce", lambda loss, group: loss.add_(0 if has_last_stage else 6))
-    shared, losses = SharedLoss(Schedule(), has_last_stage, None, torch.device("cpu"), parts=2), []
+    monkeypatch.setattr(layouts.dist, "all_reduce", lambda loss, group: loss.add_(0 if has_last_stage else 6))
+    shared, losses = layouts.SharedLoss(Schedule(), has_last_stage, None, torch.device("cpu")), []
     shared.step("x", target="labels", losses=losses, mask=1)
     shared.eval("x", target="labels", losses=losses, mask=1)
-    assert losses == [6, 3]
+    assert losses == [6, 6]
     target = "labels" if has_last_stage else None
     assert calls == [(target, {"mask": 1}), (target, {"mask": 1, "return_outputs": False})]
 
 
-@pytest.mark.parametrize("finds_again", [True, False])
-def test_finding_shapes_leaves_the_buffers_as_they_were(monkeypatch, finds_again):
-    """Also in PyTorch 2.11, which has one pass and no clean-up after it."""
-    stage = object.__new__(pipeline_stage.Stage)
+def test_finding_shapes_leaves_the_buffers_as_they_were(monkeypatch):
+    stage = object.__new__(layouts.Stage)
     stage.submod = torch.nn.BatchNorm1d(2)
 
     def find(self, *args, **kwargs):
@@ -273,8 +258,7 @@ def test_finding_shapes_leaves_the_buffers_as_they_were(monkeypatch, finds_again
 
     monkeypatch.setattr(PipelineStage, "_prepare_forward_infra", find)
     monkeypatch.setattr(PipelineStage, "_post_metadata_inference_cleanup", lambda self: None, raising=False)
-    monkeypatch.setattr(pipeline_stage, "FINDS_SHAPES_AGAIN", finds_again)
     stage._prepare_forward_infra()
-    assert stage.submod.num_batches_tracked == finds_again
+    assert stage.submod.num_batches_tracked == 1
     stage._post_metadata_inference_cleanup()
     assert stage.submod.num_batches_tracked == 0

@@ -10,10 +10,10 @@ from mxtrain import ConfigError
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.releases import release
 from mxtrain.settings.titan import titan_fields
+from mxtrain.titan.check_job import check_model_layout
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v03 import trainer
 from mxtrain.titan.v03.config import trainer_config
-from mxtrain.titan.v03.engine import check_model_layout
 from mxtrain.titan.v03.models import model_spec
 from tests.support.jobs import with_setting
 
@@ -84,7 +84,7 @@ def test_context_parallelism_is_refused():
     settings = read_settings(["--model.converters=", "--parallelism.context_parallel_degree=2"])
     message = "^parallelism.context_parallel_degree = 2 is not supported with TorchTitan 0.3: allowed is 1$"
     with pytest.raises(ConfigError, match=message):
-        check_model_layout(settings, has_gpus=True)
+        check_model_layout(settings)
 
 
 def test_validation_on_a_dataset_of_torchtitan_is_refused():

@@ -5,7 +5,7 @@ import torch
 
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v03.models import FLAVORS, model_spec
-from mxtrain.titan.v03.names import name_in_022
+from mxtrain.titan.v03.parallelize import name_in_022
 
 # Counted in the models of TorchTitan 0.2.2.
 PARAMETERS = {

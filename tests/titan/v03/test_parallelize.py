@@ -14,6 +14,7 @@ from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import engine
 from mxtrain.titan.v03.parallelize import CodesDispatcher
+from tests.support.cpu_layouts import use_layouts_on_a_cpu
 from tests.support.dispatch_checks import CASES, CODES, COUNTS, DIM, EXPERTS, Routed, counted
 from tests.support.expert_checks import heavy_tailed
 from tests.support.layer_checks import in_two_processes
@@ -87,6 +88,7 @@ def inputs(dtype, rank: int) -> tuple[torch.Tensor, ...]:
 
 
 def _check_two_processes(mesh):
+    use_layouts_on_a_cpu()
     mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), mesh.get_local_rank()
     set_spmd_meshes(dense_mesh=mesh, sparse_mesh=mesh)
     own = sum(COUNTS[0]) * rank, sum(COUNTS[rank])

@@ -22,6 +22,7 @@ from mxtrain import ConfigError, MXNorm
 from mxtrain.nn.group import LinearGroup
 from mxtrain.titan import with_mxtrain
 from mxtrain.titan.v03.config import built
+from tests.support.cpu_layouts import use_layouts_on_a_cpu
 from tests.support.layer_checks import in_two_processes
 
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -78,6 +79,7 @@ def _batches(dp_world_size, dp_rank, local_batch_size, **_) -> list:
 
 
 def _check_layouts(mesh) -> None:
+    use_layouts_on_a_cpu()
     os.environ["LOCAL_RANK"] = str(mesh.get_local_rank())
     torch.autograd.set_multithreading_enabled(False)  # as TorchTitan, which finds the processes joined
     losses = {}
