@@ -42,7 +42,7 @@ def on_two(base: Path) -> dict[str, Outcome]:
     oracle.one_process(base)
     more = {
         "cp 2, validated, mxfp8": [*layout(context=2), *validated(base)],
-        "cp 2, saved": [*layout(context=2), *SAVE, steps(3)],
+        "cp 2, saved": [*layout(context=2), *SAVE, steps(2)],
         "qwen3, cp 2": ["--model.name=qwen3", *layout(context=2), *validated(base)],
     }
     more = {} if RELEASE == "v03" else more
