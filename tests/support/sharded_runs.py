@@ -35,7 +35,7 @@ def on_two(base: Path) -> dict[str, Outcome]:
     oracle.outcomes_of_one(base)
     more = {
         "cp 2, validated, mxfp8": [*layout(context=2), *oracle.validated(base)],
-        "cp 2, saved": [*layout(context=2), *SAVE, steps(3)],
+        "cp 2, saved": [*layout(context=2), *SAVE, steps(2)],
         "qwen3, cp 2": ["--model.name=qwen3", *layout(context=2), *oracle.validated(base)],
     }
     more = {} if RELEASE == "v03" else more

@@ -20,6 +20,6 @@ def test_rows_and_validation_are_those_of_one_process(base, name, of_one):
 
 def test_a_run_goes_on_on_one_process_with_the_same_text_and_token_count(base):
     rows, expected = sharded_runs.resumed_on_one(base).rows, oracle.outcomes_of_one(base)["validated"].rows
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["tokens_seen"] for row in rows] == [row["tokens_seen"] for row in expected]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], rel=5e-3)

@@ -69,7 +69,7 @@ MODELS = {
         "--model.name=qwen3",
         "--model.converters=mxnorm,decompose_k_router",
         "--mxnorm.schedule",
-        '{from_step = 5, norm = "rmsnorm"}',
+        '{from_step = 3, norm = "rmsnorm"}',
     ],
     # The shared experts of one layer are quantized, those of another are not.
     "shared experts, mx_linear": [

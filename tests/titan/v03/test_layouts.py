@@ -7,8 +7,8 @@ from tests.support import oracle
 
 MODEL = ["--model.name=deepseek_v3", "--model.converters=mxnorm"]
 MODEL += ["--model_args.qk_rope_head_dim=32", "--model_args.q_lora_rank=64"]
-MODEL += ["--mxnorm.diagnostics.every=4", "--mxnorm.diagnostics.tokens=64"]
-MODEL += ["--mxnorm.schedule", '{from_step = 5, norm = "rmsnorm"}']
+MODEL += ["--mxnorm.diagnostics.every=2", "--mxnorm.diagnostics.tokens=64"]
+MODEL += ["--mxnorm.schedule", '{from_step = 3, norm = "rmsnorm"}']
 ALONE = "one process of 0.3"
 TWO = {
     "tp 2, mxfp8": oracle.layout(tensor=2),
