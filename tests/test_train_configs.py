@@ -9,9 +9,8 @@ import tomli
 import mxtrain.titan  # noqa: F401  registers flavors
 from mxtrain.config import dump_config, load_config
 from mxtrain.data.config import DATASETS
-from mxtrain.settings.titan import settings_of
-from mxtrain.titan.check_job import check_model_layout
-from mxtrain.titan.job_config import parse_job_config
+from mxtrain.settings.read import read_settings
+from mxtrain.titan.job_config import check_model_layout, parse_job_config
 from tests.support.releases import only_022
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
@@ -50,7 +49,11 @@ CHANGES = {f"llama3_{size}{variant}": VARIANTS[variant] for variant, sizes in SI
 @cache
 def parse(name):
     """The job config of a committed config. Tests share it and must not change it."""
-    return parse_job_config(["--job.config_file", str(FOLDER / f"{name}.toml")])
+    return parse_job_config(file_of(name))
+
+
+def file_of(name: str) -> list[str]:
+    return ["--job.config_file", str(FOLDER / f"{name}.toml")]
 
 
 def test_the_folder_holds_exactly_these_configs():
@@ -124,5 +127,5 @@ def test_settings_of_mixtures_of_experts():
         on_gpu = not name.endswith("_debug")
         assert job_config.compile.enable == job_config.data.installed == job_config.checkpoint.enable == on_gpu
         assert job_config.training.mixed_precision_param == ("bfloat16" if on_gpu else "float32")
-        check_model_layout(settings_of(job_config))  # every process has as many experts
+        check_model_layout(read_settings(file_of(name)))  # every process has as many experts
         assert job_config.parallelism.expert_parallel_degree == (8 if on_gpu else 1)

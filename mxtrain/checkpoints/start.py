@@ -96,7 +96,7 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
     try:
         saved = Checkpoints(folder / checkpoint.folder)
         if checkpoint.create_seed_checkpoint:
-            return _start_of_seed(folder, saved, checkpoint, processes)
+            return _start_of_seed(folder, saved, processes)
         if not checkpoint.enable:
             return _start_without_checkpoints(folder, saved)
         step = _step_to_load(saved, checkpoint.load_step)
@@ -110,7 +110,7 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
         raise ConfigError(message) from error
 
 
-def _start_of_seed(folder: Path, saved: Checkpoints, checkpoint, processes: int) -> Start:
+def _start_of_seed(folder: Path, saved: Checkpoints, processes: int) -> Start:
     if processes > 1:
         raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
     if saved.found:

@@ -231,7 +231,7 @@ def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True)
     """Return the settings of all runs by name. Raises ConfigError for a mistake in them."""
     from mxtrain.settings.machine import Machine
     from mxtrain.settings.read import places, read_settings
-    from mxtrain.titan.check_job import check_job  # takes seconds
+    from mxtrain.titan.job_config import check_job  # takes seconds
 
     found, checked = {}, set()
     for name, run in runs.items():

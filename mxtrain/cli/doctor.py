@@ -158,9 +158,8 @@ def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.settings.machine import layout_problems, pipeline_problems
     from mxtrain.settings.mxnorm_section import schedule_in
     from mxtrain.settings.read import read_settings
-    from mxtrain.titan.check_job import check_model_layout
     from mxtrain.titan.converters import convert_on_meta
-    from mxtrain.titan.job_config import check_model
+    from mxtrain.titan.job_config import check_model, check_model_layout
     from mxtrain.titan.releases import engine
 
     settings = read_settings(words)

@@ -59,7 +59,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     arguments = [f"--job.config_file={config_file}", *flags]
     settings = read_settings(arguments)
     warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
-    from mxtrain.titan.check_job import check_job  # takes seconds, and a mistake in a value is found before
+    from mxtrain.titan.job_config import check_job  # takes seconds, and a mistake in a value is found before
 
     with places(arguments):
         devices = accelerator_count()

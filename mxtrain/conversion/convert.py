@@ -8,7 +8,7 @@ import torch.nn as nn
 from mxtrain.compile.passes import install, remove
 from mxtrain.conversion.converters import Converter, get_converter
 from mxtrain.conversion.plan import Plan, Swap
-from mxtrain.conversion.survey import Rename, modules_of, survey
+from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
 from mxtrain.formats.hardware import Mode
@@ -93,21 +93,11 @@ def convert(
     return apply(get_converter(converter, settings), model, example_inputs, prefix)
 
 
-def apply(
-    converter: Converter,
-    model: nn.Module,
-    example_inputs: ExampleInputs = None,
-    prefix: str = "",
-    rename: Rename = str,
-) -> Plan:
-    """``convert`` with a converter that has its settings already.
-
-    Args:
-        rename: gives the names that settings, plan and random bits use, from those of the model's modules.
-    """
-    facts = survey(model, example_inputs, watch_norms=converter.watches_norms, rename=rename)
+def apply(converter: Converter, model: nn.Module, example_inputs: ExampleInputs = None, prefix: str = "") -> Plan:
+    """``convert`` with a converter that has its settings already."""
+    facts = survey(model, example_inputs, watch_norms=converter.watches_norms)
     plan = converter.plan(facts)
-    _swap(modules_of(model, rename), plan, prefix)
+    _swap(dict(model.named_modules()), plan, prefix)
     if converter.graph_passes is True:
         install()
     elif converter.graph_passes is False:

@@ -153,12 +153,6 @@ def _kind(module: nn.Module, is_plain: bool, plain_name: str) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if is_alike else kind.__name__
 
 
-def find_gates(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear gate of a router by FQN."""
-    modules = dict(model.named_modules())
-    return {fqn: module for fqn, module in modules.items() if isinstance(module, nn.Linear) and _is_gate(modules, fqn)}
-
-
 def _is_gate(modules: Mapping[str, nn.Module], fqn: str) -> bool:
     """Whether a linear is called as a gate is, or lies in a module that is. A mixture may be called "router"."""
     names = accumulate(fqn.split("."), "{}.{}".format)

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import terminal
-from mxtrain.conversion.survey import Rename, modules_of, selected
+from mxtrain.conversion.survey import selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe, Recipe, recipe_of_norm
@@ -25,9 +25,7 @@ _PLAIN = RECIPES[HIGH_PRECISION_RECIPE]
 Values = Mapping[tuple[str, str], Recipe | str | None]
 
 
-def attach_schedule(
-    model: nn.Module, feeds: Mapping[str, Sequence[str]], entries: Sequence[ScheduleEntry], rename: Rename = str
-) -> None:
+def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entries: Sequence[ScheduleEntry]) -> None:
     """Give every swapped layer its timeline: the states that the entries lead to.
 
     A pattern selects linears and experts by their names, and norms by their own names or those of the layers that they
@@ -37,13 +35,12 @@ def attach_schedule(
         model: a model whose modules are swapped, before it is split or wrapped.
         feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
         entries: of the schedule.
-        rename: as for ``survey``, whose names patterns and ``feeds`` have.
 
     Raises:
         ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
             its patterns selects, two entries change the same thing at the same step, or a layer does not take a recipe.
     """
-    layers = _Layers(model, feeds, rename)
+    layers = _Layers(model, feeds)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]
     _refuse_overlaps(changes)
     states: dict[str, dict[int, LayerState]] = defaultdict(dict)
@@ -135,8 +132,8 @@ def _words(entry: ScheduleEntry) -> str:
 class _Layers:
     """The swapped layers of a model, and what changes make of them. Arguments as for ``attach_schedule``."""
 
-    def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]], rename: Rename):
-        self.modules, self._feeds = modules_of(model, rename), feeds
+    def __init__(self, model: nn.Module, feeds: Mapping[str, Sequence[str]]):
+        self.modules, self._feeds = dict(model.named_modules()), feeds
         self._layers = {fqn: module for fqn, module in self.modules.items() if isinstance(module, QuantizedLayer)}
         self._estimates = {norm: self.modules[norm].estimate for norm in feeds}
         # Experts behind a plain norm stay quantized.

@@ -1,7 +1,7 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch.nn as nn
@@ -29,7 +29,6 @@ from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLayer
 
-Rename = Callable[[str], str]
 _TOP_K_NAMES = ("top_k", "num_experts_per_tok")
 _CONVERTED = (MXNorm, QuantizedLayer, MXNormRouter)
 _WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
@@ -112,11 +111,6 @@ def matches(fqn: str, pattern: str) -> bool:
     )
 
 
-def modules_of(model: nn.Module, rename: Rename = str) -> dict[str, nn.Module]:
-    """Every module by its FQN, the model itself as ""."""
-    return {rename(fqn): module for fqn, module in model.named_modules()}
-
-
 def selected(fqns: Iterable[str], pattern: str, field: str) -> list[str]:
     """The modules among ``fqns`` that ``pattern`` matches.
 
@@ -137,13 +131,11 @@ def survey(
     example_inputs: tuple | Mapping | None = None,
     *,
     watch_norms: bool = False,
-    rename: Rename = str,
 ) -> Survey:
     """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data.
 
     Args:
         example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids.
-        rename: gives the names that a survey uses, from those of the model's modules.
 
     Raises:
         ConfigError: if the model is wrapped, sharded or compiled, or the forward pass fails, or for ``example_inputs``
@@ -156,7 +148,7 @@ def survey(
         raise ConfigError(
             f"example_inputs is a {kind}, no tuple or dict: write (inputs,) for a model with one argument"
         )
-    modules = modules_of(model, rename)
+    modules = dict(model.named_modules())
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)
     linears, experts, blocks = find_linears(modules), find_experts(modules), find_blocks(modules)

@@ -237,13 +237,13 @@ class FirstSequences(IterableDataset):
         return iter(self._sequences)
 
 
-def training_stream(job_config, tokenizer, rank: tuple[int, int], infinite: bool) -> tuple[Stream, str | None]:
+def training_stream(job_config, tokenizer, rank: tuple[int, int]) -> tuple[Stream, str | None]:
     """Return one rank's part of the training stream, without the documents held out for validation, and its version.
 
     Raises ConfigError if some of the data loader's workers would have nothing to read.
     """
     path = job_config.training.dataset_path or ""
-    return _open(job_config, "training", path, "train", held_out_share(job_config), tokenizer, rank, infinite)
+    return _open(job_config, "training", path, "train", held_out_share(job_config), tokenizer, rank, infinite=True)
 
 
 def validation_stream(

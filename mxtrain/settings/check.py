@@ -11,7 +11,6 @@ from mxtrain.settings.releases import release
 from mxtrain.settings.removed import CONVERTERS
 from mxtrain.settings.titan import unknown
 
-DIAGNOSTICS = "mxnorm.diagnostics"
 ROUTER_CONVERTER = "decompose_k_router"
 TITAN_QUANTIZING = "quantize."
 """How the names of TorchTitan's own converters begin"""

@@ -45,7 +45,7 @@ class Field:
         Raises:
             ConfigError: says what is allowed.
         """
-        result = self._check(value, lambda: _strictly(TypeAdapter(self.type), value))
+        result = self._check(lambda: _strictly(TypeAdapter(self.type), value))
         if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
             raise ConfigError(f"{self.name} = {value!r} should be a valid integer")  # a Literal takes True for 1
         return result
@@ -67,7 +67,7 @@ class Field:
             value = dict(zip(words[::2], words[1::2])) if kind == "table" else words
             if get_origin(get_args(core)[0]) is list:
                 value = [word.split(",") for word in words]
-            return self._check(value, lambda: TypeAdapter(self.type).validate_python(value))
+            return self._check(lambda: TypeAdapter(self.type).validate_python(value))
         if not words:
             raise ConfigError(f"{self.name} needs a value")
         if len(words) > 1:
@@ -79,9 +79,7 @@ class Field:
             return self.checked([name.strip() for name in text.split(",") if name.strip()])
         if kind == "choice":
             return self.checked(next((choice for choice in get_args(core) if str(choice) == text), text))
-        return self.checked(
-            text if core is str else self._check(text, lambda: TypeAdapter(core).validate_strings(text))
-        )
+        return self.checked(text if core is str else self._check(lambda: TypeAdapter(core).validate_strings(text)))
 
     @property
     def kind(self) -> str:
@@ -112,7 +110,7 @@ class Field:
         words = {"switch": "", "names": "A,B,...", "words": "VALUE ...", "table": "NAME VALUE ...", "choice": choices}
         return words.get(self.kind, number)
 
-    def _check(self, value, validate):
+    def _check(self, validate):
         try:
             return validate()
         except ValidationError as error:

@@ -1,6 +1,6 @@
 """Checks against the machine: its devices, and the layout of its processes, by degrees, sequences, batches and chunks.
 
-They need no model: ``mxtrain.titan.check_job`` compares a layout with it. TorchTitan itself checks the number of
+They need no model: ``mxtrain.titan.job_config`` compares a layout with it. TorchTitan itself checks the number of
 chunks of a pipeline.
 """
 
@@ -168,4 +168,9 @@ def parts_problem(s: Settings, layers: int) -> str | None:
         return f"needs tok_embeddings, layers.0 to layers.{layers - 1}, norm and output, once each and in this order"
     if "norm" not in parts[-1] or not all(parts):
         return "needs norm and output in the same stage, and a module in every stage"
+    schedule, ranks = s["parallelism.pipeline_parallel_schedule"], degree(s, "pipeline")
+    has_one = schedule in ONE_STAGE
+    if len(parts) != ranks if has_one else len(parts) % ranks or len(parts) == ranks:
+        needed = ranks if has_one else f"a multiple of {ranks}, and {2 * ranks} or more"
+        return f"has {len(parts)} stages, and schedule {schedule} needs {needed}"
     return None

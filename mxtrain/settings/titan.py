@@ -11,14 +11,14 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache, reduce
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings.fields import Field, Known, Settings, classes_in, declarations, fields_of
+from mxtrain.settings.fields import Field, Known, classes_in, declarations, fields_of
 from mxtrain.settings.releases import release
 from mxtrain.settings.removed import SETTINGS
 from mxtrain.settings.sections import JobConfig
@@ -151,13 +151,6 @@ def known_fields(custom: type | None = None) -> Known:
     others = fields_of(custom) if custom is not None else {}
     same = {name: replace(field, resume=known[name].resume) for name, field in others.items() if name in known}
     return Known(known | others | same)
-
-
-def settings_of(job_config) -> Settings:
-    """The values of a job config that TorchTitan's own command has parsed."""
-    kind = type(job_config)
-    known = Known({name: field for name, field in known_fields(kind).items() if name in fields_of(kind)})
-    return Settings(known, {name: reduce(getattr, name.split("."), job_config) for name in known})
 
 
 def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:

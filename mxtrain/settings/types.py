@@ -38,7 +38,6 @@ class Resume(Enum):
 
 T = TypeVar("T")
 Free = Annotated[T, Resume.FREE]
-Applied = Annotated[T, Resume.APPLIED]
 Refused = Annotated[T, Resume.REFUSED]
 
 Positive = Annotated[int, Ge(1)]

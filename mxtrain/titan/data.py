@@ -1,7 +1,7 @@
 """Build TorchTitan's tokenizer and data loaders from mxtrain's data.
 
-``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or the name of a
-dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.dataset``.
+``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``). Training may also
+read a dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.dataset``.
 """
 
 import os
@@ -44,7 +44,7 @@ def check_data(job_config) -> None:
     """Raise ConfigError for a tokenizer or a text that the job cannot use, as far as this shows before it is read."""
     if given := job_config.model.hf_assets_path:
         _require_fitting_tokenizer(Path(os.path.expanduser(given)), job_config, f"model.hf_assets_path = {given!r}")
-    training = config_of(job_config, engine().vocab_size(job_config))
+    training = _data_of(job_config)
     check_source(training)
     if not job_config.validation.enable:
         return
@@ -55,7 +55,7 @@ def check_data(job_config) -> None:
 
 
 def _require_fitting_tokenizer(folder: Path, job_config, setting: str) -> None:
-    size, model_size = load_tokenizer(folder).size, engine().vocab_size(job_config)
+    size, model_size = load_tokenizer(folder).size, engine().sizes_of(job_config)["vocab_size"]
     if size > model_size:
         raise ConfigError(
             f"{setting} has {size:,} tokens, more than the model's {model_size:,}; set data.vocab_size to {size} or "
@@ -78,7 +78,7 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTok
     if is_first():
         note(f"text: {prepared.report.line}")
     if name == "hf":
-        dataset, version = training_stream(job_config, tokenizer, rank, infinite=True)
+        dataset, version = training_stream(job_config, tokenizer, rank)
         if version:
             from_first_rank(partial(data.keep_facts, stream_version=version))
     elif name in DATASETS:
@@ -109,11 +109,10 @@ def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: t
     Args:
         rank: the rank among those that read different text, and their number.
 
-    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, for a dataset that is not mxtrain's, and for
-    too little held-out text for one batch per rank.
+    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch per
+    rank.
     """
     name, validation = validation_dataset(job_config), job_config.validation
-    require_one_of("validation.dataset", name, DATASETS)
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, rank, note)
     else:
@@ -136,33 +135,31 @@ def prepare_from_job(job_config, progress: Callable[[str], None] = note) -> Prep
     data.
     """
     check_datasets(job_config)
-    return _prepare(config_of(job_config, engine().vocab_size(job_config)), progress)
+    return _prepare(_data_of(job_config), progress)
+
+
+def _data_of(job_config) -> DataConfig:
+    """The training text of a job, and the size of its model's vocabulary."""
+    return config_of(job_config, engine().sizes_of(job_config)["vocab_size"])
 
 
 def check_datasets(job_config) -> None:
     """Raise ConfigError unless the names of the job's datasets are known."""
-    allowed = dict.fromkeys([*DATASETS, *TITAN_DATASETS])
-    require_one_of("training.dataset", job_config.training.dataset, allowed)
-    if not job_config.validation.enable:
+    training, validation = job_config.training.dataset, job_config.validation
+    require_one_of("training.dataset", training, dict.fromkeys([*DATASETS, *TITAN_DATASETS]))
+    if not validation.enable:
         return
-    if not (name := validation_dataset(job_config)):
+    if not validation.dataset and training not in DATASETS:
         raise ConfigError(
-            f"validation.dataset = '' holds nothing out of training.dataset = {job_config.training.dataset!r}, which "
-            f"is not mxtrain's: set it to one of: {', '.join(map(repr, allowed))}"
+            f"validation.dataset = '' holds nothing out of training.dataset = {training!r}, which is not mxtrain's: "
+            f"set it to one of: {', '.join(map(repr, DATASETS))}"
         )
-    require_one_of("validation.dataset", name, allowed)
+    require_one_of("validation.dataset", validation_dataset(job_config), DATASETS)
 
 
 def validation_dataset(job_config) -> str:
-    """Return ``validation.dataset``, or if that is "", the dataset that training leads to.
-
-    Documents are held out of mxtrain's datasets, and TorchTitan's have a split of their own. Of a user's own dataset
-    nothing is known: "".
-    """
-    training, validation = job_config.training.dataset, job_config.validation.dataset
-    if validation or training in DATASETS:
-        return validation or training
-    return "c4_validation" if training in ("c4", "c4_test", "c4_validation") else ""
+    """Return ``validation.dataset``, or if that is "", the dataset of training, which holds documents out for it."""
+    return job_config.validation.dataset or job_config.training.dataset
 
 
 @lru_cache(maxsize=8)
@@ -197,21 +194,13 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
 def _titan_rows(name: str, path: str | None) -> tuple[Iterable, Callable]:
     """Open a dataset of TorchTitan. Also return the function that takes the text out of a row."""
     dataset = TITAN_DATASETS[name]
-    with opening("training", name, path):
+    with raised_as(f"training.dataset = {name!r} cannot be opened at {path or dataset.path!r}"):
         return dataset.loader(path or dataset.path), dataset.sample_processor
-
-
-def opening(section: str, name: str, path: str | None):
-    """Turn a failure to open a dataset of TorchTitan into a ConfigError."""
-    return raised_as(f"{section}.dataset = {name!r} cannot be opened at {path or TITAN_DATASETS[name].path!r}")
 
 
 def _held_out(job_config) -> Tokens:
     """Return the validation tokens: held out from the training text, or all tokens of files used only here."""
-    training, prepared = (
-        config_of(job_config, engine().vocab_size(job_config)),
-        prepare_from_job(job_config),
-    )
+    training, prepared = _data_of(job_config), prepare_from_job(job_config)
     dataset = validation_dataset(job_config)
     path = path_of(job_config, "validation", dataset)
     places = {os.path.realpath(os.path.expanduser(one)) for one in (path or training.path, training.path)}

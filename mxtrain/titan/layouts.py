@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torchtitan.tools import utils
 
+from mxtrain.errors import ConfigError, one_line
 from mxtrain.nn.experts import kept_buffers
 from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
 from mxtrain.parallel.expert_dispatch import choose_exchange
@@ -84,9 +85,16 @@ def build_pipeline(build: Callable[[], tuple], parallel_dims, device: torch.devi
     """Return the schedule, parts and ends that TorchTitan's ``pipelining_fn`` gives, here called as ``build``.
 
     Its stages are ``Stage``. Every rank counts as the last one, because the schedule gives all of them its loss.
+
+    Raises ConfigError for layers that TorchTitan cannot divide into stages for the schedule.
     """
     with patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage):
-        schedule, parts, has_first_stage, has_last_stage = build()
+        try:
+            schedule, parts, has_first_stage, has_last_stage = build()
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"parallelism: {one_line(error)}") from error
     group = parallel_dims.get_mesh("pp").get_group()
     return SharedLoss(schedule, has_last_stage, group, device), parts, has_first_stage, True
 

@@ -39,14 +39,8 @@ class Engine(Protocol):
     def sizes_of(self, job: Any) -> dict[str, Any]:
         """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len"."""
 
-    def vocab_size(self, job: Any) -> int:
-        """``data.vocab_size``, or the flavor's if that is 0."""
-
     def layout_problems(self, settings: Any) -> Problems:
         """Degrees of parallelism that the release does not have for a model."""
-
-    def names_of_stages(self, stages: int, layers: int, first: int, last: int) -> list[list[str]]:
-        """The modules of every stage of a pipeline, as TorchTitan divides a model of so many layers."""
 
     def build_on_meta(self, job: Any) -> nn.Module:
         """A job's model as TorchTitan builds it before converters, on the meta device."""

@@ -27,7 +27,7 @@ from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start, resolved
-from mxtrain.titan.check_job import check_job
+from mxtrain.titan.job_config import check_job
 from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import write_resolved_config
 

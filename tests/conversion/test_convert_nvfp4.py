@@ -7,11 +7,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
-from mxtrain.conversion.convert import apply
-from mxtrain.conversion.converters import get_converter
-from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.formats.parse import get_recipe
-from mxtrain.formats.schedule import parse_entries
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.rng.rounding import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
@@ -77,29 +73,3 @@ def test_a_prefix_that_is_no_name_is_refused():
         with pytest.raises(ConfigError, match=f"^prefix = {re.escape(repr(prefix))} is not the FQN of a module"):
             convert(model, prefix=prefix)
         assert not numbers_of(model)
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 32)) for _ in range(2)))
-
-    def forward(self, x):
-        return self.blocks(x)
-
-
-def test_a_model_may_be_known_by_other_names():
-    """In settings, plan, random bits and schedules."""
-
-    def rename(name):
-        return name.replace("blocks", "layers")
-
-    model = Blocks()
-    settings = dict(recipe="nvfp4", mode="reference", high_precision_share=0.0, filter_fqns=["layers.1"], seed=5)
-    plan = apply(get_converter("mxnorm", settings), model, (torch.zeros(1, 32),), rename=rename)
-    assert plan.norms == {"layers.0.0": ["layers.0.1"]} and list(plan.skipped) == ["layers.1.0", "layers.1.1"]
-    assert model.blocks[0][1].signs(torch.device("cpu")) == sign_mask(hadamard_signs(5, "layers.0.1"))
-    entries = parse_entries([{"from_step": 2, "modules": ["layers.0"], "recipe": "bf16"}], 4, {}, "mxnorm.schedule")
-    attach_schedule(model, plan.feeds, entries, rename)
-    set_step(model, 2)
-    assert model.blocks[0][1].recipe.name == "bf16"

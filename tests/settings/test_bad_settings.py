@@ -252,7 +252,7 @@ def test_stages_that_the_user_names(refused, monkeypatch):
         assert message.startswith("parallelism.module_fqns_per_model_part = [[") and fact in message
     three = " ".join(",".join(part) for part in (whole[:3], whole[3:5], whole[5:]))
     flags = f"--parallelism.pipeline_parallel_degree=2 --parallelism.module_fqns_per_model_part {three}"
-    assert "needs 2 stages, and the settings make 3" in refused({}, flags)
+    assert "has 3 stages, and schedule 1F1B needs 2" in refused({}, flags)
 
 
 WITHOUT_PYTORCH = """

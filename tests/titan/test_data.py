@@ -134,7 +134,7 @@ def test_a_text_of_the_users_own_needs_a_validation_setting(monkeypatch):
     titan_data.check_datasets(job("--training.dataset=stories"))
     with pytest.raises(ConfigError, match="validation.dataset = '' holds nothing out of training.dataset = 'stories'"):
         titan_data.check_datasets(job("--training.dataset=stories", "--validation.enable"))
-    titan_data.check_datasets(job("--training.dataset=stories", "--validation.enable", "--validation.dataset=c4"))
+    titan_data.check_datasets(job("--training.dataset=stories", "--validation.enable", "--validation.dataset=python"))
 
 
 def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):

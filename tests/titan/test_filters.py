@@ -9,7 +9,7 @@ from mxtrain import (
     MXNorm,
     MXNormLinear,
 )
-from mxtrain.settings.titan import settings_of
+from mxtrain.settings.read import read_settings
 from mxtrain.titan.converters import convert_on_meta, titan_converter
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import engine
@@ -59,8 +59,8 @@ def test_filters_come_from_file_and_flags_and_are_saved(parse, flag, in_file, ex
     lines = [] if in_file is None else [f"[{table}]\nfilter_fqns = {in_file}\n" for table in tables]
     (tmp_path / "job.toml").write_text("".join(lines))
     flags = [] if flag is None else [f"--{table}.filter_fqns={flag}" for table in tables]
-    job_config = parse([f"--job.config_file={tmp_path / 'job.toml'}", *flags])
-    saved = settings_of(job_config).resolved()
+    arguments = [f"--job.config_file={tmp_path / 'job.toml'}", *flags]
+    job_config, saved = parse(arguments), read_settings(arguments).resolved()
     for table in tables:
         default = None if table == "mxnorm" else []
         wanted = default if (flag, in_file) == (None, None) else expected

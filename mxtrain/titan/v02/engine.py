@@ -11,7 +11,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part
 from torchtitan.models import _supported_models
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols import model_converter, train_spec
@@ -19,14 +18,14 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
 from mxtrain.parallel.initial_weights import plain_name
-from mxtrain.titan.v02.models import is_tied, sizes_in, sizes_of
+from mxtrain.titan.v02.models import is_tied, sizes_in
 from mxtrain.titan.v02.models import layout_problems as layout_problems
+from mxtrain.titan.v02.models import sizes_of as sizes_of
 from mxtrain.titan.v02.train_specs import register as register
 from mxtrain.titan.v02.train_specs import with_mxtrain as with_mxtrain
 from mxtrain.titan.v02.trainer import Trainer as Trainer
 
 hugging_face_tokenizer = HuggingFaceTokenizer
-names_of_stages = generate_llm_fqn_per_model_part
 saved_name = plain_name
 
 
@@ -40,10 +39,6 @@ def models() -> list[str]:
 
 def converters() -> Iterable[str]:
     return model_converter._registry_model_converter_cls
-
-
-def vocab_size(job) -> int:
-    return sizes_of(job)["vocab_size"]
 
 
 def wandb_logger(folder, job_config) -> WandBLogger:

@@ -20,7 +20,7 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Problems, Settings
 from mxtrain.settings.machine import degree
 from mxtrain.settings.model_settings import OWN_FLAVORS, PLACES, given_in
-from mxtrain.titan.check_job import PIPELINE, TENSOR
+from mxtrain.titan.job_config import PIPELINE, TENSOR
 
 HEAD = "output.weight"
 HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

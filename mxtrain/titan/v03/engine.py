@@ -7,14 +7,12 @@ import torch
 import torch.nn as nn
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.settings.fields import Problems, Settings
 from mxtrain.titan.v03.config import same, trainer_config
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, adapter_of, config_of, model_spec, sizes_of
 from mxtrain.titan.v03.parallelize import convertible as convertible
-from mxtrain.titan.v03.parallelize import name_in_022 as saved_name
 from mxtrain.titan.v03.trainer import Trainer as Trainer
 from mxtrain.titan.v03.with_mxtrain import with_mxtrain as with_mxtrain
 
@@ -31,17 +29,9 @@ def converters() -> Iterable[str]:
     return CONVERTERS
 
 
-def vocab_size(job) -> int:
-    return sizes_of(job)["vocab_size"]
-
-
 def layout_problems(settings: Settings) -> Problems:
     if settings["parallelism.context_parallel_degree"] > 1:
         yield "parallelism.context_parallel_degree", "is not supported with TorchTitan 0.3: allowed is 1"
-
-
-def names_of_stages(*args) -> list[list[str]]:
-    return [[*map(saved_name, stage)] for stage in _generate_llm_fqn_per_model_part(*args)]
 
 
 def build_on_meta(job_config) -> nn.Module:

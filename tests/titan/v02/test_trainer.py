@@ -5,14 +5,12 @@ import json
 import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torchtitan.config.job_config import Parallelism
 
 from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
 from mxtrain.checkpoints.folder import read_manifest
 from mxtrain.checkpoints.storage import read_index
 from mxtrain.titan import layouts
-from mxtrain.titan.check_job import modules_of_stages
 from mxtrain.titan.v02.parallelize import LossPerToken
 from tests.support import oracle, training_runs
 from tests.support.recording import record_all
@@ -191,31 +189,20 @@ def test_a_run_goes_on_under_one_layout_after_another(base):
     flags = ["unquantized", *SAVE, f"--job.dump_folder={base / 'under every layout'}"]
     layouts = [{"shard": 4}, {"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}, {"pipeline": 2, "replicate": 2}]
     on_four = {f"step {step}": run(*flags, steps(step), **degrees) for step, degrees in enumerate(layouts, 1)}
-    for name, processes, runs in (("resharded", 4, on_four), ("resharded on one", 1, {"step 5": run(*flags, steps(5))})):
+    for name, processes, runs in (
+        ("resharded", 4, on_four),
+        ("resharded on one", 1, {"step 5": run(*flags, steps(5))}),
+    ):
         for outcome in done_once(base, name, processes, runs).values():
             assert set(outcome.statuses) == {0}, outcome.output[0][-4000:]
-    ours, theirs = outcome.rows, oracle.outcomes_of(base, "one process, resharded", 1, {"run": run("unquantized", steps(5))})
+    ours, theirs = (
+        outcome.rows,
+        oracle.outcomes_of(base, "one process, resharded", 1, {"run": run("unquantized", steps(5))}),
+    )
     for key in ("step", "tokens_seen", "lr"):
         assert [row[key] for row in ours] == [row[key] for row in theirs["run"].rows], key
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs["run"].rows], rel=1e-5), key
-
-
-@pytest.mark.parametrize(
-    "settings, layers",
-    [
-        ({}, [4, 4]),
-        ({"schedule": "Interleaved1F1B"}, [2, 3, 2, 1]),
-        ({"layers_per_stage": 3}, [2, 3, 2, 1]),  # embedding and head count as a layer each
-        ({"layers_per_stage": 3, "last_stage_less_layers": 0}, [2, 3, 3]),
-    ],
-)
-def test_layers_of_stages(settings, layers):
-    own = {f"pipeline_parallel_{name}": value for name, value in settings.items()}
-    stages = modules_of_stages(8, Parallelism(pipeline_parallel_degree=2, **own))
-    assert [sum(name.startswith("layers.") for name in stage) for stage in stages] == layers
-    named = [["tok_embeddings", "layers.0", "layers.1"], ["norm", "output"]]
-    assert modules_of_stages(2, Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=named)) == named
 
 
 def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_and_by_the_parts_outside():

@@ -10,8 +10,7 @@ from mxtrain import ConfigError
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.releases import release
 from mxtrain.settings.titan import titan_fields
-from mxtrain.titan.check_job import check_model_layout
-from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.job_config import check_model_layout, parse_job_config
 from mxtrain.titan.v03 import trainer
 from mxtrain.titan.v03.config import trainer_config
 from mxtrain.titan.v03.models import model_spec
@@ -89,10 +88,8 @@ def test_context_parallelism_is_refused():
 
 def test_validation_on_a_dataset_of_torchtitan_is_refused():
     flags = ["--model.converters=", "--validation.enable", "--training.dataset=c4"]
-    with pytest.raises(
-        ConfigError, match="^validation.dataset = 'c4_validation' is not one of: 'python', 'files', 'hf'"
-    ):
-        parse_job_config(flags)
+    with pytest.raises(ConfigError, match="^validation.dataset = 'c4' is not one of: 'python', 'files', 'hf'"):
+        parse_job_config([*flags, "--validation.dataset=c4"])
     parse_job_config([*flags, "--validation.dataset=python"])
 
 
