@@ -9,6 +9,7 @@ import torch
 from mxtrain.errors import ConfigError
 from mxtrain.files import read_json
 from mxtrain.hugging_face.text import from_pretrained
+from mxtrain.settings.model_settings import PLACES
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in both files; eos may be a list
@@ -22,35 +23,57 @@ class Architecture:
 
     name: str
     """The class"""
-    own: tuple[str, ...] = ()
-    """The fields in ``ModelShape.own``"""
+    model: str
+    """The model in TorchTitan"""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """The fields in ``ModelShape.own`` -> TorchTitan's sizes with their values"""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields -> the only values that TorchTitan computes"""
     scaling: str = "llama3"
     """``rope_type`` of the scaled rotation"""
+    load_balance_coeff: float | None = None
+    """0 for routers that have no bias in transformers; None without routers"""
 
 
 ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", fixed={"mlp_bias": False}),
-    "qwen3": Architecture("Qwen3ForCausalLM", fixed={"use_sliding_window": False}),
+    "llama": Architecture("LlamaForCausalLM", "llama3", fixed={"mlp_bias": False}),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", fixed={"use_sliding_window": False}),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
-        own=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        "qwen3",
+        own={
+            "num_experts": "num_experts",
+            "num_experts_per_tok": "top_k",
+            "moe_intermediate_size": "moe_inter_dim",
+            "norm_topk_prob": "route_norm",
+        },
         fixed={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+        load_balance_coeff=0,
     ),
     "deepseek_v3": Architecture(
         "DeepseekV3ForCausalLM",
-        own=(
-            *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
-            *("first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
-            *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        ),
+        "deepseek_v3",
+        own={
+            "moe_intermediate_size": "moe_inter_dim",
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "num_experts_per_tok": "top_k",
+            "first_k_dense_replace": "n_dense_layers",
+            "n_group": "groups",
+            "topk_group": "limited_groups",
+            "norm_topk_prob": "route_norm",
+            "routed_scaling_factor": "route_scale",
+            **{n: n for n in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
+        },
         # transformers has no field for the first three. vLLM reads them.
         fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
         scaling="yarn",
+        load_balance_coeff=1e-3,
     ),
 }
 """``model_type`` -> the model in transformers"""
+MODELS = tuple(dict.fromkeys(kind.model for kind in ARCHITECTURES.values()))
+"""TorchTitan's models that have a Hugging Face form"""
 SUPPORTED = {
     "model_type": tuple(ARCHITECTURES),
     "hidden_act": ("silu",),
@@ -113,6 +136,29 @@ class ModelShape:
     """The fields of this ``model_type`` alone"""
 
 
+SETTINGS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "hidden_dim",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "enable_weight_tying",
+}
+"""Field of config.json -> the setting of [model_args] that has its value"""
+NOTHING = {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
+"""Fields of config.json -> the values that stand for TorchTitan's None and 0"""
+ROPE_SETTINGS = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_seq_len",
+}
+"""Field of rope_scaling -> the setting of [model_args] that has its value"""
+REQUIRED = {"deepseek_v3": {"score_func": ("sigmoid",), "norm_eps": (1e-6,), "num_shared_experts": range(1, 2**31)}}
+"""Model -> sizes -> the values that transformers compute: DeepSeek's norms of latents have an epsilon of their own"""
 FROM_CONFIG = (
     *("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "vocab_size", "tie_word_embeddings", "max_position_embeddings"),
@@ -129,6 +175,63 @@ class Parameter:
     """One; one for each expert; or none for a parameter that Hugging Face does not have"""
     order: torch.Tensor | None = None
     """int64 [N], the rows in Hugging Face's order; None if they keep their order"""
+
+
+def require_computed_alike(model, where: str) -> None:
+    """Raise ConfigError, which begins with ``where``, unless transformers has a model that computes the same."""
+    if model.name not in MODELS:
+        raise ConfigError(
+            f"{where}: model.name = {model.name!r} has no Hugging Face form here; supported are: {', '.join(MODELS)}"
+        )
+    required, sizes = REQUIRED.get(model.name, {}), model.sizes
+    wrong = [f"{name} = {sizes[name]!r}" for name, values in required.items() if sizes[name] not in values]
+    if "num_experts" in sizes and model.name != "deepseek_v3" and sizes["load_balance_coeff"]:
+        wrong.append(f"load_balance_coeff = {sizes['load_balance_coeff']}")
+    if wrong:
+        raise ConfigError(f"{where}: a {model.name} with {', '.join(wrong)} has no counterpart in transformers")
+
+
+def shape_of(model, positions: int) -> ModelShape:
+    """Return the shape of one of ``MODELS``, a ``SizedModel``, with this many positions."""
+    sizes = model.sizes
+    kinds = [kind for kind, architecture in ARCHITECTURES.items() if architecture.model == model.name]
+    kind = kinds[-1 if "num_experts" in sizes else 0]
+    values = {
+        "model_type": kind,
+        "rope_scaling": None,
+        "tie_word_embeddings": False,
+        "head_dim": sizes.get("qk_rope_head_dim", sizes["dim"] // sizes["n_heads"]),
+        **{field: sizes[setting] for field, setting in SETTINGS.items() if setting in PLACES[model.name]},
+        "num_key_value_heads": sizes.get("n_kv_heads") or sizes["n_heads"],
+        "rms_norm_eps": float(sizes["norm_eps"]),
+        "rope_theta": float(sizes["rope_theta"]),
+    }
+    own = {field: sizes[name] or NOTHING.get(field, sizes[name]) for field, name in ARCHITECTURES[kind].own.items()}
+    if sizes.get("rope_factor", 1) == 1:
+        pass
+    elif kind == "deepseek_v3":
+        if sizes["seq_len"] > sizes["rope_original_seq_len"]:
+            factor, mscale = float(sizes["rope_factor"]), float(sizes["mscale"])
+            values["rope_scaling"] = YarnScaling(factor, sizes["rope_original_seq_len"], mscale, mscale)
+    else:
+        *factors, original = (sizes[setting] for setting in ROPE_SETTINGS.values())
+        values["rope_scaling"] = RopeScaling(*map(float, factors), original)
+    return ModelShape(**values, vocab_size=sizes["vocab_size"], max_position_embeddings=positions, own=own)
+
+
+def settings_of(shape: ModelShape) -> dict[str, object]:
+    """Return all settings of [model_args] that give a model its shape."""
+    kind = ARCHITECTURES[shape.model_type]
+    settings = {setting: getattr(shape, field) for field, setting in SETTINGS.items()}
+    settings |= {setting: shape.own[field] or 0 for field, setting in kind.own.items()}
+    settings |= {"load_balance_coeff": kind.load_balance_coeff, "rope_factor": 1.0}
+    if shape.model_type == "qwen3_moe":
+        del settings["hidden_dim"]  # no layer has this size
+    scaling = vars(shape.rope_scaling) if shape.rope_scaling else {}
+    settings |= {setting: scaling[field] for field, setting in ROPE_SETTINGS.items() if field in scaling}
+    return {
+        setting: value for setting, value in settings.items() if setting in PLACES[kind.model] and value is not None
+    }
 
 
 def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
@@ -181,7 +284,7 @@ def read_shape(folder: Path) -> ModelShape:
     config = from_pretrained("AutoConfig", folder, where)
     # The names of transformers 5, which has the base among them, or of transformers 4.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {"rope_type": "default"}
-    kind = ARCHITECTURES.get(config.model_type, Architecture(""))
+    kind = ARCHITECTURES.get(config.model_type, Architecture("", ""))
     fixed = {name: (None, value) for name, value in kind.fixed.items()}
     for name, allowed in {**SUPPORTED, "rope_type": ("default", kind.scaling), **fixed}.items():
         value = rope[name] if name in rope else getattr(config, name, None)

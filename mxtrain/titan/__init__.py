@@ -61,7 +61,7 @@ if not torch.cuda.is_available():
 
 # Type checkers see this declaration only: it has the arguments of the other one, too.
 if TYPE_CHECKING:
-    from mxtrain.titan.v03.with_mxtrain import with_mxtrain
+    from mxtrain.titan.v03.engine import with_mxtrain
 else:
     engine().register()
     with_mxtrain = engine().with_mxtrain

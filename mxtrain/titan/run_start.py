@@ -19,11 +19,11 @@ from mxtrain.checkpoints.start import Start, interrupted_after, require_folder
 from mxtrain.config import dump_config, load_config
 from mxtrain.errors import ConfigError
 from mxtrain.files import hash_file
+from mxtrain.hugging_face.model_config import MODELS, require_computed_alike
 from mxtrain.ranks import LATE_SECONDS, from_first_rank, is_first_of_node, run_on_all_ranks
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
-from mxtrain.titan.hugging_face.models import MODELS, require_computed_alike
 from mxtrain.titan.releases import engine
 
 NOT_EXPORTED = "'mxtrain export', 'eval' and 'generate' will refuse this run"
@@ -86,7 +86,7 @@ def begin_run(job_config, find: Callable[[], Start], found: Start | None) -> Sta
         lines.append(f"checkpoint.verify: {start.checkpoint} was saved without hashes, so only sizes are compared")
     if not job_config.checkpoint.enable:
         lines.append("no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints")
-    elif start.step == 0 and job_config.model.name in MODELS.values():
+    elif start.step == 0 and job_config.model.name in MODELS:
         try:
             require_computed_alike(engine().SizedModel.of_job(job_config), NOT_EXPORTED)
         except ConfigError as error:

@@ -122,7 +122,7 @@ def load(run: SavedRun, has_converters: bool) -> torch.nn.Module:
     """Build a run's model in fp32, with its converters or without, and load its weights."""
     model = run.model.on_meta() if has_converters else experts_in_fp32(run.model)
     if has_converters:
-        convert_on_meta(run.job_config, model)
+        convert_on_meta(run.settings.values, model)
         set_step(model, max(1, run.step))
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))  # computes buffers; parameters have no memory yet

@@ -74,7 +74,7 @@ def test_an_existing_tokenizer_is_used_and_must_fit_the_model(corpus, tmp_path):
         (["--training.dataset=python", "--training.dataset_path=x"], "training.dataset_path = 'x' does not apply"),
         (
             ["--training.dataset=python", "--validation.enable", "--validation.dataset=c5"],
-            "validation.dataset = 'c5' is not one of: 'python', 'files', 'hf', 'c4'",
+            "validation.dataset = 'c5' is not one of: 'python', 'files', 'hf'",
         ),
         (["--training.dataset=c4_test"], "training.dataset = 'c4_test' cannot be opened at 'tests/assets/c4_test'"),
     ],

@@ -17,7 +17,7 @@ from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
 from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint
 from mxtrain.hugging_face.export import Exporter, Trained, formats
-from mxtrain.hugging_face.model_config import REPORT_FILE
+from mxtrain.hugging_face.model_config import REPORT_FILE, require_computed_alike, shape_of
 from mxtrain.hugging_face.model_files import new_target
 from mxtrain.hugging_face.text import require_same_tokens
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
@@ -29,7 +29,7 @@ from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import convert_on_meta
-from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
+from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.job_config import check_model
 from mxtrain.titan.releases import engine
 
@@ -96,7 +96,6 @@ class SavedRun:
     casts_weights: bool
     """Whether FSDP cast weights to ``training.mixed_precision_param`` for every product"""
     settings: Settings
-    job_config: object
     model: object
     """The engine's ``SizedModel``, with the settings of the run"""
     weights: SavedWeights
@@ -125,23 +124,23 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         with places(arguments):
             settings = read_settings(arguments)
             check_model(settings.values)
-    job_config = settings.values
-    model, weights = engine().SizedModel.of_job(job_config), SavedWeights(checkpoint)
+    model, weights = engine().SizedModel.of_job(settings.values), SavedWeights(checkpoint)
     # In TorchTitan 0.2.2 one process has no FSDP.
     casts = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")
-    return SavedRun(folder, checkpoint, manifest.step, casts, settings, job_config, model, weights)
+    return SavedRun(folder, checkpoint, manifest.step, casts, settings, model, weights)
 
 
 def _trained(run: SavedRun, where: str) -> Trained:
     """Return the run's checkpoint as an export sees it. Raises ConfigError, beginning with ``where``, as ``export``."""
-    model, training = run.model, run.job_config.training
+    job_config = run.settings.values
+    model, training = run.model, job_config.training
     require_computed_alike(model, where)
-    shape = shape_of(model, given_in(run.job_config).get("max_seq_len", model.sizes["seq_len"]))
+    shape = shape_of(model, given_in(job_config).get("max_seq_len", model.sizes["seq_len"]))
     found = parameters(model)
     tied = ("output.weight",) if shape.tie_word_embeddings else ()
     run.weights.require({fqn: parameter.shape for fqn, parameter in found.items()}, optional=tied)
     built = model.on_meta()
-    convert_on_meta(run.job_config, built)
+    convert_on_meta(job_config, built)
     set_step(built, max(1, run.step))  # the recipes that a schedule has for this step
     modules = {engine().saved_name(name): module for name, module in built.named_modules()}
     linears = {fqn: module for fqn, module in modules.items() if isinstance(module, torch.nn.Linear)}

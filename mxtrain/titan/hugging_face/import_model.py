@@ -1,7 +1,6 @@
 """``mxtrain import``: makes a folder from which a run continues the training of a Hugging Face model."""
 
 import json
-import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +10,20 @@ import torch
 from mxtrain.checkpoints.folder import package_versions
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER
 from mxtrain.config import dump_config
-from mxtrain.data.tokenizer import COMPANIONS, SPECIAL_TOKENS_FILE, copy_tokenizer, load_tokenizer, tokenizer_hash
-from mxtrain.data.tokenizer import FILES as TOKENIZER_FILES
+from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.checkpoint import save_weights
 from mxtrain.hugging_face.import_model import EMBEDDING, HEAD, SEED, ImportedWeights, run_settings
-from mxtrain.hugging_face.model_config import CONFIG_FILE as MODEL_CONFIG_FILE
-from mxtrain.hugging_face.model_config import GENERATION_FILE, YarnScaling, read_generation, read_shape
+from mxtrain.hugging_face.model_config import (
+    GENERATION_FILE,
+    YarnScaling,
+    read_generation,
+    read_shape,
+    require_computed_alike,
+)
 from mxtrain.hugging_face.model_files import SavedTensors, new_target
 from mxtrain.settings.model_settings import SECTION
-from mxtrain.titan.hugging_face.models import find_model, parameters, require_computed_alike
+from mxtrain.titan.hugging_face.models import find_model, parameters
 from mxtrain.titan.job_config import parse_job_config
 
 
@@ -43,12 +46,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
     with new_target(target, "RUN_DIR") as folder:
         where = f"MODEL_DIR = {str(source)!r}"
         shape, saved = read_shape(source), SavedTensors(source)
-        layers, found = shape.num_hidden_layers, len(saved.shapes)
-        if layers > found:  # building so many would take long
-            raise ConfigError(
-                f"{where}: num_hidden_layers = {layers} in config.json, and the files have {found} tensors"
-            )
-        notes, after = [], f"model.layers.{layers}"
+        notes, after = [], f"model.layers.{shape.num_hidden_layers}"
         if f"{after}.eh_proj.weight" in saved.shapes:
             saved.shapes = {name: shape for name, shape in saved.shapes.items() if not name.startswith(f"{after}.")}
             notes.append(f"{after}, which predicts a second token, is left out, as by transformers")
@@ -86,9 +84,6 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
                 f"{where}: training.seq_len = {job_config.training.seq_len}: TorchTitan scales the rotation as "
                 f"config.json says only in sequences longer than {longer_than}"
             )
-        others = {name for name in os.listdir(source) if name[0] != "." and "safetensors" not in name}
-        if lost := sorted(others - {MODEL_CONFIG_FILE, *TOKENIZER_FILES, SPECIAL_TOKENS_FILE, *COMPANIONS}):
-            notes.append(f"not in the run, nor in its exports: {', '.join(lost)}")
         facts = {"settings": settings, "versions": package_versions(), "tokenizer_sha256": tokenizer_hash(tokenizer)}
         save_weights(folder / SEED, weights, weights.shapes, **facts)
     return "\n".join(

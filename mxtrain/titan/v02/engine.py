@@ -4,26 +4,32 @@ import copy
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.nn as nn
+import torchtitan.train as titan
 from torch.nn.attention.flex_attention import create_block_mask
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.models import _supported_models
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols import model_converter, train_spec
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools import utils
 
+from mxtrain.checkpoints.checkpointer import Checkpointer
+from mxtrain.nn.experts import kept_buffers
 from mxtrain.parallel.initial_weights import plain_name
+from mxtrain.titan.training_run import TrainingRun
 from mxtrain.titan.v02.models import is_tied, sizes_in
 from mxtrain.titan.v02.models import layout_problems as layout_problems
 from mxtrain.titan.v02.models import sizes_of as sizes_of
+from mxtrain.titan.v02.parallelize import Layout
 from mxtrain.titan.v02.train_specs import register as register
 from mxtrain.titan.v02.train_specs import with_mxtrain as with_mxtrain
-from mxtrain.titan.v02.trainer import Trainer as Trainer
 
 hugging_face_tokenizer = HuggingFaceTokenizer
 saved_name = plain_name
@@ -115,8 +121,7 @@ class SizedModel:
     @property
     def sizes(self) -> dict[str, object]:
         """Sizes by their names in ``[model_args]``, "vocab_size" and "seq_len"; "num_experts" only if it has any."""
-        own = {"vocab_size": self.args.vocab_size, "seq_len": self.args.max_seq_len}
-        return {**sizes_in(self.name, self.args), **own}
+        return {**sizes_in(self.name, self.args), "seq_len": self.args.max_seq_len}
 
     def on_meta(self) -> nn.Module:
         """The model without converters on the meta device, fp32."""
@@ -127,3 +132,42 @@ class SizedModel:
         """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""
         args = replace(self.args, enable_weight_tying=False) if is_tied(self.args) else self.args
         return get_train_spec(self.name).state_dict_adapter(args, None)
+
+
+class Trainer(TrainingRun, titan.Trainer):
+    """TorchTitan's trainer with what ``TrainingRun`` adds, and right gradients of replicas and pipelines."""
+
+    def _build(self) -> None:
+        own = {"CheckpointManager": partial(Checkpointer, self), "ParallelDims": Layout}
+        own["ensure_pp_loss_visible"] = lambda *args: None  # which warns that rank 0 does not know it
+        with (
+            patch.multiple(titan, **own),
+            patch.object(type(self.job_config), "maybe_log", JobConfig.maybe_log, create=True),
+        ):
+            titan.Trainer.__init__(self, self.job_config)
+        self.metrics_processor.log = partial(self._log_right_maximum, self.metrics_processor.log)
+        if self.job_config.validation.enable:
+            # Tokens of a validation would count for the next step's load balance of experts.
+            self.validator.validate = kept_buffers(self.model_parts)(self.validator.validate)
+
+    def batch_generator(self, data_iterable):
+        """Yield batches, and count the tokens of this rank.
+
+        Fault: context parallelism counts the tokens of a sequence on every rank. Mended in TorchTitan 0.3.0. All ranks
+        of a context-parallel group read the same sequences, and each computes a part of every sequence. TorchTitan
+        counts whole sequences on every rank where it adds up the ranks' counts, or divides a part's loss by the tokens
+        of whole sequences. Texts have no tokens without a label, so all parts have the same number of tokens.
+        """
+        for inputs, labels in super().batch_generator(data_iterable):
+            self.ntokens_seen -= labels.numel() - labels.numel() // self.parallel_dims.cp
+            yield inputs, labels
+
+    def _log_right_maximum(self, log, step, global_avg_loss, global_max_loss, *args, **kwargs) -> None:
+        """Log, and take the largest loss for that of a part, divided by the tokens of whole sequences."""
+        log(step, global_avg_loss, global_max_loss * self.parallel_dims.cp, *args, **kwargs)
+
+    def _forward_and_backward(self, *, global_valid_tokens, **kwargs) -> torch.Tensor:
+        if self.parallel_dims.pp_enabled:
+            with self.pp_schedule.loss_fn.divided_by(global_valid_tokens):
+                return super()._forward_and_backward(global_valid_tokens=1.0, **kwargs)
+        return super()._forward_and_backward(global_valid_tokens=global_valid_tokens, **kwargs)

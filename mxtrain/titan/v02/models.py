@@ -17,13 +17,11 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import has_cuda_capability
 
 from mxtrain.errors import ConfigError, require_one_of
+from mxtrain.hugging_face.import_model import EMBEDDING, HEAD
 from mxtrain.settings.fields import Problems, Settings
 from mxtrain.settings.machine import degree
 from mxtrain.settings.model_settings import OWN_FLAVORS, PLACES, given_in
 from mxtrain.titan.job_config import PIPELINE, TENSOR
-
-HEAD = "output.weight"
-HF_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass
@@ -32,27 +30,17 @@ class Llama3Args(TransformerModelArgs):
 
     enable_weight_tying: bool = False
 
-    @classmethod
-    def of(cls, args: TransformerModelArgs) -> "Llama3Args":
-        """Return the same arguments as ``Llama3Args``."""
-        return cls(**{field.name: getattr(args, field.name) for field in fields(args)})
-
     @property
     def hidden_dim(self) -> int:
-        """Hidden features of the feed-forward, which TorchTitan computes from three fields."""
-        return hidden_dim(self)
+        """Hidden features of the feed-forward, as TorchTitan's own code computes them from three fields."""
+        with torch.device("meta"):
+            feed_forward = FeedForward(self.dim, 4 * self.dim, self.multiple_of, self.ffn_dim_multiplier)
+        return feed_forward.w1.out_features
 
     @hidden_dim.setter
     def hidden_dim(self, size: int) -> None:
         # TorchTitan rounds a multiple of 8/3 of dim up to a multiple: here to the first one, for the present dim.
         self.multiple_of, self.ffn_dim_multiplier = size, size / int(2 * (4 * self.dim) / 3)
-
-
-def hidden_dim(args: TransformerModelArgs) -> int:
-    """Return the hidden features of the feed-forward, as TorchTitan's own code computes them."""
-    with torch.device("meta"):
-        feed_forward = FeedForward(args.dim, 4 * args.dim, args.multiple_of, args.ffn_dim_multiplier)
-    return feed_forward.w1.out_features
 
 
 def is_tied(args) -> bool:
@@ -82,12 +70,12 @@ class Llama3Adapter(Llama3StateDictAdapter):
 
     def to_hf(self, state_dict: dict) -> dict:
         if is_tied(self.model_args):
-            state_dict = {name: weight for name, weight in state_dict.items() if name != HEAD}
+            state_dict = {name: weight for name, weight in state_dict.items() if name != "output.weight"}
         return super().to_hf(state_dict)
 
     def from_hf(self, hf_state_dict: dict) -> dict:
-        if is_tied(self.model_args) and HF_EMBEDDING in hf_state_dict:
-            hf_state_dict = {**hf_state_dict, HF_HEAD: hf_state_dict[HF_EMBEDDING]}
+        if is_tied(self.model_args) and EMBEDDING in hf_state_dict:
+            hf_state_dict = {**hf_state_dict, HEAD: hf_state_dict[EMBEDDING]}
         return super().from_hf(hf_state_dict)
 
 
@@ -135,10 +123,9 @@ def _configured(model: str | None, args):
     It also makes experts run one after another on devices without a grouped matrix product, which only some of
     TorchTitan's models do themselves.
     """
-    if type(args) is TransformerModelArgs:
-        args = Llama3Args.of(args)
+    kind = Llama3Args if type(args) is TransformerModelArgs else type(args)
 
-    class Configured(type(args)):
+    class Configured(kind):
         def update_from_config(self, job_config, **kwargs) -> None:
             if hasattr(self, "moe_args") and not has_cuda_capability(9, 0):
                 self.moe_args.use_grouped_mm = False  # first, because some of TorchTitan's models warn of a failure
@@ -163,7 +150,7 @@ def _configured(model: str | None, args):
             missing = sum(weight.numel() for weight in module.parameters()) - parameters
             return parameters + missing, flops + 6 * missing
 
-    Configured.__name__ = Configured.__qualname__ = type(args).__name__
+    Configured.__name__ = Configured.__qualname__ = kind.__name__
     return Configured(**{f.name: getattr(args, f.name) for f in fields(args)})
 
 
@@ -184,7 +171,7 @@ def sizes_of(job) -> dict[str, object]:
             f"data.vocab_size = {size} is not the {args.vocab_size} of model.name = {name!r}, which takes no other: "
             "allowed is 0; with_mxtrain from mxtrain.titan lets a model of your own take any size"
         )
-    return {**sizes_in(name, args), "vocab_size": args.vocab_size, "seq_len": job.training.seq_len}
+    return {**sizes_in(name, args), "seq_len": job.training.seq_len}
 
 
 def sizes_in(model: str, args) -> dict[str, object]:
@@ -195,7 +182,7 @@ def sizes_in(model: str, args) -> dict[str, object]:
     places = {**PLACES.get(model, _OF_ANY_MODEL), **_OTHER_SIZES}
     if not getattr(args, "moe_enabled", True):
         places = {name: place for name, place in places.items() if not place.startswith("moe_")}
-    sizes = {}
+    sizes = {"vocab_size": args.vocab_size}
     for name, place in places.items():
         if place:
             with suppress(AttributeError):  # llama4 without scaled rotation, and models without experts

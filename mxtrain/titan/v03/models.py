@@ -201,7 +201,7 @@ def _deepseek_v3(s: dict) -> Callable:
     return attention
 
 
-_MODELS = {
+MODELS = {
     "llama3": (_llama3, Llama3Model, Llama3TransformerBlock, parallelize_llama, Llama3StateDictAdapter),
     "qwen3": (_qwen3, Qwen3Model, Qwen3TransformerBlock, parallelize_qwen3, Qwen3StateDictAdapter),
     "deepseek_v3": (
@@ -209,11 +209,12 @@ _MODELS = {
         DeepSeekV3StateDictAdapter,
     ),
 }
+"""Its attentions, classes of model and layer, parallelize function, and adapter to the names of Hugging Face"""
 
 
 def config_of(name: str, s: dict):
     """TorchTitan's config of a model with these sizes."""
-    attentions, model, block, *_ = _MODELS[name]
+    attentions, model, block, *_ = MODELS[name]
     dim, vocabulary, std, attention = s["dim"], s["vocab_size"], s["dim"] ** -0.5, attentions(s)
     dense_layers = s.get("n_dense_layers", 0) if "num_experts" in s else s["n_layers"]
     layers = [
@@ -249,14 +250,9 @@ def sizes_of(job) -> dict[str, object]:
     return {**DEFAULTS[name], **FLAVORS[name][job.model.flavor], **given, "seq_len": job.training.seq_len}
 
 
-def adapter_of(name: str) -> type:
-    """TorchTitan's class that translates the names of a model's parameters to those of Hugging Face."""
-    return _MODELS[name][-1]
-
-
 def model_spec(job) -> ModelSpec:
     """TorchTitan's spec of a job's model."""
-    *_, parallelize, adapter = _MODELS[job.model.name]
+    *_, parallelize, adapter = MODELS[job.model.name]
     return ModelSpec(
         name=job.model.name,
         flavor=job.model.flavor,

@@ -331,11 +331,11 @@ def test_settings_and_defaults_are_those_of_the_checkpoint(own):
     config, checkpoint = own / "config.toml", own / "checkpoint" / "step-3"
     text = config.read_text()
     config.write_text(text.replace("[mxnorm.diag", "[mxnorm]\np = 1\n[mxnorm.diag"))
-    assert open_run(own).job_config.mxnorm.p == 2
+    assert open_run(own).settings.values.mxnorm.p == 2
     config.write_text(text.replace("[mxnorm.diag", '[mxnorm]\nmode = "native"\n[mxnorm.diag'))
     defaults = {"mxnorm.p": 1, "training.seq_len": 64, "mxnorm.recipe": "mxfp8", "gone.by": 1}
     saved_runs.add_manifest(checkpoint, defaults=defaults)
-    job_config = open_run(own).job_config
+    job_config = open_run(own).settings.values
     assert (job_config.mxnorm.p, job_config.training.seq_len, job_config.mxnorm.recipe) == (1, 32, "mxfp8")
     assert job_config.mxnorm.mode == "auto", "this machine may lack the other"
 

@@ -18,13 +18,13 @@ from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import LocalFiles
 from mxtrain.data.tokenizer import copy_tokenizer, train_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.model_config import REPORT_FILE, read_shape
+from mxtrain.hugging_face.model_config import REPORT_FILE, read_shape, require_computed_alike
 from mxtrain.settings.machine import Machine, check_machine
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.resume import resolved
 from mxtrain.titan.hugging_face.export import export, open_run
 from mxtrain.titan.hugging_face.import_model import import_model
-from mxtrain.titan.hugging_face.models import find_model, require_computed_alike
+from mxtrain.titan.hugging_face.models import find_model
 from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import write_resolved_config
 from tests.support import saved_runs
@@ -119,7 +119,7 @@ MODEL_ARGS = {
     ("qwen3", "experts"): {
         "moe_inter_dim": 64, "num_experts": 6, "top_k": 3, "load_balance_coeff": 0,
     },
-    ("deepseek_v3", "scaled"): {"rope_original_seq_len": 4096, "load_balance_coeff": 1e-3},
+    ("deepseek_v3", "scaled"): {"rope_original_seq_len": 4096},
     ("deepseek_v3", "unscaled"): {"rope_factor": 1.0, "load_balance_coeff": 1e-3},
 }  # fmt: skip
 """[model_args] of the models whose shape is no flavor's: what differs from the nearest flavor"""
@@ -355,14 +355,13 @@ def test_two_tied_weights_are_one_if_they_are_the_same(is_same, name, models, tm
 
 
 def test_an_export_has_what_the_model_had(models, tmp_path):
-    """Several eos tokens, sampling settings and the template of chats. The rest of the folder is named."""
+    """Several eos tokens, sampling settings and the template of chats."""
     source, run = shutil.copytree(models["qwen3", "small"], tmp_path / "model"), tmp_path / "run"
     edit_config(bos_token_id=3, eos_token_id=1)(source)
     sampling = {"eos_token_id": [1, 2], "pad_token_id": 2, "do_sample": True, "temperature": 0.6, "top_k": 20}
     (source / "generation_config.json").write_text(json.dumps(sampling))
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    (source / "README.md").touch()
-    assert "note      not in the run, nor in its exports: README.md\n" in import_model(source, run)
+    import_model(source, run)
     elsewhere = tmp_path / "elsewhere" / "tokenizer"  # of a run that starts from these weights in another folder
     elsewhere.parent.mkdir()
     copy_tokenizer(run / "tokenizer", elsewhere)
@@ -486,10 +485,6 @@ BAD = {
         "head_dim = 64 in config.json does not fit TorchTitan's llama3, which would have 32",
     ),
     "layers": (edit_config(num_hidden_layers=7), "9 of 66 tensors missing, such as model.layers.6."),
-    "absurd layers": (
-        edit_config(num_hidden_layers=10**9),
-        "num_hidden_layers = 1000000000 in config.json, and the files have 57 tensors",
-    ),
     "features": (
         edit_config(intermediate_size=800),
         "model.layers.0.mlp.down_proj.weight has shape [256, 768], and [256, 800] by config.json",

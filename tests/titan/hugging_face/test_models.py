@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.model_config import ModelShape, RopeScaling
-from mxtrain.titan.hugging_face.models import parameters, require_computed_alike, shape_of
+from mxtrain.hugging_face.model_config import ModelShape, RopeScaling, require_computed_alike, shape_of
+from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.releases import engine
 from tests.support.saved_runs import sized
 

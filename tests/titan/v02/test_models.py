@@ -15,7 +15,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.v02.engine import build_on_meta
-from mxtrain.titan.v02.models import Llama3, Llama3Adapter, Llama3Args, hidden_dim, sizes_of
+from mxtrain.titan.v02.models import Llama3, Llama3Adapter, Llama3Args, sizes_of
 from tests.support.jobs import with_setting
 
 SMALL = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, max_seq_len=32)
@@ -39,8 +39,7 @@ def test_any_hidden_size_is_exact(dim):
 
 
 def test_the_hidden_size_of_titans_own_arguments():
-    args = TransformerModelArgs(dim=4096, ffn_dim_multiplier=1.3, multiple_of=1024)
-    assert hidden_dim(args) == Llama3Args.of(args).hidden_dim == 14336
+    assert Llama3Args(dim=4096, ffn_dim_multiplier=1.3, multiple_of=1024).hidden_dim == 14336
 
 
 def test_without_tying_it_is_titans_model():
