@@ -109,8 +109,8 @@ def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: t
     Args:
         rank: the rank among those that read different text, and their number.
 
-    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch per
-    rank.
+    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
+    per rank.
     """
     name, validation = validation_dataset(job_config), job_config.validation
     if name == "hf":

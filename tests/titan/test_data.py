@@ -140,9 +140,7 @@ def test_a_text_of_the_users_own_needs_a_validation_setting(monkeypatch):
 def test_torchtitans_own_names_go_to_its_own_code(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")  # datasets reads a split out of a path with "test" in it
     (folder / "train.json").write_text("".join(json.dumps({"text": text(i)}) + "\n" for i in range(40)))
-    own = ["c4_test", str(folder)]
-    config = job(*(f"--{s}.dataset={own[0]}" for s in ("training", "validation")), "--validation.enable",
-                 *(f"--{s}.dataset_path={own[1]}" for s in ("training", "validation")))  # fmt: skip
+    config = job("--training.dataset=c4_test", f"--training.dataset_path={folder}")
     tokenizer = build_tokenizer(config)
     assert tokenizer.get_vocab_size() == VOCABULARY
     loader = build_dataloader(1, 0, tokenizer, config)
