@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
+from mxtrain import ConfigError
 from mxtrain.analysis import load_run
 from mxtrain.analysis.numerics import by_figure
 from mxtrain.checkpoints.folder import read_manifest
@@ -199,6 +200,14 @@ def test_a_run_goes_on_under_one_layout_after_another(base):
         assert [row[key] for row in ours] == [row[key] for row in theirs["run"].rows], key
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in ours] == pytest.approx([row[key] for row in theirs["run"].rows], rel=1e-5), key
+
+
+def test_layers_that_torchtitan_cannot_divide_into_stages_are_one_line():
+    def build():
+        raise ValueError("4 stages\nfor 3 ranks")
+
+    with pytest.raises(ConfigError, match="^parallelism: 4 stages for 3 ranks$"):
+        layouts.build_pipeline(build, None, None)
 
 
 def test_a_loss_is_divided_by_the_tokens_inside_of_the_context_and_by_the_parts_outside():
