@@ -26,8 +26,6 @@ from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.resume import changes, settings_before
 from mxtrain.titan.releases import engine
 
-NOT_EXPORTED = "'mxtrain export', 'eval' and 'generate' will refuse this run"
-
 
 def require_same_settings(settings: Settings) -> None:
     """Compare the settings of all ranks. All must call it, in a process group.
@@ -88,7 +86,8 @@ def begin_run(job_config, find: Callable[[], Start], found: Start | None) -> Sta
         lines.append("no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints")
     elif start.step == 0 and job_config.model.name in MODELS:
         try:
-            require_computed_alike(engine().SizedModel.of_job(job_config), NOT_EXPORTED)
+            refused = "'mxtrain export', 'eval' and 'generate' will refuse this run"
+            require_computed_alike(engine().SizedModel.of_job(job_config), refused)
         except ConfigError as error:
             lines.append(str(error))
     if start.step >= job_config.training.steps:

@@ -88,8 +88,6 @@ _OTHER_SIZES = {
     **{name: f"moe_args.{name}" for name in ("route_norm", "route_scale", "score_func")},
 }
 
-_DEBUG = {"llama3": "debugmodel", "qwen3": "debugmodel_moe"}
-
 
 class Flavors(UserDict):
     """Model arguments by flavor that the job config can set, also mxtrain's and those that a user adds.
@@ -106,7 +104,7 @@ class Flavors(UserDict):
         self._model = model
         super().__init__(flavors)
         for flavor, sizes in OWN_FLAVORS.get(model, {}).items():
-            args = self.data[flavor] = self[_DEBUG[model]]
+            args = self.data[flavor] = self["debugmodel_moe" if model == "qwen3" else "debugmodel"]
             args.set_model_args(sizes)
             args.vocab_size = sizes["vocab_size"]
 
