@@ -14,9 +14,9 @@ from tests.support import oracle
 
 NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
-    **oracle.RECIPES,
+    "unquantized": oracle.RECIPES["unquantized"],
+    "mxfp8": [],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
-    "both converters": ["--model.converters=mxnorm,fused_norm"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
 }
 AC = "--activation_checkpoint.mode="
@@ -30,13 +30,9 @@ TWO = {
 }
 QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_norm,decompose_k_router"]
 TWO_SWEEP = {
-    "unquantized, selective": [*oracle.layout(tensor=2), f"{AC}selective"],
-    "mxfp8, loss parallel off": [*oracle.layout(tensor=2), NO_LOSS_PARALLEL, HIGH_PRECISION],
     "mxfp8, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
     "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
-    "mx_linear": oracle.layout(tensor=2),
     "quantized head": oracle.layout(tensor=2),
-    "both converters": oracle.layout(tensor=2),
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
 }
 FOUR_SWEEP = {

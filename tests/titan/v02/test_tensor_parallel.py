@@ -81,16 +81,13 @@ MODELS = {
 }
 LAYOUTS = {
     2: {
-        "tensor 2, experts in its place, experts, unquantized": [*oracle.layout(tensor=2, expert=2), *COMPILED],
         "tensor 2, shared experts, mx_linear": oracle.layout(tensor=2),
-        "tensor 2, experts, mxfp8": oracle.layout(tensor=2),
         "tensor 2, experts in its place, experts, mxfp8": [*oracle.layout(tensor=2, expert=2), *COMPILED],
         "expert 2, experts, mxfp8": oracle.layout(shard=2, expert=2),
         "expert 2, values sent, experts, mxfp8": [
             *oracle.layout(shard=2, expert=2),
             "--mxnorm.dispatch=high_precision",
         ],
-        "expert 2, experts, unquantized": oracle.layout(shard=2, expert=2),
     },
     4: {
         "tensor 2 x expert 4, experts, mxfp8": [
