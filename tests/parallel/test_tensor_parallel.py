@@ -110,27 +110,6 @@ def test_norms_know_whether_their_layer_is_checkpointed():
     ]
 
 
-@pytest.mark.sweep
-def test_checkpoints_move_between_two_processes_and_one(base, tmp_path):
-    """Two steps on one layout, three on the other."""
-    save = ["--checkpoint.enable", "--checkpoint.interval=2", "--lr_scheduler.total_steps=5"]
-    first, last = "--training.steps=2", "--training.steps=5"
-
-    def run(group, processes, folders):
-        layout = oracle.layout(tensor=processes)
-        flags = {folder.name: [*layout, *save, *more, f"--job.dump_folder={folder}"] for folder, more in folders}
-        return oracle.outcomes_of(base, group, processes, flags)
-
-    whole, split, straight = (tmp_path / name for name in ("whole", "split", "straight"))
-    run("checkpoints of one", 1, [(whole, [first]), (straight, [last])])
-    joined = run("checkpoints of two", 2, [(split, [first]), (whole, [last])])
-    losses = run("checkpoints of two, on one", 1, [(split, [last]), (straight, [last])])
-    expected = losses["straight"].losses
-    assert len(expected) == 5
-    for resumed in (losses["split"], joined["whole"]):
-        assert resumed.losses == pytest.approx(expected, rel=5e-3)
-
-
 def linear(recipe: str) -> MXLinear:
     return MXLinear(128, 192, bias=False, recipe=recipe, device="meta")
 

@@ -29,9 +29,7 @@ PTRR = "--parallelism.context_parallel_load_balancer=ptrr"
         f"--model.name=qwen3 --model.flavor=30B-A3B {TP}=4 {EP}=8 {PP}=2",
         f"{LLAMA3_8B} {PP}=4 {INTERLEAVED}",
         f"{LLAMA3_8B} {PP}=2 {PER_STAGE}=17",
-        f"{LLAMA3_8B} {PP}=2 {INTERLEAVED} {PER_STAGE}=9",
         f"{EXPERTS} {EP}=8",
-        "--model.name=llama3 --model.flavor=70B --parallelism.tensor_parallel_degree=8",
     ],
 )
 def test_layouts_that_fit_the_model(flags):
@@ -43,22 +41,15 @@ def test_layouts_that_fit_the_model(flags):
     [
         (f"{LLAMA3_8B} {TP}=64", "tensor_parallel_degree = 64 does not divide the 32 heads of llama3 8B"),
         (f"{LLAMA3_8B} {TP}=16", "tensor_parallel_degree = 16 does not divide the 8 key-value heads of llama3 8B"),
-        (
-            f"{LLAMA3_8B} --model_args.n_kv_heads=4 {TP}=8",
-            "degree = 8 does not divide the 4 key-value heads of llama3 8B",
-        ),
         (f"{LLAMA3_8B} {PP}=64", "pipeline_parallel_degree = 64 does not divide 32 layers: .*34"),
-        (f"{LLAMA3_8B} {PP}=20 {INTERLEAVED}", "pipeline_parallel_degree = 20 does not divide 32 layers: .*40.*34"),
         (f"{LLAMA3_8B} {PP}=4 {LAST}=12", "pipeline_parallel_degree = 4 does not divide 32 layers: .*12.*11"),
         (f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=2", "pipeline_parallel_degree = 4 with schedule 1F1B needs 4 .* 17 of 32 la"),
         (f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=9 {INTERLEAVED}", "Interleaved1F1B needs a .* 4, and 8 or .* 4 of"),
-        (f"{LLAMA3_8B} {PP}=4 {PER_STAGE}=4 {INTERLEAVED}", "Interleaved1F1B needs a .* 4, and 8 or .* 9 of"),
         (
             f"--model.name=qwen3 --model.flavor=0.6B {PP}=2",
             "pipeline_parallel_degree = 2 separates the embedding of qwen3 0.6B from the head, .*: allowed is 1",
         ),
         (f"{LLAMA3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which llama3 8B does not have"),
-        (f"{QWEN3_8B} {EP}=2", "expert_parallel_degree = 2 needs experts, which qwen3 8B does not have"),
         (f"{EXPERTS} {EP}=3", "expert_parallel_degree = 3 does not divide the 64 experts of deepseek_v3 16B"),
         (
             f"--model.name=llama3 --model.flavor=debugmodel_varlen_attn {CP}=2",
