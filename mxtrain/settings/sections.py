@@ -304,13 +304,13 @@ class Metrics:
     """
 
     wandb_project: str = ""
-    """Project. Empty: $WANDB_PROJECT, else mxtrain"""
+    """Project on wandb. Empty: $WANDB_PROJECT, else mxtrain"""
     wandb_name: str = ""
-    """Name. Empty: $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
+    """Name of the run on wandb. Empty: $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
     wandb_group: str = ""
-    """Group. Empty: $WANDB_RUN_GROUP"""
+    """Group of the run on wandb. Empty: $WANDB_RUN_GROUP"""
     wandb_tags: Names = None
-    """Tags. Unset: $WANDB_TAGS"""
+    """Tags of the run on wandb. Unset: $WANDB_TAGS"""
 
 
 @dataclass

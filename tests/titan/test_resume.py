@@ -136,12 +136,6 @@ def test_a_finished_run_says_how_it_goes_on(one):
     assert json.loads((done.folder / "run.json").read_text())["world_size"] == 1
 
 
-def test_a_run_whose_steps_are_not_saved_says_so(one):
-    note = "no step of this run is saved: checkpoint.interval = 3 has no effect without checkpoint.enable = true"
-    assert note in one["p1"].output[0].splitlines()
-    assert not any("is saved" in one[name].output[0] for name in ("mxnorm", "exact"))  # "exact" ends before step 500
-
-
 def test_a_seed_holds_only_weights(base):
     names = {name.partition(".")[0] for name in content(seeds(base)["dense"], 0)}
     assert names == {"layers", "tok_embeddings", "norm", "output"}

@@ -495,10 +495,6 @@ BAD = {
         "model.layers.0.mlp.down_proj.weight has shape [256, 768], and [256, 800] by config.json",
     ),
     "NaN": (edit_weight("model.layers.0.mlp.up_proj.weight", float("nan")), "model.layers.0.mlp.up_proj.weight has va"),
-    "rotation": (
-        edit_config(rope_parameters=LLAMA_ROPE | {"partial_rotary_factor": 0.5}),
-        "transformers cannot run it: The size of tensor a (16) must match",
-    ),
     "heads": (
         edit_config(num_key_value_heads=3),
         "config.json does not fit: n_heads = 16 is no multiple of n_kv_heads = 3",

@@ -186,16 +186,12 @@ def test_a_run_goes_on_under_one_layout_after_another(base):
     flags = ["unquantized", *SAVE, f"--job.dump_folder={base / 'under every layout'}"]
     layouts = [{"shard": 4}, {"tensor": 2, "shard": 2}, {"pipeline": 2, "shard": 2}, {"pipeline": 2, "replicate": 2}]
     on_four = {f"step {step}": run(*flags, steps(step), **degrees) for step, degrees in enumerate(layouts, 1)}
-    for name, processes, runs in (
-        ("resharded", 4, on_four),
-        ("resharded on one", 1, {"step 5": run(*flags, steps(5))}),
-    ):
+    on_one = {"step 5": run(*flags, steps(5))}
+    for name, processes, runs in (("resharded", 4, on_four), ("resharded on one", 1, on_one)):
         for outcome in done_once(base, name, processes, runs).values():
             assert set(outcome.statuses) == {0}, outcome.output[0][-4000:]
-    ours, theirs = (
-        outcome.rows,
-        oracle.outcomes_of(base, "one process, resharded", 1, {"run": run("unquantized", steps(5))}),
-    )
+    alone = {"run": run("unquantized", steps(5))}
+    ours, theirs = outcome.rows, oracle.outcomes_of(base, "one process, resharded", 1, alone)
     for key in ("step", "tokens_seen", "lr"):
         assert [row[key] for row in ours] == [row[key] for row in theirs["run"].rows], key
     for key in ("loss", "grad_norm"):
