@@ -220,7 +220,7 @@ def run_workers(arguments: list[str], processes: int, folder: Path, environment:
 
 def _say_from_handler(text: str) -> None:
     """Write a line to stderr, from a signal handler: the interpreter may be in the middle of a print."""
-    start = "\n" if os.isatty(2) else ""  # after a worker's status line and the terminal's ^C
+    start = "\n" if os.isatty(2) else ""  # after the terminal's ^C
     with suppress(OSError):
         os.write(2, f"{start}mxtrain: {text}\n".encode())
 

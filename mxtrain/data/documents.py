@@ -1,4 +1,4 @@
-"""Documents: their hashes, and those of local JSONL, CSV, Parquet, Arrow and text files, which may exceed the memory.
+"""Documents and their hashes, and how local JSONL, CSV, Parquet, Arrow and text files are read, piece by piece.
 
 Documents stay in file order, and duplicates are kept, because a mixture may repeat a file to give it more weight. A
 document's text decides whether it is held out, as in a stream: equal documents are on the same side, and stay there

@@ -287,10 +287,7 @@ class Validation:
     resume = Resume.FREE
 
     dataset: str = ""
-    """
-    Validation text, as in training.dataset. Empty: held-out documents of the training text, or "c4_validation" beside
-    TorchTitan's
-    """
+    """Validation text: "python", "files" or "hf". Empty: held-out documents of the training text"""
 
 
 @dataclass

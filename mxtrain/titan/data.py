@@ -1,7 +1,7 @@
 """Build TorchTitan's tokenizer and data loaders from mxtrain's data.
 
-``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``), or the name of a
-dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.dataset``.
+``training.dataset`` and ``validation.dataset`` are "python", "files" or "hf" (see ``mxtrain.data``). Training also
+takes the name of a dataset of TorchTitan. An empty ``validation.dataset`` follows ``training.dataset``.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""What both releases do to a parallelized model, and to the stages and the loss of a pipeline."""
+"""What both releases of TorchTitan do to a parallelized model, and to the stages and the loss of a pipeline.
+
+A parallelized model learns what norms and experts send, runs FSDP2 on gloo, and draws weights that fit every layout.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack

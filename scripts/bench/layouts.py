@@ -3,7 +3,7 @@
 For every layout and recipe it trains the tests' tiny model for 5 steps (``tests/support/oracle.py``), and prints
 the largest difference of a parameter's gradient before clipping, relative to its norm, and of losses and gradient
 norms. Degrees are joined by x: ddp2xfsdp2 is HSDP. A layout needs as many GPUs as the product of its degrees, where ep
-(expert parallelism) and etp (tensor parallelism of experts) do not count.
+(expert parallelism) does not count.
 
 A rounding that flips changes later steps, whatever the layout: "perturbed" is one process whose initial weights differ
 by 1e-7 of themselves. With --follow, each step starts from the weights that one process had there.
@@ -29,14 +29,13 @@ from math import prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-OF_EXPERTS = {"ep": "expert", "etp": "expert_tensor"}
 DEGREES = {
     "ddp": "replicate",
     "fsdp": "shard",
     "cp": "context",
     "tp": "tensor",
     "pp": "pipeline",
-    **OF_EXPERTS,
+    "ep": "expert",
 }
 ONE, PERTURBED = "one", "perturbed"
 MODELS = {
@@ -81,7 +80,7 @@ def train(base: Path, name: str, recipes: list[str], common: list[str], repeat: 
     """
     from tests.support import oracle
 
-    processes = prod(degree for kind, degree in degrees(name).items() if kind not in OF_EXPERTS.values())
+    processes = prod(degree for kind, degree in degrees(name).items() if kind != "expert")
     flags = [*oracle.layout(**degrees(name)), *common]
     followed = {recipe: oracle.follow(base, recipe, f"{follow} 0") if follow else [] for recipe in recipes}
     runs = {recipe: [*flags, *oracle.RECIPES[recipe], *followed[recipe]] for recipe in recipes}

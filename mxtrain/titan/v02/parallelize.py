@@ -1,7 +1,8 @@
 """mxtrain's additions to TorchTitan's parallelize functions.
 
-They put mxtrain's styles into the plans of tensor parallelism, let selective activation checkpointing know mxtrain's
-operations, run FSDP2 on gloo, and draw initial weights that fit every layout.
+They refuse layouts of other trainers, put mxtrain's styles into the plans of tensor parallelism, let selective
+activation checkpointing know mxtrain's operations, and divide a pipeline's loss by its tokens.
+``mxtrain.titan.layouts`` does what both releases need.
 """
 
 import functools
