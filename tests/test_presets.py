@@ -89,13 +89,6 @@ def test_init_copies_the_script_for_slurm(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "train.sbatch").read_bytes() == (ROOT / "train_configs" / "train.sbatch").read_bytes()
 
 
-def test_init_of_what_is_no_preset(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["init", "nothing"]) == 2
-    assert capsys.readouterr().err.startswith("mxtrain: error: NAME = 'nothing' is not one of the presets: deepseek")
-    assert list(tmp_path.iterdir()) == []
-
-
 # A wheel
 
 

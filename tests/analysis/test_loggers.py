@@ -18,9 +18,7 @@ from mxtrain.analysis.loggers import (
     wandb_facts,
     wandb_variables,
 )
-from tests.support.wandb_server import wandb_server
 
-KEY = "0123456789abcdef0123456789abcdef01234567"
 FACTS = {"model": "llama3", "flavor": "125m", "precision": "bfloat16 compute, float32 parameters"}
 FACTS |= {"converter": "mxnorm", "converters": ["mxnorm"], "recipe": "mxfp8", "p": 2, "estimator": "pre_round"}
 
@@ -76,15 +74,6 @@ def no_credentials(monkeypatch, tmp_path):
     wandb.teardown()  # its settings are global to the process
 
 
-@pytest.fixture
-def server(monkeypatch):
-    with wandb_server() as server:
-        monkeypatch.setenv("WANDB_API_KEY", KEY)
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        monkeypatch.setenv("WANDB_INIT_TIMEOUT", "20")
-        yield server
-
-
 def build(folder, earlier=None):
     """A logger as TorchTitan builds it, in a process of its own."""
     wandb.teardown()
@@ -120,28 +109,6 @@ def test_a_run_without_a_key_is_offline(monkeypatch, tmp_path):
     assert os.environ == before and mode_of(run) == "offline"
     assert (run.settings.init_timeout, run.settings.finish_timeout, run.settings.silent) == (30, 120, True)
     assert run.tags == ("first", "try"), "words and not letters"
-
-
-def test_an_online_run_and_its_continuation(tmp_path, server):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    first = build(folder)
-    for step in (1, 2, 3):
-        first.log({"loss_metrics/global_avg_loss": 10.0 - step, "numerics/layers.3.wq/fprop_error": 0.5}, step)
-    first.close()
-    assert wandb_facts(first.run, folder)["url"] == f"{server.url}/someone/p/runs/{first.run.id}"
-    run = server.runs[first.run.id]
-    assert (run["displayName"], run["project"]) == ("llama3 125m mxnorm mxfp8 p=2", "mxtrain")
-    assert server.history[3]["numerics/layers.3.wq/fprop_error"] == 0.5
-
-    second = build(folder, (first.run.id, 2))
-    assert second.last_step == 3, "a server knows more than the run's folder"
-    for step in (3, 4):
-        second.log({"loss_metrics/global_avg_loss": 5.0}, step)
-    second.close()
-    losses = {step: row["loss_metrics/global_avg_loss"] for step, row in server.history.items()}
-    assert losses == {1: 9.0, 2: 8.0, 3: 7.0, 4: 5.0}, "wandb cannot replace steps"
-    assert set(server.later_names) == {None}, "a name that the user gave it on the server stays"
 
 
 def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):

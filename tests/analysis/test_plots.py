@@ -9,7 +9,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from mxtrain.analysis import Run, plot, plots
-from mxtrain.analysis.plots import SMOOTH_FROM, curves, minus, moving_average, window
+from mxtrain.analysis.plots import SMOOTH_FROM, curves, minus, moving_average
 from mxtrain.errors import ConfigError
 
 
@@ -170,14 +170,6 @@ def test_a_difference_of_curves_with_other_steps_is_interpolated():
     assert minus(pd.Series([20.0], [15]), pd.Series([10.0, 20.0], [10, 20])).tolist() == [5.0]
     assert np.isnan(minus(pd.Series([1.0], [20]), pd.Series([1.0], [10]))).all()
     assert np.isnan(minus(pd.Series([1.0], [20]), pd.Series([], dtype=float))).all()
-
-
-@pytest.mark.parametrize(
-    ("length", "points", "width"),
-    [(49, None, 1), (49, 1, 1), (49, 2, 3), (49, 3, 3), (49, 10, 11), (1000, None, 41)],
-)
-def test_windows_are_odd_and_about_four_percent_of_a_long_curve(length, points, width):
-    assert window(pd.Series([9.0] * length), points) == width
 
 
 def test_an_x_axis_that_is_not_logged_is_an_error():

@@ -55,9 +55,6 @@ IN = "checkpoint.initial_load_path = "
 TRAIN = {
     # Metrics that would be replaced.
     "a finished run": Case(RUN, f"{REPLACES} (checkpoint.enable is False); choose another folder", METRICS),
-    "a finished run, resumed without checkpoints": Case(
-        SAVES, f"{REPLACES} (run/checkpoint holds no checkpoint from which it could resume)", METRICS
-    ),
     "weights without the step": Case(
         f"{SAVES} --checkpoint.exclude_from_loading=lr_scheduler,train_state", AT_STEP_1.format(10), METRICS | saved(10)
     ),
@@ -106,7 +103,6 @@ TO_RESUME = "holds no checkpoint to resume from; start again, in a new folder, w
 RESUME = {
     "no folder": Case("--resume nowhere", "--resume nowhere: no run has been here, nowhere/config.toml is missing"),
     "no name": Case("--resume", "--resume needs the folder of a run, such as outputs/a", FINISHED),
-    "neither a run nor a config": Case("", "CONFIG is missing: give a TOML file, or --resume and the folder of a run"),
     "a run and a config's flag": Case(
         "--resume run --job.config_file=job.toml", f"job.config_file: {ALREADY}", FINISHED
     ),
@@ -123,10 +119,6 @@ RESUME = {
     "a config that is not the run's own": Case(
         f"job.toml {SAVES} --mxnorm.p=1", "debug.seed = None, but run/checkpoint/step-10 was trained with 3", FINISHED
     ),
-}  # fmt: skip
-
-PLOT = {
-    "a file": Case("run/a", "run folder 'run/a' is a file: name the run's folder", {"run/a": ""}),
 }  # fmt: skip
 
 
@@ -166,7 +158,7 @@ def launcher(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", TRAIN)
 def test_a_run_that_is_refused(name, launcher, monkeypatch, capsys):
     monkeypatch.setenv("NGPU", TRAIN[name].ngpu)
-    Path("outputs" if name != "outputs is a file" else "other").mkdir()
+    Path("outputs").mkdir()
     require_refusal(TRAIN[name], "train job.toml", capsys)
     assert launcher == []
 
@@ -176,12 +168,6 @@ def test_a_resume_that_is_refused(name, launcher, monkeypatch, capsys):
     monkeypatch.setenv("NGPU", RESUME[name].ngpu)
     require_refusal(RESUME[name], "train", capsys)
     assert launcher == []
-
-
-@pytest.mark.parametrize("name", PLOT)
-def test_a_plot_that_is_refused(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    require_refusal(PLOT[name], "plot", capsys)
 
 
 ALLOWED = {

@@ -196,12 +196,3 @@ def test_the_arguments_reach_the_import(monkeypatch, capsys):
     assert cli.main(["import", "a", "b", "--config", "c.toml"]) == 0
     assert calls == [(Path("a"), Path("b"), None), (Path("a"), Path("b"), Path("c.toml"))]
     assert capsys.readouterr().out == "lines\nlines\n"
-
-
-@pytest.mark.parametrize("model", ["nowhere", "."])
-def test_a_folder_without_a_model_is_one_line(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["import", model, "run"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"mxtrain: error: MODEL_DIR = {str(Path(model))!r}: config.json is missing")
-    assert error.count("\n") == 1 and list(tmp_path.iterdir()) == []

@@ -4,35 +4,12 @@ import re
 
 import pytest
 import torch
-import torch.nn as nn
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, convert
-from mxtrain.formats.parse import get_recipe
+from mxtrain import ConfigError, convert
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.rng.rounding import Draws
 from mxtrain.rng.seeds import hadamard_signs, rounding_key, sign_mask
-from tests.support.conversion_models import Attention, FeedForward, Layer, llama
-
-
-def test_the_last_share_of_the_blocks_stays_in_high_precision():
-    model = llama(layers=6)
-    report = convert(model, recipe="nvfp4", mode="reference")
-    assert len(report.norms) == 10 and len(report.linears) == 10
-    assert [type(layer.attention_norm) for layer in model.layers] == [MXNorm] * 5 + [nn.RMSNorm]
-    assert {type(m) for m in model.layers[5].modules()} <= {Layer, Attention, FeedForward, nn.Linear, nn.RMSNorm}
-    reason = "in the last 1 of 6 blocks (high_precision_share = 0.15)"
-    assert report.skipped["layers.5.ffn_norm"] == report.skipped["layers.5.attention.wo"] == reason
-    assert report.skipped["output"] == "is the output head"
-
-
-def test_the_switches_of_nvfp4_reach_every_layer():
-    switches = dict(tensor_scale="dynamic", weight_tiles=False, hadamard=False, stochastic_rounding=False)
-    model = llama()
-    convert(model, recipe="nvfp4", mode="reference", **switches, high_precision_share=0)
-    modules = [m for m in model.modules() if isinstance(m, (MXNorm, MXLinear, MXNormLinear))]
-    assert len(modules) == 18 and {m.recipe for m in modules} == {
-        get_recipe("nvfp4", **switches, high_precision_share=0)
-    }
+from tests.support.conversion_models import llama
 
 
 def test_layers_take_their_numbers_from_seed_and_fqn():

@@ -207,15 +207,6 @@ def stack(count) -> Survey:
     )
 
 
-def test_the_last_pattern_that_matches_a_linear_wins():
-    recipes = {"layers.[0-3]": "nvfp4", "layers.2": "bf16"}
-    result = plan(stack(6), "mx_linear", recipes=recipes)
-    assert result.recipes == dict.fromkeys(("layers.0.wo", "layers.1.wo", "layers.3.wo"), "nvfp4")
-    assert result.skipped == {"layers.2.wo": "left in high precision by recipes.'layers.2' = 'bf16'"}
-    with pytest.raises(ConfigError, match="^recipes: 'norm' names no linear layer"):
-        plan(stack(6), "mx_linear", recipes={"norm": "nvfp4"})
-
-
 def test_a_share_of_the_blocks_is_rounded_to_nearest():
     for share, blocks, count in [(0.15, 12, 2), (0.15, 3, 0), (0.5, 3, 2), (0.0, 4, 0), (0.34, 3, 1)]:
         result = plan(stack(blocks), "mx_linear", high_precision_share=share)

@@ -1,6 +1,5 @@
 """Wrong settings and damaged files of the user: each is a ConfigError of one line, and nothing is left in the cache."""
 
-import bz2
 import gzip
 import io
 import json
@@ -63,7 +62,6 @@ FILES = [
     ({}, "*.jsonl", {"section": "validation"}, "validation.dataset_path = '{path}' does not exist and matches no"),
     ({"in/.hidden": GOOD}, "in", {}, "training.dataset_path = '{path}' holds no files"),
     ({"a.txt": b""}, "a.txt", {}, "training.dataset_path = '{path}') holds no text to train a tokenizer on"),
-    ({"a.txt": b" \n"}, "a.txt", {}, "training.dataset_path = '{path}') holds no text"),
     ({"a.txt": GOOD}, "a.txt", {"max_bytes": 9}, "holds no text to train a tokenizer on within data.max_bytes = 9"),
     (
         {"in/a.txt": GOOD, "in/b.jsonl": LINE},
@@ -79,26 +77,19 @@ FILES = [
         "; formats are .jsonl, .ndjson, .json, .parquet, .arrow, .feather, .csv, .tsv,",
     ),
     ({"wiki.tar": tar(LINE)}, "wiki.tar", {}, "cannot read {path} as text: it is no text: it has zero bytes"),
-    ({"a.pq": PARQUET}, "a.pq", {}, "cannot read {path} as text: 'utf-8' codec can't decode"),
     ({"a.csv": b"id,story\n1,some text\n"}, "a.csv", {}, "'text' is not a column of {path}, which has: id, story"),
     ({"a.csv": b'text\n"some "quoted" text"\n'}, "a.csv", {}, "cannot read {path} as csv: ',' expected after '\"'"),
     ({"a.gz": gzip.compress(GOOD * 999)[:40]}, "a.gz", {}, "cannot read {path} as text: Compressed file ended"),
-    ({"a.bz2": bz2.compress(GOOD)[:20]}, "a.bz2", {}, "cannot read {path} as text: Compressed file ended"),
     ({"a.jsonl": LINE + b"nope\n"}, "a.jsonl", {}, "cannot read {path} as json: line 2: Expecting value"),
     ({"a.jsonl": LINE + b'["b"]\n'}, "a.jsonl", {}, "cannot read {path} as json: line 2 holds a JSON list, not an"),
-    ({"a.json": b'[{"text": "a"}, 3]'}, "a.json", {}, "cannot read {path} as json: line 1 holds a JSON int, not an"),
-    ({"a.jsonl": b""}, "a.jsonl", {}, "training.dataset_path = '{path}'"),
-    ({"a.json.gz": b"not gzip"}, "a.json.gz", {}, "cannot read {path} as json"),
     ({"a.parquet": b"not parquet"}, "a.parquet", {}, "cannot read {path} as parquet"),
     ({"a.parquet": PARQUET}, "a.parquet", {}, "data.text_key = 'text' is not a column of {path}, which has: body, id"),
     ({"a.parquet": PARQUET}, "a.parquet", {"text_key": "id"}, "data.text_key = 'id' in {path} holds int, not text"),
     ({"a.jsonl": b'{"id": 1, "b": 2}\n{"text": 3}\n'}, "a.jsonl", {}, "is not a column of {path}, which has: id, b"),
-    ({"a.jsonl": b'{"text": 3}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds int, not text"),
     ({"a.jsonl": b'{"text": ["a"]}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds list, not text"),
     ({"a.jsonl": b'{"text": null}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds only null, not text"),
     ({"a.jsonl": LINE}, "a.jsonl", {"text_key": ""}, "data.text_key = '' is not a column of {path}"),
     ({"a.txt": GOOD}, "a.txt", {"prepared": "files-0"}, "data.prepared = 'files-0': there is no folder"),
-    ({"a.txt": GOOD}, "a.txt", {"prepared": "no/such"}, "data.prepared = 'no/such': there is no folder"),
 ]
 
 
@@ -129,11 +120,8 @@ CLASS = '{"tokenizer_class": "NoClassTokenizer", "auto_map": {"AutoTokenizer": [
 # tokenizer.json, tokenizer_config.json, message.
 TOKENIZERS = [
     (None, None, "holds no tokenizer.json"),
-    ("", None, "tokenizer.json cannot be read"),
     ("{", None, "tokenizer.json cannot be read"),
-    ("{}", None, "tokenizer.json cannot be read"),
     (TOKENIZER.replace('"some": 0, "text": 1', ""), None, "tokenizer.json has no tokens"),
-    (TOKENIZER, "", "tokenizer_config.json is not valid JSON"),
     (TOKENIZER, "{'bos_token': 1}", "tokenizer_config.json is not valid JSON"),
     (TOKENIZER, "[]", "tokenizer_config.json holds list, not dict"),
     (TOKENIZER, '{"eos_token": "</s>"}', "eos_token = '</s>' is not in tokenizer.json"),
@@ -179,11 +167,6 @@ def test_a_cache_that_is_a_file(text, tmp_path):
     with refused(f"data.cache_dir = {text['path']!r}: cannot write '{text['path']}/files-") as caught:
         prepare(DataConfig(**text, cache_dir=text["path"]), silent)
     assert "(File exists)" in str(caught.value)
-
-
-def test_a_cache_that_cannot_be_written(text):
-    with refused("data.cache_dir = '/proc': cannot write '/proc/files-"):
-        prepare(DataConfig(**text, cache_dir="/proc"), silent)
 
 
 @pytest.mark.parametrize("limit", [500, 2000])

@@ -3,7 +3,6 @@ import sysconfig
 import zlib
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,18 +131,3 @@ def test_no_package_exceeds_its_share_and_others_are_not_cut(standard, packages,
         assert size <= share * total * (1 + 1e-9) and (sum(sizes) <= ideal or size < sum(sizes))
     assert [file for file in files if file in set(kept)] == kept
     assert sum(file.size for file in kept if file.package is None) == sum(standard)
-
-
-@pytest.mark.parametrize(
-    "standard, sizes, share, limit",
-    [
-        (80, [100], 0.2, 20),  # 20 of 100
-        (60, [100, 90], 0.2, 20),  # 20 of 60 + 20 + 20
-        (60, [100, 5], 0.2, 16.25),  # 16.25 of 60 + 16.25 + 5
-        (100, [10, 10], 0.5, 60),  # no package is over the limit
-        (0, [10, 10], 0.2, 0),  # without a standard library, two packages cannot be a fifth each
-        (0, [10, 10, 30], 0.4, 40 / 3),  # 40/3 of 10 + 10 + 40/3
-    ],
-)
-def test_package_limit_by_hand(standard, sizes, share, limit):
-    assert package_limit(standard, sizes, share) == pytest.approx(limit)

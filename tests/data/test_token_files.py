@@ -240,20 +240,10 @@ def index(change):
     return write
 
 
-def places(change):
-    """Write Megatron's files, and change where the sequences begin."""
+def swapped(content):
+    """Change the index so that its first two sequences begin in the place of each other."""
     begin = 34 + 4 * len(DOCUMENTS)
-
-    def changed(content):
-        numbers = np.frombuffer(content[begin : begin + 8 * len(DOCUMENTS)], "<i8").copy()
-        change(numbers)
-        return content[:begin] + numbers.tobytes() + content[begin + 8 * len(DOCUMENTS) :]
-
-    return index(changed)
-
-
-def swap(numbers):
-    numbers[[0, 1]] = numbers[[1, 0]]
+    return content[:begin] + content[begin + 8 : begin + 16] + content[begin : begin + 8] + content[begin + 16 :]
 
 
 def cut(write, size: int):
@@ -286,26 +276,17 @@ def two_types(folder):
 
 BAD = [
     (lambda folder: flat(folder, "<u2", [1, 300]), "text.bin as token ids: the id 300, read as uint16, is not among"),
-    (lambda folder: flat(folder, "<u4", [300, 1]), "text.bin as token ids: the id 300, read as uint32"),
     (lambda folder: megatron(folder, "<i4", [[1], [-1]]), "text.bin as token ids: the id -1, read as int32"),
-    (rows([[1, 2], [3, 300]]), "a.parquet as parquet: the id 300, read as int64"),
     (rows([[1, None]]), "a.parquet as parquet: a list of ids has a null"),
     (rows(DOCUMENTS, "tokens"), "data.text_key = 'input_ids' is not a column of"),
     (rows([[0.5]]), "data.text_key = 'input_ids' in {folder}/a.parquet holds list, not text"),
     (without_bin, "cannot be read: [Errno 2] No such file or directory: '{folder}/text.bin'"),
     (index(lambda content: b"MMIDIDX\x00\x01" + content[9:]), "text.idx is not an index of Megatron's"),
-    (index(lambda content: content[:9] + b"\x02" + content[10:]), "text.idx is not an index of Megatron's"),
-    (index(lambda content: content[:20]), "text.idx is not an index of Megatron's"),
     (lambda folder: megatron(folder, "<u2", code=6), "text.idx is not an index of Megatron's with integer ids"),
-    (index(lambda content: content[:500]), "text.bin as token ids: mmap length is greater than file size"),
-    (places(swap), "text.bin as token ids: text.idx leaves out a part of it, or has sequences in another order"),
-    (places(lambda numbers: numbers.__iadd__(numbers == 0)), "text.idx leaves out a part of it"),
-    (places(lambda numbers: numbers.__setitem__(7, 0)), "text.idx leaves out a part of it"),
+    (index(swapped), "text.bin as token ids: text.idx leaves out a part of it, or has sequences in another order"),
     (cut(megatron, 100), f"text.bin as token ids: it has 100 bytes, and text.idx describes {2 * len(IDS):,}"),
     (lambda folder: megatron(folder, "<u2", []), "training.dataset_path = '{folder}/text.bin' holds no token ids"),
     (cut(flat, 101), "text.bin as token ids: 101 bytes are not a number of ids of type <u2"),
-    (cut(flat, 0), "training.dataset_path = '{folder}/text.bin' holds no token ids"),
-    (cut(megatron, 0), f"text.bin as token ids: it has 0 bytes, and text.idx describes {2 * len(IDS):,}"),
     (index(lambda content: content[:-8]), "text.bin as token ids: mmap length is greater than file size"),
     (two_types, "mixes ids of types <u2, <u4"),
 ]

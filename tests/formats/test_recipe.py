@@ -4,20 +4,11 @@ import pickle
 import pytest
 import torch
 
-from mxtrain import ConfigError, Recipe
-from mxtrain.formats.estimate import RMSEstimate, norm_constant
-from mxtrain.formats.mxfp8 import MXFP8
-from mxtrain.formats.nvfp4 import NVFP4
+from mxtrain import ConfigError
+from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
 from mxtrain.formats.recipe import GEMMS, RECIPES, MixedRecipe
 from mxtrain.launch import _REGISTERED, from_key
-
-
-def test_named_recipes_are_keyed_by_their_names_and_frozen():
-    for name, recipe in RECIPES.items():
-        assert recipe.name == name
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            recipe.name = "other"
 
 
 def test_scale_rounding_overrides_the_named_recipe_only_when_given():
@@ -27,14 +18,6 @@ def test_scale_rounding_overrides_the_named_recipe_only_when_given():
     assert get_recipe(floor) is floor
 
 
-def test_the_recipe_of_nvfp4():
-    recipe = get_recipe("nvfp4")
-    assert recipe.format == NVFP4 and recipe.block_size == 16 and recipe.needs_seeds
-    assert [getattr(recipe, switch) for switch in SWITCHES] == [None, "static", True, True, True, 0.15]
-    assert dataclasses.replace(get_recipe("nvfp4_dynamic"), name="nvfp4", tensor_scale="static") == recipe
-    assert not get_recipe("mxfp8").needs_seeds
-
-
 @pytest.mark.parametrize(
     ("switch", "value"),
     [("tensor_scale", "dynamic"), *((s, False) for s in ("weight_tiles", "hadamard", "stochastic_rounding"))],
@@ -42,11 +25,6 @@ def test_the_recipe_of_nvfp4():
 def test_every_switch_of_nvfp4_is_one_setting(switch, value):
     recipe = get_recipe("nvfp4", **{switch: value}, **dict.fromkeys(set(SWITCHES) - {switch}))
     assert recipe == dataclasses.replace(RECIPES["nvfp4"], **{switch: value}) != RECIPES["nvfp4"]
-
-
-def test_any_recipe_can_leave_blocks_in_high_precision():
-    assert get_recipe("mxfp8", high_precision_share=0.25).high_precision_share == 0.25
-    assert get_recipe("nvfp4", high_precision_share=0).high_precision_share == 0
 
 
 def test_a_plain_recipe_applies_to_all_three_gemms():
@@ -89,11 +67,6 @@ def test_switches_reach_the_gemms_whose_format_has_them():
     assert others["w2"].wgrad == get_recipe("nvfp4", hadamard=False, weight_tiles=False)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_switches_of_a_plain_recipe_are_its_own(name):
-    assert switches_in_effect([RECIPES[name]]) == {switch: getattr(RECIPES[name], switch) for switch in SWITCHES}
-
-
 def test_switches_in_effect_come_from_the_gemms_that_they_change():
     none = dict.fromkeys(SWITCHES) | dict.fromkeys(("weight_tiles", "hadamard", "stochastic_rounding"), False)
     forward = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8")
@@ -116,25 +89,18 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
             lambda: get_recipe("nvfp4", scale_rounding="rceil"),
             r"scale_rounding = 'rceil' does not apply to recipe 'nvfp4'",
         ),
-        (lambda: get_recipe("nvfp4", tensor_scale="fixed"), r"tensor_scale = 'fixed' is not one of: 'static', 'dyn"),
         (lambda: get_recipe("mxfp8", tensor_scale="static"), r"tensor_scale = 'static' needs recipe 'nvfp4', not 'mx"),
         (lambda: get_recipe("mxfp8", hadamard=True), r"hadamard = True needs recipe 'nvfp4', not 'mxfp8'"),
-        (lambda: get_recipe("nvfp4", hadamard="no"), r"hadamard = 'no' is not one of: True, False"),
         (lambda: get_recipe("nvfp4", high_precision_share=1), r"high_precision_share = 1 is not a number from 0 to"),
         (lambda: RMSEstimate.for_recipe(RECIPES["nvfp4"], 2, "post_round"), r"those of recipe = 'nvfp4' follow from"),
-        (lambda: Recipe("mine", MXFP8, 32, "up"), r"scale_rounding = 'up' is not one of"),
-        (lambda: RMSEstimate(3, "pre_round", 1e-5, 32), r"p = 3 is not one of: 1, 2"),
         (lambda: RMSEstimate(2, "mean", 1e-5, 32), r"estimator = 'mean' is not one of: 'pre_round'"),
         (lambda: RMSEstimate(2, "exact", -1.0, 32), r"eps = -1.0 is not a finite number"),
-        (lambda: RMSEstimate(2, "exact", float("inf"), 32), r"eps = inf is not a finite number"),
         (lambda: RMSEstimate.for_recipe(RECIPES["unquantized"], 2, "post_round"), r"'unquantized' has none"),
         (lambda: get_recipe("mxfp8", hadamrd=True), r"setting of a recipe = 'hadamrd' is not one of: 'scale_rounding'"),
-        (lambda: get_recipe(8), r"^recipe = 8 is not one of: 'mxfp8'"),
         (
             lambda: get_recipe("fprob=nvfp4, dgrad=mxfp8, wgrad=mxfp8"),
             r"^recipe = 'fprob=nvfp4, .*': GEMM = 'fprob' is not one of: 'fprop', 'dgrad', 'wgrad'$",
         ),
-        (lambda: get_recipe("fprop=nvfp4,"), r"GEMM = '' is not one of"),
         (
             lambda: get_recipe("fprop=mx"),
             r"^recipe = 'fprop=mx': fprop = 'mx' is not one of: 'mxfp8', .*'nvfp4'.*'bf16'$",
@@ -164,11 +130,6 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
 def test_mistakes_name_the_field_and_the_choices(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
-
-
-def test_estimate_carries_its_constant():
-    estimate = RMSEstimate.for_recipe(RECIPES["mxfp8"], p=1)
-    assert estimate.constant == norm_constant(1, 32)
 
 
 def test_an_object_is_found_by_its_key_also_after_a_copy_from_another_process():

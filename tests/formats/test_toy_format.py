@@ -1,9 +1,7 @@
 """A format from outside of mxtrain: a user's module declares its numbers, and everything else follows."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ import torch
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, Recipe, cli
 from mxtrain.formats import FORMATS, Format, register_format
 from mxtrain.formats.recipe import RECIPES
+from tests.support.forked import Forked
 
 TOY = Path(__file__).with_name("toy_format.py")
 NAME = "mxfp8_e5m2"
@@ -77,14 +76,13 @@ def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
         "[checkpoint]\nenable = true\ninterval = 3\n[validation]\nenable = false\n[metrics]\nenable_wandb = false\n"
     )
     train = ["train", "toy.toml", "--job.dump_folder=run", "--metrics.log_freq=1"]
-    command = [sys.executable, "-m", "mxtrain.cli", *train]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    training = Forked(cli.main, train, cwd=tmp_path, NGPU="1")
+    out, err = training.communicate(400)
+    assert training.process.exitcode == 0, err
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 3 and losses[2] < losses[0]
-    assert f"mxnorm {NAME} p=" in result.stdout + result.stderr
+    assert f"mxnorm {NAME} p=" in out
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "toy_format", ModuleType("toy_format"))  # the fixture has registered the format

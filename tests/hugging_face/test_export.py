@@ -115,17 +115,6 @@ def test_weights_that_vllm_joins_have_one_tensor_scale():
 
 
 @pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
-def test_linears_of_other_formats_stay_in_high_precision(name):
-    other = {"mxfp8": "nvfp4", "nvfp4": "mxfp8"}[name]
-    run = Run({"": name, "wo": None, "w2": f"fprop={other}, dgrad={name}, wgrad={name}"})
-    tensors, config = run.write(name)
-    assert config["ignore"] == ["lm_head", f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.o_proj"]
-    for own in ("attention.wo", "feed_forward.w2"):
-        weight = run.weights[f"layers.0.{own}.weight"].bfloat16()
-        assert torch.equal(tensors[f"{LAYER}{NAMES[own]}.weight"], weight)
-
-
-@pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
 def test_weights_that_vllm_joins_are_values_if_only_some_are_quantized(name):
     run = Run({"": name, "wv": None})
     tensors, config = run.write(name)
@@ -191,21 +180,6 @@ def test_tensors_and_config_are_as_vllm_declares_them():
     assert (mxfp8["num_bits"], mxfp8["group_size"], nvfp4["num_bits"], nvfp4["group_size"]) == (8, 32, 4, 16)
     assert groups["mxfp8"]["input_activations"] == mxfp8 | {"dynamic": True}
     assert groups["nvfp4"]["input_activations"] is None
-
-
-@pytest.mark.parametrize(
-    ("recipes", "name", "has"),
-    [
-        ({"": "mxfp8"}, "nvfp4", "mxfp8 or high-precision weights"),
-        ({"": "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", "wo": "unquantized"}, "mxfp8", "nvfp4 or high-precision"),
-        ({"": None}, "mxfp8", "have high-precision weights"),
-    ],
-)
-def test_a_format_that_no_linear_trained_with_is_refused(recipes, name, has):
-    with pytest.raises(ConfigError) as caught:
-        Run(recipes).write(name)
-    message = str(caught.value)
-    assert message.startswith(f"--format = {name!r}: ") and has in message and "\n" not in message
 
 
 def test_weights_that_are_not_finite_are_refused():

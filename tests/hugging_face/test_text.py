@@ -80,12 +80,7 @@ DAMAGE = {
         lambda folder: edit(folder / "config.json", num_hidden_layers=3),
         "9 of the model's weights are missing, such as model.layers.2.input_layernorm.weight",
     ),
-    "weights": (
-        lambda folder: (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!"),
-        "transformers cannot load it: ",
-    ),
     "pickle": (a_pickle, "transformers cannot load it: "),
-    "config": (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot load it: "),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "transformers cannot load it: "),
     "code": (code_of_its_own, "transformers cannot load it: "),
     "experts": (

@@ -27,7 +27,6 @@ from mxtrain import (
     static_tensor_scale,
 )
 from mxtrain.formats.mxfp8 import MXFP8
-from mxtrain.formats.nvfp4 import NVFP4
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -40,43 +39,25 @@ def ones(*shape, dtype=torch.float32, **kwargs):
 
 SETTINGS = [
     (lambda: MXNorm("64"), "dim = '64' is not an integer of at least 1"),
-    (lambda: MXNorm(64.0), "dim = 64.0 is not an integer of at least 1"),
     (lambda: MXNorm(0), "dim = 0 is not an integer of at least 1"),
-    (lambda: MXNorm(-32), "dim = -32 is not an integer of at least 1"),
-    (lambda: MXNorm((64,)), "dim = (64,) is not an integer of at least 1"),
     (lambda: MXNorm(D, eps=True), "eps = True is not a finite number >= 0"),
-    (lambda: MXNorm(D, eps="1e-5"), "eps = '1e-5' is not a finite number >= 0"),
     (lambda: MXNorm(D, eps=float("nan")), "eps = nan is not a finite number >= 0"),
     (lambda: MXNorm(D, p=True), "p = True is not one of: 1, 2"),
-    (lambda: MXNorm(D, p=2.0), "p = 2.0 is not one of: 1, 2"),
     (lambda: MXNorm(D, estimator=None), "estimator = None is not one of: 'pre_round', 'post_round', 'exact'"),
     (lambda: MXNorm(D, recipe=None), "recipe = None is not one of: 'mxfp8', "),
     (lambda: MXNorm(D, mode=None), "mode = None is not one of: 'auto', 'native', 'emulated', 'reference'"),
     (lambda: MXLinear(True, D), "in_features = True is not an integer of at least 1"),
-    (lambda: MXLinear(D, 64.0), "out_features = 64.0 is not an integer of at least 1"),
-    (lambda: MXLinear(D, 0), "out_features = 0 is not an integer of at least 1"),
     (lambda: MXLinear("64", D), "in_features = '64' is not an integer of at least 1"),
-    (lambda: MXNormLinear(None, D), "in_features = None is not an integer of at least 1"),
-    (lambda: MXLinear(D, D, mode=True), "mode = True is not one of: 'auto', "),
     (lambda: FusedRMSNorm(64.0), "dim = 64.0 is not an integer of at least 1"),
-    (lambda: FusedRMSNorm(0), "dim = 0 is not an integer of at least 1"),
-    (lambda: FusedRMSNorm((True,)), "dim = True is not an integer of at least 1"),
     (lambda: FusedRMSNorm(D, when_compiled=True), "when_compiled = True is not one of: 'auto', 'kernel', 'formula'"),
     (lambda: DecomposeKRouter(True, 4), "in_features = True is not an integer of at least 1"),
-    (lambda: DecomposeKRouter(D, 4.0), "out_features = 4.0 is not an integer of at least 1"),
-    (lambda: mxnorm_cast(ones(4, D), p=True), "p = True is not one of: 1, 2"),
-    (lambda: mxnorm_cast(ones(4, D), eps=True), "eps = True is not a finite number >= 0"),
     (lambda: mxnorm_cast(ones(4, D), scale_rounding=True), "scale_rounding = True is not one of: 'rceil', 'floor'"),
     (lambda: mxnorm_cast(ones(4, D), mode=None), "mode = None is not one of: 'auto', "),
     (lambda: norm_constant(True, 32), "p = True is not one of: 1, 2"),
-    (lambda: norm_constant(2.0, 32), "p = 2.0 is not one of: 1, 2"),
     (lambda: norm_constant(2, 32.0), "block_size = 32.0 is not an integer of at least 1"),
-    (lambda: static_tensor_scale(D, p=True), "p = True is not one of: 1, 2"),
     (lambda: static_tensor_scale(64.0), "columns = 64.0 is not an integer of at least 1"),
     (lambda: Recipe("mine", "mxfp8", 32), "format = 'mxfp8' is not one of: None, "),
     (lambda: Recipe("mine", MXFP8, 16), "block_size = 16 is not one of: 32"),
-    (lambda: Recipe("mine", NVFP4, True), "block_size = True is not one of: 16"),
-    (lambda: Recipe("mine", None, 32.0), "block_size = 32.0 is not an integer of at least 1"),
 ]
 
 
@@ -88,16 +69,11 @@ def test_settings():
 
 NUMBERS = [
     (lambda: set_rounding_step(True), "step = True is not an integer from 0 to 4294967295"),
-    (lambda: set_rounding_step(1.0), "step = 1.0 is not an integer from 0 to"),
-    (lambda: set_rounding_step("1"), "step = '1' is not an integer from 0 to"),
     (lambda: set_rounding_step(torch.tensor(1, device="cpu")), "step = tensor(1) is not an integer from 0 to"),
     (lambda: set_rounding_step(1, microbatch=None), "microbatch = None is not an integer from 0 to"),
-    (lambda: set_rounding_step(1, rank=True), "rank = True is not an integer from 0 to"),
     (lambda: MXLinear(D, D).set_seed(True, "wq"), "seed = True is not an integer"),
-    (lambda: MXNorm(D, recipe="nvfp4").set_seed(1.0, "norm"), "seed = 1.0 is not an integer"),
     (lambda: MXLinear(D, D, recipe="nvfp4").set_seed(1, None), "fqn = None is not a string"),
     (lambda: FusedRMSNorm(D, eps=True), "eps = True: expected a number, not negative"),
-    (lambda: FusedRMSNorm(D, eps=-1e-5), "eps = -1e-05: expected a number, not negative"),
 ]
 
 
@@ -109,15 +85,11 @@ def test_numbers():
 
 TENSORS = [
     (lambda: MXLinear(D, D)(ones(4, 32)), "x (4, 32): expected a last dimension of 64"),
-    (lambda: MXLinear(D, D)(ones(())), "x (): expected a last dimension of 64"),
     (lambda: MXNorm(D)(ones(4, 96)), "x (4, 96): expected a last dimension of 64"),
-    (lambda: MXNormLinear(D, D)(MXNorm(96)(ones(4, 96))), "x (4, 96): expected a last dimension of 64"),
     (lambda: MXLinear(D, D, device="cpu")(ones(4, D, device="cpu").to("meta")), "device type 'meta' is not one of: "),
     (lambda: MXLinear(D, D, device="meta")(ones(4, D, device="cpu")), "weight is on meta: expected cpu, where x is"),
-    (lambda: MXNorm(D, device="meta")(ones(4, D, device="cpu")), "weight is on meta: expected cpu, where x is"),
     (lambda: mxnorm_cast(ones(4, 48)), "x (4, 48): expected a last dimension that is a multiple of 32"),
     (lambda: mxnorm_cast(ones(4, D, dtype=torch.float16)), "dtype torch.float16 of x (4, 64): expected bfloat16 or"),
-    (lambda: mxnorm_cast(ones(4, D, dtype=torch.float64)), "dtype torch.float64 of x (4, 64): expected bfloat16 or"),
     (lambda: decompose_k_mm(ones(4, D), ones(D, 4), out_dtype="float32"), "out_dtype = float32 with operands of"),
     (lambda: decompose_k_mm(ones(4, D), ones(D, 4), epilogue=True), "epilogue = True is not one of: None, 'relu'"),
     (lambda: DecomposeKRouter(D, 4)(ones(4, D, dtype=torch.bfloat16)), "dtypes torch.bfloat16 of a and torch.float32"),
@@ -196,19 +168,6 @@ def test_float64_does_not_mix_with_other_dtypes(autocast, of_x, of_weight):
                 call(x)
         with pytest.raises(ValueError, match=message):
             linear(MXNorm(D, **settings).to(of_x)(x))
-
-
-def test_fused_norms_take_float64_vectors_with_float64_rows_only():
-    x, vector = ones(4, D), ones(D, dtype=torch.float64)
-    message = "^{} of float64 with x of torch.float32: kernels compute x in fp32; expected x of float64$"
-    for call, name in (
-        (lambda: rms_norm(x, vector), "weight"),
-        (lambda: layer_norm(x, None, vector), "bias"),
-        (lambda: rms_norm(x, residual=x.double()), "residual"),
-    ):
-        with pytest.raises(ValueError, match=message.format(name)):
-            call()
-    assert rms_norm(x.double(), vector).dtype == rms_norm(x.double(), ones(D)).dtype == torch.float64
 
 
 def test_autocast_to_float16():

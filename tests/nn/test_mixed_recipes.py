@@ -135,14 +135,6 @@ def test_one_read_of_the_gradient_for_two_casts_with_one_recipe(name, monkeypatc
     assert reads == [(other, (0,))]
 
 
-def test_layers_describe_themselves():
-    recipe = spec("nvfp4", "mxfp8", "bf16")
-    nvfp4 = "nvfp4/static/weight_tiles/hadamard/stochastic_rounding"
-    assert f"recipe=fprop={nvfp4}, dgrad=mxfp8/rceil, wgrad=bf16, mode=reference" in repr(layer(recipe))
-    assert f"recipe={nvfp4}, mode=reference" in repr(block_of(recipe).norm)
-    assert "recipe=mxfp8/rceil, mode=" in repr(layer(spec("mxfp8", "mxfp8", "mxfp8")))
-
-
 def test_features_are_whole_blocks_of_every_quantized_gemm():
     MXLinear(48, 80, recipe=spec("nvfp4", "nvfp4", "bf16"))
     for names in (("nvfp4", "mxfp8", "nvfp4"), ("nvfp4", "nvfp4", "mxfp8")):

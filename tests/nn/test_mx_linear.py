@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear
+from mxtrain import MXLinear, MXNorm, MXNormLinear
 from mxtrain.formats.mx import image
 from mxtrain.formats.parse import get_recipe
 from tests.support.layer_checks import assert_near, draw, fill, mx_linear, results_of
@@ -73,18 +73,3 @@ def test_frozen_weight_or_input_gets_no_gradient(recipe):
     x = x.requires_grad_()
     linear(x).sum().backward()
     assert x.grad is not None and linear.weight.grad is None
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: MXLinear(80, 64), "in_features = 80 is not a multiple of the block size 32 of recipe 'mxfp8'"),
-        (lambda: MXLinear(64, 80), "out_features = 80"),
-        (lambda: MXLinear(40, 64, recipe="nvfp4"), "in_features = 40 is not a multiple of the block size 16"),
-        (lambda: MXLinear(64, 64, recipe="x"), "recipe = 'x'"),
-        (lambda: MXLinear(64, 64, mode="x"), "mode = 'x'"),
-    ],
-)
-def test_wrong_settings(build, message):
-    with pytest.raises(ConfigError, match=message):
-        build()

@@ -211,13 +211,8 @@ def test_rms_norm_without_eps_keeps_pytorchs_default():
     ("build", "message"),
     [
         (lambda: MXNorm(80), "dim = 80 is not a multiple of the block size 32"),
-        (lambda: MXNorm(40, recipe="nvfp4"), "dim = 40 is not a multiple of the block size 16"),
         (lambda: MXNorm(64, recipe="nvfp4", estimator="post_round"), "estimator = 'post_round' reads rounded block"),
-        (lambda: MXNormLinear(80, 64), "in_features = 80 is not a multiple"),
         (lambda: MXNormLinear(64, 72, recipe="nvfp4"), "out_features = 72 is not a multiple"),
-        (lambda: MXNorm(64, p=4), "p = 4 is not one of"),
-        (lambda: MXNorm(64, recipe="int8"), "recipe = 'int8' is not one of"),
-        (lambda: MXNorm(64, mode="quick"), "mode = 'quick' is not one of"),
         (lambda: MXNorm.from_rms_norm(nn.RMSNorm((4, 32))), r"normalized_shape = \(4, 32\)"),
     ],
 )
@@ -236,21 +231,6 @@ def test_a_norm_with_another_recipe_or_mode_is_refused(norm):
     normed = MXNorm(D, **{"mode": "reference", **norm})(draw(2, D, seed=0))
     with pytest.raises(ConfigError, match="but its input was normalized with"):
         MXNormLinear(D, N, mode="reference")(normed)
-
-
-def test_a_norm_with_other_switches_is_refused():
-    normed = MXNorm(D, recipe=get_recipe("nvfp4", hadamard=False))(draw(2, D, seed=0))
-    with pytest.raises(ConfigError, match="but its input was normalized with recipe nvfp4/static/weight_tiles/stoch"):
-        MXNormLinear(D, N, recipe="nvfp4")(normed)
-
-
-def test_one_row_and_odd_token_counts():
-    block = block_of()
-    for tokens in ((1,), (1, 1), (3, 11)):
-        x, dys = inputs(tokens=tokens)
-        y, _, _, dx, *grads = results_of(block, x, *dys)
-        assert y.shape == (*tokens, N) and dx.shape == x.shape
-        assert all(g.isfinite().all() and g.norm() > 0 for g in (dx, *grads))
 
 
 class LoRA(nn.Module):

@@ -221,11 +221,3 @@ def test_activation_checkpointing_changes_nothing(reentrant, explicit):
     torch.autograd.backward(outputs, dys)
     for got, want in zip([x.grad, *(p.grad for p in block.parameters())], plain[3:]):
         assert torch.equal(got, want)
-
-
-def test_layers_describe_themselves():
-    text = "recipe=nvfp4/static/weight_tiles/hadamard/stochastic_rounding, mode=reference"
-    assert text in repr(layer()) and text in repr(block_of().norm)
-    assert "recipe=nvfp4_dynamic/dynamic/weight_tiles, mode" in repr(
-        layer("nvfp4_dynamic", hadamard=False, stochastic_rounding=False)
-    )

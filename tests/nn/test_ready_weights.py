@@ -339,21 +339,6 @@ def test_linears_that_become_single_use_no_old_operand(joins_fprop):
     assert torch.equal(block(x), other(x))
 
 
-def test_writes_through_data_are_seen_after_drop():
-    """``tensor.data`` has a version counter of its own: a limit that the docstring names."""
-    block, x = Block("mxfp8"), draw(T, D, seed=0)
-    ready = ReadyWeights([block])
-    ready.refresh()
-    before = block(x)
-    block.out.weight.data.mul_(2)
-    ready.refresh()
-    assert torch.equal(block(x), before)
-    ready.drop()
-    uncached = block(x)
-    ready.refresh()
-    assert torch.equal(block(x), uncached) and not torch.equal(uncached, before)
-
-
 @pytest.mark.parametrize("copy", [deepcopy, lambda block: pickle.loads(pickle.dumps(block))], ids=["copy", "pickle"])
 def test_copies_have_no_operands(copy):
     """Nothing would renew them when the weights of the copy change."""

@@ -36,6 +36,7 @@ def test_plain_loop(example, tmp_path, capsys):
     assert_equal(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
+@pytest.mark.sweep
 def test_hugging_face_trainer(example, tmp_path, monkeypatch):
     seen, set_step = [], mxtrain.set_rounding_step
     monkeypatch.setattr(mxtrain, "set_rounding_step", lambda *position: seen.append(position) or set_step(*position))

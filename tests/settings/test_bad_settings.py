@@ -59,7 +59,6 @@ FLAGS = {
     "--mxnorm.tensor_scale=static": "mxnorm.tensor_scale = 'static' | nvfp4",
     "--mxnorm.recipe=nvfp4 --mxnorm.estimator=post_round": "mxnorm.estimator = 'post_round'",
     # Schedules
-    "--mxnorm.schedule 0.9": "mxnorm.schedule[0] = 0.9 | dictionary",
     "--mxnorm.schedule {from_step=": "mxnorm.schedule[0] = '{from_step=' | inline table",
     '--mxnorm.schedule {from_step=3,norm="rmsnorm"} {from_step=3,modulez=["wo"]}': "mxnorm.schedule[1] | modulez",
     '--mxnorm.schedule {from_step=3,norm="x"}': "mxnorm.schedule[0].norm = 'x' | 'rmsnorm'",
@@ -68,11 +67,8 @@ FLAGS = {
     '--model.converters=mx_linear --mxnorm.schedule {from_step=1,norm="rmsnorm"}': "mxnorm.schedule[0].norm | not 'mx_",
     # Settings of earlier versions
     "--data.other_files": "data.other_files no longer exists: remove it; training.dataset = 'files'",
-    "--data.package_share=0.5": "data.package_share no longer exists: remove it; with data.installed",
-    "--mxnorm.combine_backward=quantized": "mxnorm.combine_backward no longer exists: gradients",
     "--model.converters=fused_rmsnorm": "model.converters = ['fused_rmsnorm'] has 'fused_rmsnorm' | 'fused_norm'",
     "--fused_rmsnorm.filter_fqns=norm": "fused_rmsnorm.filter_fqns no longer exists: | [fused_norm]",
-    "--mxnorm.guard.window=5": "mxnorm.guard.window no longer exists: remove it; entries of mxnorm.schedule",
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": "model.converters = ['mxnorm', 'mxnorm'] | twice",
     "--model.converters=mxnorm,mx_linear": "model.converters = | choose one of ['mxnorm', 'mx_linear']",
@@ -85,7 +81,6 @@ FLAGS = {
     "--checkpoint.enable --checkpoint.last_save_in_hf": "checkpoint.last_save_in_hf = True | mxtrain export",
     "--checkpoint.enable --checkpoint.may_change=mxnorm.p,mxnorm.q": "checkpoint.may_change | mxnorm.q is not",
     "--checkpoint.enable --checkpoint.exclude_from_loading=train_state,dataloader": "checkpoint.exclude_ | 'lr_sch",
-    "--checkpoint.enable --checkpoint.folder=/scratch": "checkpoint.folder = '/scratch' | job.dump_folder",
     "--checkpoint.enable --checkpoint.folder=a/../../b": "checkpoint.folder = 'a/../../b' | job.dump_folder",
     "--checkpoint.export_dtype=bfloat16": "checkpoint.export_dtype = 'bfloat16' | checkpoint.last_save_model_only",
     "--optimizer.early_step_in_backward": "optimizer.early_step_in_backward = True | steps after the backward",
@@ -96,10 +91,6 @@ FLAGS = {
 }
 # Mistakes that show with the names that are registered, the model, the text or the machine -> facts
 LATER = {
-    "--model.name=llama9": "model.name = 'llama9' | llama3 | qwen3",
-    "--model.converters=mxnrom": "model.converters = 'mxnrom' | mx_linear | decompose_k_router",
-    "--checkpoint.enable --checkpoint.load_step=7": "checkpoint.load_step = 7",
-    "--training.dataset=files": "training.dataset = 'files' needs training.dataset_path",
     "--mxnorm.filter_fqns=layers.99": "mxnorm.filter_fqns: 'layers.99' matches no module | tok_embeddings",
     "--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=layers.99": "mxnorm.diagnostics.fqns = ['layers.99']",
     "--model_args.hidden_dim=600": "layers.0.feed_forward.w1: out_features = 600 | 32 | filter_fqns",
@@ -110,11 +101,8 @@ TABLES = [
     ({"mxnorm": 3}, ["mxnorm = 3", "[mxnorm]"], 1),
     ({"training": {"dataloader": 2}}, ["training.dataloader = 2", "[training.dataloader]"], 2),
     ({"mxnorm": {"p": True}}, ["mxnorm.p = True", "integer"], 2),
-    ({"mxnorm": {"p": 2.0}}, ["mxnorm.p = 2.0", "integer"], 2),
-    ({"mxnorm": {"eps": "1e-5"}}, ["mxnorm.eps = '1e-5'", "number"], 2),
     ({"mxnorm": {"recipes": {"layers": {"0": "bf16"}}}}, ["mxnorm.recipes.layers = {'0': 'bf16'}", "string"], None),
     ({"mxnorm": {"schedule": [{"q": 3}]}}, ["mxnorm.schedule[0] = {'q': 3}", "from_step, from_share"], None),
-    ({"mxnorm": {"filter_fqns": [3]}}, ["mxnorm.filter_fqns[0] = 3", "string"], 2),
     ({"model": {"converters": "mxnorm"}}, ["model.converters = 'mxnorm'", "list"], 2),
     ({"model_args": {"dim": 64, "top_k": 2}}, ["model_args.top_k = 2", "'llama3'"], 3),
     ({"training": {"steps": {"n": 3}}}, ["training.steps = {'n': 3}", "integer"], None),

@@ -43,6 +43,7 @@ def project(tmp_path):
 
 
 @only_022
+@pytest.mark.sweep
 def test_a_project_beside_its_config_trains_until_an_interrupt_of_the_terminal_saves_and_stops_it(project):
     training, run = Forked(cli.main, ["train", "project/my.toml", *TINY], cwd=project, NGPU="1"), project / "my run"
     wait_for_lines(run / "metrics.jsonl", 3)

@@ -156,7 +156,6 @@ def kept(converters: list[str], **tables) -> dict:
             kept(["fused_norm"], fused_norm={"filter_fqns": ["norm"]}),
         ),
         (kept([], data={"package_share": 0.5, "other_files": True, "seed": 1}), kept([], data={"seed": 1})),
-        (kept(["mxnorm"], fused_rmsnorm={"when_compiled": "kernel"}), kept(["mxnorm"])),
         (kept([], mxnorm={"guard": {"p": 1}, "combine_backward": "quantized", "p": 1}), kept([], mxnorm={"p": 1})),
         (
             kept([], mxnorm={"schedule": [{"from_step": 2, "recipe": "bf16", "p": 1}, {"from_step": 2, "p": 1}]}),

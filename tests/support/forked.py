@@ -56,7 +56,7 @@ def _call(function, args: tuple, cwd: Path, output: list[Path], environment: dic
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(cwd)
-    for name in [name for name in os.environ if name.startswith(("MXTRAIN_", "NGPU"))]:
+    for name in [name for name in os.environ if name.startswith(("MXTRAIN_", "NGPU", "WANDB_"))]:
         del os.environ[name]
     repository = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [str(cwd), repository, os.environ.get("PYTHONPATH")]))

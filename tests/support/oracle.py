@@ -87,7 +87,6 @@ def layout(
     tensor: int = 1,
     pipeline: int = 1,
     expert: int = 1,
-    expert_tensor: int = 1,
     accumulate: int = 1,
 ) -> list[str]:
     """Return the flags of a layout, whose processes are the product of all degrees but those of experts.
@@ -100,7 +99,6 @@ def layout(
         "pipeline": pipeline,
         "context": context,
         "expert": expert,
-        "expert_tensor": expert_tensor,
     }
     return [
         f"--parallelism.data_parallel_replicate_degree={replicate}",

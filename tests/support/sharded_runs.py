@@ -21,13 +21,17 @@ TWO = {
         *RECIPES["unquantized"],
     ],
     "cp 2, full, mixed": [*layout(context=2), FULL, *RECIPES["mixed"]],
+    "ddp 2, accumulated, mxfp8": [*layout(replicate=2, accumulate=2), *RECIPES["mxfp8"]],
 }
 if RELEASE == "v03":  # which has no context parallelism for this attention
     TWO = {name: flags for name, flags in TWO.items() if not name.startswith("cp ")}
 FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
-    "cp 2 x hsdp 2 x 1, fused_norm": [*layout(replicate=2, context=2), *RECIPES["fused_norm"]],
+    "ddp 4, compiled, full, mxfp8": [*layout(replicate=4), *COMPILED, FULL, *RECIPES["mxfp8"]],
+    "cp 2 x hsdp 2 x 1, unquantized": [*layout(replicate=2, context=2), *RECIPES["unquantized"]],
+    "cp 2 x fsdp 2, selective, nvfp4": [*layout(shard=2, context=2), SELECTIVE, *RECIPES["nvfp4"]],
+    "cp 4, full, fused_norm": [*layout(context=4), FULL, *RECIPES["fused_norm"]],
 }
 
 

@@ -7,8 +7,6 @@ once, by the pytest worker that needs them first.
 import json
 import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable
@@ -18,10 +16,11 @@ from pathlib import Path
 import tomli_w
 from filelock import FileLock
 
+from mxtrain import cli
 from mxtrain.analysis import load_run
 from mxtrain.titan.releases import RELEASE
-from tests.support.forked import ENVIRONMENT, forking_context
-from tests.support.training_worker import REPOSITORY, Configured, Resumed, Runs, free_port, train_all
+from tests.support.forked import ENVIRONMENT, Forked, forking_context
+from tests.support.training_worker import REPOSITORY, Configured, Resumed, Runs, train_all
 
 TEXT = ("asyncio", "email", "http", "xml")
 """Packages of the standard library, 1.4 MB: the text that the runs read"""
@@ -110,16 +109,16 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "mxnorm again": [steps(3), *validate(base), "--validation.freq=2", "--verbose"],
             "p1": ["--mxnorm.p=1", steps(3), "--checkpoint.interval=3"],
             "validation follows": [steps(1), "--validation.enable", *VALIDATION_SIZES],
-            "exact": ["--mxnorm.estimator=exact"],
-            "post_round": ["--mxnorm.estimator=post_round"],
-            "mx_linear": ["--model.converters=mx_linear"],
+            "exact": ["--mxnorm.estimator=exact", steps(3)],
+            "post_round": ["--mxnorm.estimator=post_round", steps(3)],
+            "mx_linear": ["--model.converters=mx_linear", steps(3)],
             "mixed": [f"--mxnorm.recipe={MIXED_RECIPE}", *mixed, *SAVE_HALF_WAY],
             "bf16": [BF16],
             "fused": [FUSED, steps(1)],
             "nvfp4": [NVFP4, *SAVE_HALF_WAY],
             "deepseek_v3": [*GATES, *experts],
             **_only_in_022(
-                {"llama4": ["--model.name=llama4", "--model.converters=mxnorm,decompose_k_router", *experts]}
+                {"llama4": ["--model.name=llama4", "--model.converters=mxnorm,decompose_k_router", steps(3)]}
             ),
             "qwen3": ["--model.name=qwen3", "--model.converters=mxnorm,decompose_k_router", *experts, *SAVE_HALF_WAY],
             # Checkpoints load across converters.
@@ -255,32 +254,13 @@ def command_run(base: Path) -> "Outcome":
                 "metrics": {"log_freq": 2, "enable_wandb": True},
             }
             (base / "command.toml").write_text(tomli_w.dumps(config))
-            process = run_python("mxtrain.cli", "train", str(base / "command.toml"), "--job.dump_folder", str(folder))
-            for name in ("stdout", "stderr"):
-                (base / f"command.{name}").write_text(getattr(process, name))
-            (base / "command.status").write_text(str(process.returncode))
-    output = [(base / f"command.{name}").read_text() for name in ("stdout", "stderr")]
+            (base / "shell").mkdir()
+            arguments = ["train", str(base / "command.toml"), "--job.dump_folder", str(folder)]
+            command = Forked(cli.main, arguments, cwd=base / "shell", NGPU="1")
+            command.communicate(400)
+            (base / "command.status").write_text(str(command.process.exitcode))
+    output = [(base / "shell" / f"{name}.txt").read_text() for name in ("stdout", "stderr")]
     return Outcome(folder, [int((base / "command.status").read_text())], output)
-
-
-def run_python(module: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run a module in a process of its own, as a user does on a machine without a GPU or a wandb key."""
-    hidden = ("WANDB_", "TRITON_INTERPRET", "MXTRAIN_", "NGPU")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    group = {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env={
-            **clean,
-            **(group if "RANK" in environment else {}),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import math
 import torch
@@ -16,6 +18,7 @@ assert math.isnan(metrics.utils.get_peak_flops("a CPU"))
 """
 
 
+@pytest.mark.sweep
 def test_titan_uses_the_cpu_also_in_modules_that_have_imported_the_device():
     process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]

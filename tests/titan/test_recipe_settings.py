@@ -1,11 +1,9 @@
 """Recipes from files and flags, and the settings that a run records."""
 
-import pytest
 import torch
 import torch.nn as nn
 
 from mxtrain import (
-    ConfigError,
     MXNorm,
 )
 from mxtrain.titan.converters import active_settings
@@ -95,34 +93,3 @@ def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):
     assert (w1.name, w2.name) == (FORWARD, "mxfp8")
     assert w2 == w1.dgrad and w2.scale_rounding == "floor"
     assert not w1.fprop.weight_tiles
-
-
-def test_recipes_by_name_are_flags_too(tmp_path):
-    """They replace the table in the file."""
-    flags = ["--mxnorm.recipes", "layers.*.attention", "fprop=bf16, dgrad=mxfp8, wgrad=bf16", "layers.1", "bf16"]
-    expected = {"layers.*.attention": "fprop=bf16, dgrad=mxfp8, wgrad=bf16", "layers.1": "bf16"}
-    assert config(*flags).mxnorm.recipes == expected
-    job_config = mixed_config(tmp_path, *flags)
-    assert job_config.mxnorm.recipes == expected and job_config.mxnorm.recipe == FORWARD
-    assert mixed_config(tmp_path, "--mxnorm.recipes").mxnorm.recipes == {}
-    with converted(job_config) as modules:
-        assert type(modules["layers.1.attention.wq"]) is nn.Linear
-        assert modules["layers.2.attention.wq"].recipe.name == expected["layers.*.attention"]
-
-
-def test_a_name_without_a_recipe_is_refused():
-    with pytest.raises(ConfigError, match="^mxnorm.recipes takes pairs of a name and a value, not: layers.0"):
-        config("--mxnorm.recipes", "layers.0", "bf16", "layers.1")
-
-
-def test_active_settings_of_mixed_recipes(tmp_path):
-    settings = active_settings(mixed_config(tmp_path))
-    assert settings["recipe"] == FORWARD
-    assert settings["recipes"] == {"layers.*.feed_forward.w2": "mxfp8", "layers.0": "bf16"}
-    switches = ("scale_rounding", "tensor_scale", "weight_tiles", "hadamard", "stochastic_rounding")
-    assert [settings[switch] for switch in switches] == ["rceil", "static", True, False, False]
-    assert settings["high_precision_share"] == 0.15 and settings["mode"] == "reference"
-    assert active_settings(config("--mxnorm.recipes", "wo", "nvfp4"))["hadamard"], "of one linear"
-    assert active_settings(config("--mxnorm.recipe=wgrad=bf16,fprop=nvfp4, dgrad=mxfp8"))["recipe"] == (
-        "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"
-    )

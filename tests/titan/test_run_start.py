@@ -44,14 +44,6 @@ def notes_of_starts(monkeypatch, start: Start) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("flag, is_told", [("--checkpoint.no-enable", True), ("--checkpoint.enable", False)])
-def test_a_run_without_checkpoints_says_so(monkeypatch, flag, is_told):
-    lines = notes_of_starts(monkeypatch, Start(notes=("starts",)))
-    begin_run(parse_job_config([flag]), dict, None)
-    why = "no checkpoints: nothing can resume or export this run; --checkpoint.enable saves checkpoints"
-    assert lines == ["starts", why][: 1 + is_told]
-
-
 NO_BIAS = "--model_args.load_balance_coeff=0"
 
 

@@ -14,7 +14,7 @@ from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mxfp8.norm import NORM as MXFP8_NORM
 from mxtrain.formats.mxfp8.norm import mxnorm_cast
-from mxtrain.formats.norm_kernel import RowTile, row_tile
+from mxtrain.formats.norm_kernel import row_tile
 from mxtrain.formats.nvfp4.norm import NORM as NVFP4_NORM
 from mxtrain.formats.nvfp4.norm import nvfp4_norm
 from mxtrain.launch.launch import INTERPRETED, MAX_PERSISTENT_COLUMNS
@@ -254,12 +254,3 @@ def test_rows_fit_in_registers(form, estimator):
         filled = -columns // 32 * -32
         assert columns <= parts * part <= filled * 4 // 3, columns
         assert rows * parts * part <= 112 * 32 * warps, columns
-
-
-def test_the_exact_rms_has_smaller_tiles_of_images():
-    assert row_tile(16384, "image", "pre_round") == RowTile(True, 1, 1, 16384, 8)
-    assert row_tile(16384, "image", "exact") == RowTile(True, 1, 2, 8192, 8)
-    assert row_tile(1024, "image", "pre_round") == RowTile(True, 2, 1, 1024, 1)
-    assert row_tile(1024, "image", "exact") == RowTile(True, 1, 1, 1024, 1)
-    assert row_tile(6144, "codes", "pre_round") == RowTile(True, 1, 3, 2048, 2)
-    assert row_tile(6144, "codes", "exact") == RowTile(True, 1, 3, 2048, 4)

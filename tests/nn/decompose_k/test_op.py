@@ -144,12 +144,6 @@ def test_tf32_is_not_used(monkeypatch, device):
         assert (got - want).norm() < 1e-6 * want.norm()
 
 
-def test_meta_tensors_have_shapes():
-    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((5, 8), (8, 3)))
-    c = decompose_k_mm(a, b, None, None, torch.float32)
-    assert c.is_meta and c.shape == (5, 3) and c.dtype == torch.float32
-
-
 ZEROS = {"a": (4, 8), "b": (8, 3), "bias": (3,)}
 
 
@@ -157,10 +151,8 @@ ZEROS = {"a": (4, 8), "b": (8, 3), "bias": (3,)}
     ("shapes", "message"),
     [
         ({"a": (8,)}, r"a \(8,\) and b \(8, 3\) do not go together: expected \[M, K\] and \[K, N\]"),
-        ({"b": (1, 8, 3)}, r"a \(4, 8\) and b \(1, 8, 3\) do not go"),
         ({"b": (3, 8)}, r"a \(4, 8\) and b \(3, 8\) do not go"),
         ({"bias": (4,)}, r"bias \(4,\) of torch.float32 does not go with b \(8, 3\): expected \(3,\)"),
-        ({"bias": (1, 3)}, r"bias \(1, 3\) of"),
     ],
 )
 def test_shapes_that_do_not_go_together(shapes, message):
@@ -180,7 +172,6 @@ def test_shapes_that_do_not_go_together(shapes, message):
         ((torch.bfloat16, torch.float32, None), None, "dtypes torch.bfloat16 of a and torch.float32 of b"),
         ((torch.bfloat16, torch.bfloat16, torch.float16), None, "bias .* of torch.float16 does not go"),
         ((torch.bfloat16, torch.bfloat16, None), torch.float16, "out_dtype = torch.float16 with operands of torch.bfl"),
-        ((torch.float32, torch.float32, None), torch.bfloat16, "out_dtype = torch.bfloat16 with"),
     ],
 )
 def test_dtypes_that_do_not_go_together(dtypes, out_dtype, message):

@@ -67,22 +67,15 @@ def test_every_product_gets_a_plan(shape, along_k, itemsize, gpu):
     ("shape", "itemsize", "along_k", "plan"),
     [
         ((1, 256, 7168), 2, True, Plan(1, 1, 1, 8192, 16, 1)),
-        ((2, 256, 7168), 2, True, Plan(1, 2, 2, 8192, 16, 1)),
         ((16, 256, 2048), 2, True, Plan(32, 16, 16, 64, 1, 2)),
         ((1, 64, 10240), 2, True, Plan(66, 16, 16, 64, 1, 4)),
-        ((128, 256, 7168), 2, True, Plan(8, 64, 32, 64, 4, 8)),
         ((1024, 64, 2048), 2, True, Plan(4, 64, 32, 64, 4, 6)),
-        ((16384, 64, 2048), 2, True, Plan(1, 64, 64, 64, 4, 5)),
-        ((16, 256, 65536), 2, True, Plan(66, 16, 64, 64, 4, 6)),
         ((1024, 256, 7168), 2, True, Plan(4, 64, 128, 64, 4, 6)),
         ((2048, 256, 7168), 2, True, None),  # outputs are tiles enough
-        ((1024, 256, 7168), 2, False, None),
         ((64, 64, 512), 2, True, None),  # short K
         ((512, 256, 7168), 4, True, None),  # fp32
-        ((1, 256, 2048), 4, True, Plan(1, 1, 1, 2048, 8, 1)),
         ((8192, 64, 2048), 2, False, None),  # narrow, but not along K
         ((8192, 64, 5120), 2, True, None),  # narrow, but b is large
-        ((8192, 65, 2048), 2, True, None),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxtrain.norms import reference
-from mxtrain.norms.kernels import Plan, forward_plan, launch_forward, row_norm
+from mxtrain.norms.kernels import Plan, row_norm
 from tests.support.kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
 from tests.support.row_norm_checks import (
     EPS,
@@ -67,20 +67,6 @@ def test_every_width(centered):
 )
 def test_any_shape(centered, shape, seed, dtypes):
     check(centered, *forward_inputs(centered, *shape, *dtypes, seed=seed))
-
-
-def test_the_launch_is_that_of_the_plan():
-    x, weight, _, _ = forward_inputs(False, 9, 100, weight=FP32)
-    _, launch = launch_forward(x, None, weight, None, EPS, False, HELD)
-    assert launch.grid == (3,) and launch.constants["num_warps"] == 1 and not launch.constants["EXACT"]
-    _, launch = launch_forward(x[:8], None, weight, None, EPS, False, HELD)
-    assert launch.constants["EXACT"] is False, "columns are cut off"
-    x = draw(8, 128)
-    assert launch_forward(x, None, None, None, EPS, False, HELD)[1].constants["EXACT"] is True
-    _, launch = launch_forward(x, None, None, None, EPS, True)
-    plan = forward_plan(8, 128, True)
-    constants = [launch.constants[name] for name in ("PERSISTENT", "ROWS", "COLUMNS", "num_warps")]
-    assert constants == [plan.persistent, plan.rows, plan.columns, plan.warps]
 
 
 @NORMS

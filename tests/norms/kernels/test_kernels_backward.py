@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mxtrain.launch.launch import INTERPRETED
 from mxtrain.norms import kernels as row_norms
-from mxtrain.norms.kernels import Plan, backward_plan, launch_backward, row_norm_backward
+from mxtrain.norms.kernels import Plan, launch_backward, row_norm_backward
 from tests.support.kernel_checks import LAYOUTS, assert_same_results, careful_call, draw, gpu_only, kernel_tests
 from tests.support.row_norm_checks import (
     EPS,
@@ -150,18 +150,6 @@ def test_one_launch_sums_the_gradients_that_are_needed():
         _, launches = launch_backward(*arguments, dweight, dbias, HELD)
         assert [launch.grid[-1] for launch in launches] == grids
         assert launches[0].constants["DWEIGHT"] == (dweight is not None)
-
-
-@NORMS
-def test_the_launch_is_that_of_the_plan(centered):
-    arguments = backward_inputs(centered, 5, 100, FP32, FP32)
-    for plan in (HELD, CHUNKED, None):
-        walk, _ = launch_backward(*arguments, FP32, None, plan)[1]
-        plan = plan or backward_plan(5, 100, centered)
-        assert walk.grid == (plan.programs,) and walk.constants["num_warps"] == plan.warps
-        assert (walk.constants["ROWS"], walk.constants["COLUMNS"]) == (plan.rows, plan.columns)
-        assert walk.constants["STAGES"] == plan.stages and ("HOLD_WEIGHT" in walk.constants) == plan.persistent
-        assert walk.constants["CENTERED"] == centered
 
 
 @VARIANTS

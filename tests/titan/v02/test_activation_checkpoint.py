@@ -94,16 +94,15 @@ def any_mode(monkeypatch):
 # Products and largest magnitudes in the backward: two products per linear, and three that are computed again (wk, wo,
 # w3). NVFP4 reads the dY of each group of linears once and X along tokens four times. It reads no W: those scales are
 # kept, as are those of X along features.
-CASES = [(("mxnorm", "mxfp8", "native"), SCALED, 0)]
-SWEEP = [
+CASES = [
+    (("mxnorm", "mxfp8", "native"), SCALED, 0),
     (("mxnorm", "nvfp4", "emulated"), MM, 8),
     (("", "", ""), MM, 0),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "product", "maxima"), [*CASES, *(pytest.param(*case, marks=pytest.mark.sweep) for case in SWEEP)], ids=str
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("kind", "product", "maxima"), CASES, ids=str)
 def test_a_compiled_layer_of_8b_keeps_what_a_bf16_layer_keeps(any_mode, kind, product, maxima):
     args = replace(llama3_args["8B"], n_layers=1, vocab_size=256, max_seq_len=TOKENS)
     kept, forward, backward = partition(model_of(args, *kind), TOKENS)

@@ -97,6 +97,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(utils, "generate_permute_indices", ON_A_CPU)
 
 
+@pytest.mark.sweep
 def test_compiled_experts_decode(mesh):
     x, *others = inputs(torch.bfloat16, 0)
     want = results_of(Routed(dtype=torch.bfloat16), x, *others)

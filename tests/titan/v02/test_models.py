@@ -10,7 +10,6 @@ from torchtitan.models.llama3.model.model import FeedForward, Transformer
 from torchtitan.protocols.train_spec import get_train_spec
 
 import mxtrain.titan  # noqa: F401  registers the flavors
-from mxtrain import convert
 from mxtrain.errors import ConfigError
 from mxtrain.settings.model_settings import PLACES
 from mxtrain.titan.job_config import parse_job_config
@@ -79,16 +78,6 @@ def test_the_shared_weight_gets_both_gradients():
     expected = separate.output.weight.grad + separate.tok_embeddings.weight.grad
     assert separate.tok_embeddings.weight.grad.any() and separate.output.weight.grad.any()
     torch.testing.assert_close(tied.output.weight.grad, expected)
-
-
-@pytest.mark.parametrize("filter_fqns", [None, []])
-def test_conversion_leaves_the_shared_weight_in_high_precision(filter_fqns):
-    tied = model(enable_weight_tying=True)
-    report = convert(tied, "mx_linear", filter_fqns=filter_fqns)
-    assert type(tied.output) is torch.nn.Linear and "output" in report.skipped
-    assert tied.output.weight is tied.tok_embeddings.weight
-    (in_high_precision,) = [name for name, use in report.weights.items() if not use.quantized]
-    assert in_high_precision == "output.weight"
 
 
 def test_hugging_face_has_one_name_for_the_shared_weight():
@@ -202,17 +191,13 @@ PUBLISHED = {
     ("llama3", "3.2-1B"): 1_235_814_400,
     ("llama3", "3.2-3B"): 3_212_749_824,
     ("llama3", "8B"): 8_030_261_248,
-    ("llama3", "70B"): 70_553_706_496,
     ("llama3", "405B"): 405_853_388_800,
     # Qwen's; those up to 4B share one weight between embedding and head
     ("qwen3", "0.6B"): 596_049_920,
     ("qwen3", "1.7B"): 1_720_574_976,
     ("qwen3", "4B"): 4_022_468_096,
     ("qwen3", "8B"): 8_190_735_360,
-    ("qwen3", "14B"): 14_768_307_200,
-    ("qwen3", "32B"): 32_762_123_264,
     ("qwen3", "30B-A3B"): 30_532_122_624,
-    ("qwen3", "235B-A22B"): 235_093_634_560,
 }
 """Parameters of the published models"""
 

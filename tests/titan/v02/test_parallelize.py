@@ -32,7 +32,6 @@ from mxtrain.titan.v02.parallelize import (
     shared_group,
 )
 from mxtrain.titan.v02.tensor_parallel import Inner, SplitExperts
-from tests.support import oracle
 from tests.support.forked import forking_context
 
 ONE_RANK = SimpleNamespace(get_optional_mesh=lambda name: None)
@@ -128,41 +127,6 @@ def test_the_seed_is_the_jobs_or_the_one_that_all_ranks_share():
             assert shared_seed(stage(number), None) == seed
         torch.manual_seed(seed)
         assert shared_seed(ONE_RANK, None) == seed
-
-
-def run(recipe: str, *flags: str, **degrees: int) -> list[str]:
-    return [*oracle.layout(**degrees), *oracle.RECIPES[recipe], *flags]
-
-
-TWO = {
-    "unquantized": run("unquantized", replicate=2),
-    "accumulated, mxfp8": run("mxfp8", replicate=2, accumulate=2),
-}
-SWEEP = {
-    2: {
-        "accumulated, fused_norm": run("fused_norm", replicate=2, accumulate=2),
-        "full checkpointing, mxfp8": run("mxfp8", "--activation_checkpoint.mode=full", replicate=2),
-        "compiled, mxfp8": run("mxfp8", "--compile.enable", "--compile.backend=aot_eager", replicate=2),
-    },
-    4: {"of four, mxfp8": run("mxfp8", replicate=4)},
-}
-
-
-@pytest.mark.parametrize("name", TWO)
-def test_replicas_match_one_process(base, name):
-    require_match(base, name, "replicas", 2, TWO)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("processes, name", [(processes, name) for processes in SWEEP for name in SWEEP[processes]])
-def test_all_replicas_match_one_process(base, processes, name):
-    require_match(base, name, f"all replicas on {processes}", processes, SWEEP[processes])
-
-
-def require_match(base, name: str, group: str, processes: int, runs: dict[str, list[str]]) -> None:
-    recipe, one = name.rpartition(", ")[2], oracle.one_process(base)
-    found = oracle.train(base, group, processes, oracle.following(base, runs))
-    oracle.require_match(one[recipe], found[name], recipe)
 
 
 SMALL = dict(dim=64, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=32)

@@ -81,16 +81,13 @@ MODELS = {
 }
 LAYOUTS = {
     2: {
-        "tensor 2, experts in its place, experts, unquantized": [*oracle.layout(tensor=2, expert=2), *COMPILED],
         "tensor 2, shared experts, mx_linear": oracle.layout(tensor=2),
-        "tensor 2, experts, mxfp8": oracle.layout(tensor=2),
         "tensor 2, experts in its place, experts, mxfp8": [*oracle.layout(tensor=2, expert=2), *COMPILED],
         "expert 2, experts, mxfp8": oracle.layout(shard=2, expert=2),
         "expert 2, values sent, experts, mxfp8": [
             *oracle.layout(shard=2, expert=2),
             "--mxnorm.dispatch=high_precision",
         ],
-        "expert 2, experts, unquantized": oracle.layout(shard=2, expert=2),
     },
     4: {
         "tensor 2 x expert 4, experts, mxfp8": [
@@ -154,27 +151,18 @@ def test_inner_styles_leave_gradients_in_parts():
     assert inner_style(other) is other
 
 
-class Mesh:
-    """The size of a mesh. Nothing else is read before a refusal."""
-
-    def __init__(self, tp: int):
-        self._size = tp
-
-    def size(self) -> int:
-        return self._size
-
-
 def test_features_that_no_grouped_product_takes_are_refused():
+    experts = GroupedExperts(64, 48, 2, use_grouped_mm=False)
     message = "tensor_parallel_degree = 4 splits the 48 hidden features of every expert .* a divisor of 6$"
     with pytest.raises(ConfigError, match=message):
-        inner_style(TensorParallel())._apply(GroupedExperts(64, 48, 2, use_grouped_mm=False), Mesh(tp=4))
+        inner_style(TensorParallel())._apply(experts, SimpleNamespace(size=lambda: 4))
 
 
 def test_parts_of_quantized_experts_are_whole_blocks():
     experts = QuantizedExperts.from_experts(GroupedExperts(64, 96, 2, use_grouped_mm=False))
     message = "tensor_parallel_degree = 2 splits the 96 hidden features .* blocks of 32 .* a divisor of 3$"
     with pytest.raises(ConfigError, match=message):
-        inner_style(TensorParallel())._apply(experts, Mesh(tp=2))
+        inner_style(TensorParallel())._apply(experts, TWO_PROCESSES)
 
 
 def plan(**norms):
