@@ -157,10 +157,10 @@ def on_ranks(config, tokenizer, ranks: int, state: dict | None, count: int, monk
     return [batches[i % ranks][i // ranks] for i in range(count)], state_then
 
 
-def letters(rows, **options) -> Stream:
+def letters(rows, rank=(0, 1), **options) -> Stream:
     """A stream of samples of two tokens, one for each letter."""
     encode = SimpleNamespace(encode=lambda text, **tokens: list(map(ord, text)))
-    return Stream(rows, itemgetter("text"), encode, 2, (0, 1), infinite=True, **options)
+    return Stream(rows, itemgetter("text"), encode, 2, rank, infinite=True, **options)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -176,6 +176,20 @@ def test_rows_resume_after_every_sample(is_streamed):
         resumed.load_state_dict(stream.state_dict())
         assert [labels.tolist() for _, labels in take(resumed, 5)] == whole[stop : stop + 5]
     assert ord("h") not in sum(whole, [])
+
+
+def test_more_ranks_than_before_read_no_document_of_earlier_steps_again():
+    rows, read = hf_datasets.Dataset.from_dict({"text": [chr(97 + i) * 3 for i in range(24)]}), []
+    options = {"keeps": lambda row: not read.append(row["text"])}
+    two, four = ([letters(rows, (rank, ranks), **options) for rank in range(ranks)] for ranks in (2, 4))
+    for stream in two:
+        take(stream, 5)
+    earlier = set(read)
+    read.clear()
+    for stream in four:
+        stream.load_state_dict(*(other.state_dict() for other in two))
+        take(stream, 1)
+    assert read and len(earlier) == 10 and not earlier.intersection(read)
 
 
 def test_a_stream_without_text_is_an_error():
