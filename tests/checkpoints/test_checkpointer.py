@@ -230,12 +230,13 @@ def test_another_failure_is_no_warning(build, monkeypatch):
         build().save(2)
 
 
-def test_a_kill_leaves_nothing_that_has_the_name_of_a_checkpoint(build, tmp_path, monkeypatch):
-    """Stopped after everything but the renaming."""
+@pytest.mark.parametrize("last", ["write_manifest", "publish"])
+def test_a_kill_leaves_nothing_that_has_the_name_of_a_checkpoint(build, tmp_path, monkeypatch, last):
+    """Stopped after everything but the manifest and the renaming, which is the last."""
     one = build()
     one.save(2)
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "publish", lambda *_: 1 / 0)
+        patch.setattr(storage, last, lambda *_: 1 / 0)
         with pytest.raises(RuntimeError):
             one.save(4)
     assert (tmp_path / "checkpoint" / ".saving" / "step-4").is_dir()
