@@ -245,6 +245,12 @@ def test_a_kill_leaves_nothing_that_has_the_name_of_a_checkpoint(build, tmp_path
     assert list(saved(tmp_path).whole) == [2, 4]
 
 
+def test_a_save_removes_what_those_of_other_steps_left(build, tmp_path):
+    (tmp_path / "checkpoint" / ".saving" / "step-2").mkdir(parents=True)
+    build().save(4)
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-4"]
+
+
 def test_a_checkpoint_of_another_model_is_refused(build):
     build().save(2)
     for model, message in (
