@@ -229,7 +229,7 @@ def test_every_validation_on_a_split_reads_the_same_text(hub, workers):
     flags = ("--validation.dataset=hf", "--validation.dataset_path=some/set", "--validation.steps=2")
     loader = validation_loader(hf_job("--validation.enable", *flags, f"--validation.dataloader.num_workers={workers}"))
     first, second = (rows_of(take(loader, 2)) for _ in range(2))
-    assert first == second
+    assert first == second and loader.num_workers == workers
 
 
 def test_no_worker_is_without_a_file(hub):
