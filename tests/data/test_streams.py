@@ -87,11 +87,12 @@ def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
     assert set(titan_data.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
 
 
-def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
+@pytest.mark.parametrize("tokens_in", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path, tokens_in):
     """Whatever the tokenizer's files tell other programs to cut, to pad and to add."""
     folder = tmp_path / "tokenizer"
     train_tokenizer([text(0)], VOCABULARY, folder, print)
-    (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
+    (folder / "tokenizer_config.json").rename(folder / tokens_in)
     encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoder.enable_truncation(4)
     encoder.enable_padding(length=300)
