@@ -121,6 +121,7 @@ def test_other_models_and_lengths_are_compared_apart(ran):
     assert groups[1].notes == ["no run of the baseline 'a' counts here: differences are to 'b'"]
     (group,) = compare([row("b", 0, 1.0), row("c", 0, 1.5)], None, ["a", "b", "c"])  # no run of "a" could be read
     assert group.notes[0] == "no run of the baseline 'a' counts here: differences are to 'b'"
+    assert [cell.validation_difference is None for cell in cells_of(group)] == [True, False]
 
 
 def test_a_run_that_resumed_with_another_setting_is_compared_with_a_note(tmp_path):

@@ -230,18 +230,25 @@ def test_another_failure_is_no_warning(build, monkeypatch):
         build().save(2)
 
 
-def test_a_kill_leaves_nothing_that_has_the_name_of_a_checkpoint(build, tmp_path, monkeypatch):
-    """Stopped after everything but the renaming."""
+@pytest.mark.parametrize("last", ["write_manifest", "publish"])
+def test_a_kill_leaves_nothing_that_has_the_name_of_a_checkpoint(build, tmp_path, monkeypatch, last):
+    """Stopped after everything but the manifest and the renaming, which is the last."""
     one = build()
     one.save(2)
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "publish", lambda *_: 1 / 0)
+        patch.setattr(storage, last, lambda *_: 1 / 0)
         with pytest.raises(RuntimeError):
             one.save(4)
     assert (tmp_path / "checkpoint" / ".saving" / "step-4").is_dir()
     assert list(saved(tmp_path).whole) == [2]
     one.save(4)  # what was left does not get into the next one
     assert list(saved(tmp_path).whole) == [2, 4]
+
+
+def test_a_save_removes_what_those_of_other_steps_left(build, tmp_path):
+    (tmp_path / "checkpoint" / ".saving" / "step-2").mkdir(parents=True)
+    build().save(4)
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-4"]
 
 
 def test_a_checkpoint_of_another_model_is_refused(build):

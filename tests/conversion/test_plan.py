@@ -208,7 +208,7 @@ def stack(count) -> Survey:
 
 
 def test_a_share_of_the_blocks_is_rounded_to_nearest():
-    for share, blocks, count in [(0.15, 12, 2), (0.15, 3, 0), (0.5, 3, 2), (0.0, 4, 0), (0.34, 3, 1)]:
+    for share, blocks, count in [(0.15, 12, 2), (0.15, 3, 0), (0.5, 3, 2), (0.5, 5, 3), (0.0, 4, 0), (0.34, 3, 1)]:
         result = plan(stack(blocks), "mx_linear", high_precision_share=share)
         reason = f"in the last {count} of {blocks} blocks (high_precision_share = {share})"
         assert result.skipped == {f"layers.{i}.wo": reason for i in range(blocks - count, blocks)}

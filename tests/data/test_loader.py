@@ -148,6 +148,11 @@ def test_a_finite_text_ends_with_its_first_epoch_wherever_an_iteration_starts(to
     assert [int(labels[0]) // (SEQ_LEN + 1) for _, labels in rest] == whole[30:39]
 
 
+def test_a_finite_text_of_whole_batches_is_read_to_its_end(tokens):
+    finite = dataset(tokens, batch_size=CHUNKS // 4, infinite=False)
+    assert len(list(finite)) == finite.samples(-1) == CHUNKS
+
+
 def test_text_too_short_for_one_step_is_a_config_error(tokens):
     dataset(tokens, rank=(0, 13))
     message = (

@@ -87,11 +87,12 @@ def test_a_stream_trains_a_tokenizer_and_feeds_the_loader(hub):
     assert set(titan_data.TITAN_DATASETS) == TITAN_NAMES  # TorchTitan's registry is as it was
 
 
-def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path):
+@pytest.mark.parametrize("tokens_in", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path, tokens_in):
     """Whatever the tokenizer's files tell other programs to cut, to pad and to add."""
     folder = tmp_path / "tokenizer"
     train_tokenizer([text(0)], VOCABULARY, folder, print)
-    (folder / "tokenizer_config.json").rename(folder / "special_tokens_map.json")
+    (folder / "tokenizer_config.json").rename(folder / tokens_in)
     encoder = Tokenizer.from_file(str(folder / "tokenizer.json"))
     encoder.enable_truncation(4)
     encoder.enable_padding(length=300)
@@ -157,10 +158,10 @@ def on_ranks(config, tokenizer, ranks: int, state: dict | None, count: int, monk
     return [batches[i % ranks][i // ranks] for i in range(count)], state_then
 
 
-def letters(rows, **options) -> Stream:
+def letters(rows, rank=(0, 1), **options) -> Stream:
     """A stream of samples of two tokens, one for each letter."""
     encode = SimpleNamespace(encode=lambda text, **tokens: list(map(ord, text)))
-    return Stream(rows, itemgetter("text"), encode, 2, (0, 1), infinite=True, **options)
+    return Stream(rows, itemgetter("text"), encode, 2, rank, infinite=True, **options)
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
@@ -176,6 +177,20 @@ def test_rows_resume_after_every_sample(is_streamed):
         resumed.load_state_dict(stream.state_dict())
         assert [labels.tolist() for _, labels in take(resumed, 5)] == whole[stop : stop + 5]
     assert ord("h") not in sum(whole, [])
+
+
+def test_more_ranks_than_before_read_no_document_of_earlier_steps_again():
+    rows, read = hf_datasets.Dataset.from_dict({"text": [chr(97 + i) * 3 for i in range(24)]}), []
+    options = {"keeps": lambda row: not read.append(row["text"])}
+    two, four = ([letters(rows, (rank, ranks), **options) for rank in range(ranks)] for ranks in (2, 4))
+    for stream in two:
+        take(stream, 5)
+    earlier = set(read)
+    read.clear()
+    for stream in four:
+        stream.load_state_dict(*(other.state_dict() for other in two))
+        take(stream, 1)
+    assert read and len(earlier) == 10 and not earlier.intersection(read)
 
 
 def test_a_stream_without_text_is_an_error():
@@ -215,7 +230,7 @@ def test_every_validation_on_a_split_reads_the_same_text(hub, workers):
     flags = ("--validation.dataset=hf", "--validation.dataset_path=some/set", "--validation.steps=2")
     loader = validation_loader(hf_job("--validation.enable", *flags, f"--validation.dataloader.num_workers={workers}"))
     first, second = (rows_of(take(loader, 2)) for _ in range(2))
-    assert first == second
+    assert first == second and loader.num_workers == workers
 
 
 def test_no_worker_is_without_a_file(hub):

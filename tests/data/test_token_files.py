@@ -117,6 +117,12 @@ def test_megatrons_documents_of_several_sequences_stay_whole(texts, tokenizer, e
     assert prepared.validation[:].tolist() == sum(DOCUMENTS[begin:], [])
 
 
+def test_a_document_that_begins_where_the_share_does_is_held_out(texts, tokenizer):
+    tenths = [IDS[i : i + 10] for i in range(0, 100, 10)]
+    prepared = prepared_from(megatron(texts, "<u2", tenths), tokenizer)
+    assert prepared.train[:].tolist() == IDS[:90] and prepared.validation[:].tolist() == tenths[-1]
+
+
 @pytest.mark.parametrize("path", ["text.bin", "text", ""])
 def test_megatrons_prefix_also_beside_a_folder_of_that_name(texts, tokenizer, path):
     megatron(texts, "<u2")

@@ -186,3 +186,13 @@ def test_zeros_a_nan_and_casts_without_noise():
     values[0, 0], values[0, 40] = math.nan, 448.0
     figures = cast_figures(totals_of(values, RCEIL, casts.image(values, RCEIL.format, "rceil", 1, torch.float32)))
     assert figures == {"saturated": 0, "underflowed": 0, "scale_min_exponent": 0, "scale_max_exponent": 0}
+
+
+def test_a_tensor_scale_is_that_of_the_matrix_in_all_processes(monkeypatch):
+    monkeypatch.setattr(linears, "largest", lambda amax, group: amax * {None: 1, "others": 1024}[group])
+    recipe, values = get_recipe("nvfp4_dynamic").fprop, torch.randn(16, 32)
+    exponents = [
+        cast_figures(MeasuredCast(Matrix(values, group), values, recipe, 1).totals)["scale_max_exponent"]
+        for group in (None, "others")
+    ]
+    assert exponents[0] - exponents[1] == 10

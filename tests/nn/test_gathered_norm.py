@@ -15,7 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from mxtrain.formats.collectives import GATHER_PARTS
 from mxtrain.formats.parse import get_recipe
-from mxtrain.nn.gathered_norm import gathers_codes
+from mxtrain.nn import gathered_norm
+from mxtrain.nn.gathered_norm import SumGradient, gathers_codes
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import SplitSequences
 from tests.support.gather_counts import GATHERS, bytes_of, counted, split_block
@@ -227,3 +228,11 @@ def test_values_of_the_reference_take_more_bytes():
     x, split = torch.empty(2, 64, DIM, device="meta"), SplitSequences("group", 2, 0, forwards=2)
     sent = [gathers_codes(x, get_recipe("unquantized"), mode, split) for mode in ("emulated", "reference")]
     assert sent == [True, False], "6 and 12 bytes per element, not 8"
+
+
+@pytest.mark.parametrize("rank, gradient", [(0, 3.0), (1, 0.0)])
+def test_one_process_gets_the_sum_of_a_gradients_parts(monkeypatch, rank, gradient):
+    monkeypatch.setattr(gathered_norm, "sum_parts", lambda part, group: 3 * part)
+    y = torch.ones(4, requires_grad=True)
+    SumGradient.apply(y, SplitSequences("three", 3, rank).key).sum().backward()
+    assert y.grad.tolist() == [gradient] * 4

@@ -18,6 +18,7 @@ from mxtrain.settings.resume import (
     other_defaults,
     resolved,
     resumed,
+    separated,
     settings_before,
 )
 from mxtrain.settings.titan import known_fields
@@ -226,6 +227,10 @@ def test_the_defaults_of_its_version_count(start):
     saved(start.checkpoint, 5, defaults={"mxnorm.p": 1})
     with pytest.raises(ConfigError, match="^mxnorm.p = 2, .* 1; .*--checkpoint.may_change mxnorm.p$"):
         check_resume(start, now(), 1)
+
+
+def test_the_name_of_a_run_may_have_an_equals_sign():
+    assert separated(["--resume=outputs/lr=1e-3", "--a=b"]) == ["--resume", "outputs/lr=1e-3", "--a=b"]
 
 
 def test_a_run_resumes_with_its_settings_but_not_as_it_last_began(tmp_path, monkeypatch):

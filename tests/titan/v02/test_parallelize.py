@@ -192,3 +192,18 @@ def test_stages_without_head_or_embedding_and_models_of_ones_own_are_not_tied(ab
     for part in (stage, torch.nn.Sequential(torch.nn.Linear(2, 2))):
         with shared_group(part):
             assert llama3.fully_shard is fully_shard
+
+
+@pytest.mark.parametrize("option, components, is_selective", [("op", "model", True), ("2", "loss", False)])
+def test_a_layout_follows_the_settings_of_checkpointing_and_compilation(monkeypatch, option, components, is_selective):
+    class Experts(nn.Module):
+        def compile_products(self, backend):
+            found.append(backend)
+
+    found = []
+    monkeypatch.setattr(parallelize, "finish_layout", lambda *args: found.append(args[-1]))
+    monkeypatch.setattr(parallelize, "QuantizedExperts", Experts)
+    flags = [f"--activation_checkpoint.selective_ac_option={option}", f"--compile.components={components}"]
+    config = parse_job_config([*flags, "--activation_checkpoint.mode=selective", "--compile.enable"])
+    checked_parallelize(lambda model, *_: model)(Experts(), dims(), config)
+    assert found == ([True, "inductor"] if is_selective else [False])
