@@ -171,6 +171,10 @@ def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer
         f"{found.replace('4', '5')}; no checkpoint is saved",
     ]
     assert stops.checkpointer.saved == goes_on.checkpointer.saved == (2,)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    goes_on.step = 6
+    goes_on.train_step([3.0])
+    assert not goes_on.should_continue_training() and goes_on.stop == Stop(signal.SIGUSR1, 6, is_saved=False)
 
 
 def test_a_stop_signal_saves_the_step_in_which_it_came(trainer):
