@@ -212,7 +212,8 @@ def test_one_process_per_accelerator_by_default_and_as_many_as_ngpu_says():
 
 def test_defaults_of_workers(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    spins, users = {"GOMP_SPINCOUNT": "1000"}, {"OMP_NUM_THREADS": "7", "GOMP_SPINCOUNT": "9"}
+    spins = {"GOMP_SPINCOUNT": "1000", "MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "2147483647"}
+    users = dict.fromkeys(("OMP_NUM_THREADS", *spins), "9")
     assert launch.worker_defaults({}, 1, 1) == {} and launch.worker_defaults({}, 1, 0) == spins
     assert launch.worker_defaults({}, 4, 0) == spins | {"OMP_NUM_THREADS": "3"}
     assert launch.worker_defaults({}, 100, 1) == {"OMP_NUM_THREADS": "1"}
