@@ -16,7 +16,7 @@ LAYERS = [
     {"files"},
     {"launched", "launch", "ranks"},
     {"checkpoints"},
-    {"config", "rng", "data", "terminal"},
+    {"config", "rng", "data"},
     {"formats"},
     {"settings"},
     {"analysis"},

@@ -18,8 +18,8 @@ from unittest.mock import patch
 from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.runs import variant_of
 from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
+from mxtrain.checkpoints.terminal import note, show_line
 from mxtrain.files import read_json, reason
-from mxtrain.terminal import note, show_line
 
 logger = logging.getLogger()  # TorchTitan's
 

@@ -167,7 +167,7 @@ def _prepare(options) -> int:
 
     if asks_for_help(flags):
         return _print_settings("prepare", options.config, flags)
-    from mxtrain.terminal import show
+    from mxtrain.checkpoints.terminal import show
     from mxtrain.titan.data import prepare_from_job
     from mxtrain.titan.job_config import parse_job_config
 

@@ -72,7 +72,6 @@ def _row_length(node: Node):
     return value.shape[-1] if isinstance(value, torch.Tensor) and value.ndim else None
 
 
-aten = torch.ops.aten
 # A chain of pointwise operations is recognized by running it and a formula on numbers.
 #
 # PyTorch releases write the same function as different operations (a silu is one operation, or x / (1 + exp(-x)), or

@@ -7,7 +7,7 @@ from itertools import combinations
 import torch
 import torch.nn as nn
 
-from mxtrain import terminal
+from mxtrain.checkpoints import terminal
 from mxtrain.conversion.survey import selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate

@@ -267,7 +267,7 @@ def _codes(a, a_scales, b, b_scales, ends, out_dtype: torch.dtype) -> torch.Tens
     return scaled_grouped_mm(a, b, a_scales, blocks, b_scales, blocks, swizzle, swizzle, offs=ends).to(out_dtype)
 
 
-def _fake(a, b, ends, out_dtype):
+def _fake_grouped(a, b, ends, out_dtype):
     rows = a.shape[0]  # not len(), which would make it a constant of a compiled graph
     shape = (len(ends), rows, b.shape[0]) if b.ndim == 2 else (rows, b.shape[1])
     return a.new_empty(shape, dtype=out_dtype)
@@ -276,10 +276,10 @@ def _fake(a, b, ends, out_dtype):
 # Ops of our own: only the device knows the sizes of the parts of the first, and PyTorch has no fake of
 # ``scaled_grouped_mm``. a [P, K] and b [E, R, K] -> [P, R], or a [N, P] and b [D, P] -> [E, N, D].
 _grouped_values = define_op(
-    "grouped_values(Tensor a, Tensor b, Tensor ends, ScalarType out_dtype) -> Tensor", _one_by_one, _fake
+    "grouped_values(Tensor a, Tensor b, Tensor ends, ScalarType out_dtype) -> Tensor", _one_by_one, _fake_grouped
 )
 _grouped_codes = define_op(
     "grouped_codes(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor ends, ScalarType out_dtype) -> Tensor",
     _codes,
-    lambda a, a_scales, b, b_scales, ends, out_dtype: _fake(a, b, ends, out_dtype),
+    lambda a, a_scales, b, b_scales, ends, out_dtype: _fake_grouped(a, b, ends, out_dtype),
 )

@@ -7,6 +7,7 @@ import torch.nn as nn
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
+from mxtrain.checkpoints.terminal import note_conversion
 from mxtrain.conversion.convert import apply
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.conversion.plan import Plan
@@ -19,7 +20,6 @@ from mxtrain.formats.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
-from mxtrain.terminal import note_conversion
 from mxtrain.titan.releases import engine
 
 # Stands for debug.seed where that is unset.

@@ -13,6 +13,7 @@ from pathlib import Path
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 
+from mxtrain.checkpoints.terminal import note
 from mxtrain.data import DataConfig, Prepared, Tokens, prepare
 from mxtrain.data.config import DATASETS, config_of, held_out_share, path_of
 from mxtrain.data.loader import Loader, RunData, RunLoader, TokenDataset
@@ -21,7 +22,6 @@ from mxtrain.data.streams import Stream, stream_texts, training_stream, validati
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, raised_as, require_one_of
 from mxtrain.ranks import from_first_rank, is_first, is_first_of_node, run_on_all_ranks
-from mxtrain.terminal import note
 from mxtrain.titan.releases import engine
 
 

@@ -29,13 +29,13 @@ from mxtrain.analysis.loggers import (
 from mxtrain.checkpoints.folder import package_versions
 from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.checkpoints.start import require_no_other_run, resumed_step
+from mxtrain.checkpoints.terminal import go_on_without, note
 from mxtrain.diagnostics.recording import Numerics
 from mxtrain.errors import ConfigError
 from mxtrain.files import replace_file
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
-from mxtrain.terminal import go_on_without, note
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.layouts import Stage
 from mxtrain.titan.releases import engine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mxtrain import terminal
+from mxtrain.checkpoints import terminal
 from mxtrain.checkpoints.folder import (
     MANIFEST_FILE,
     DamagedCheckpoint,

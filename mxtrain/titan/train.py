@@ -14,8 +14,9 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 from torchtitan.tools.logging import init_logger, logger
 
-from mxtrain import ranks, terminal
+from mxtrain import ranks
 from mxtrain.analysis import closing_summary
+from mxtrain.checkpoints import terminal
 from mxtrain.checkpoints.checkpointer import SaveError
 from mxtrain.checkpoints.ending import CONTINUE, SETTING, NonFiniteError, Stop
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, locked

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from mxtrain import terminal
 from mxtrain.analysis.runs import NONFINITE
+from mxtrain.checkpoints import terminal
 from mxtrain.checkpoints.checkpointer import RANDOM_STATE
 from mxtrain.checkpoints.ending import (
     STOP,

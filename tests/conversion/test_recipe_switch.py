@@ -21,7 +21,7 @@ def entries(table, steps=10):
 def lines(monkeypatch):
     """What the user is told, and the events."""
     noted, logged = [], []
-    monkeypatch.setattr("mxtrain.terminal.note", noted.append)
+    monkeypatch.setattr("mxtrain.checkpoints.terminal.note", noted.append)
     return noted, logged, lambda step, text: logged.append((step, text))
 
 

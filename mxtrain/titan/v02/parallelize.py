@@ -20,12 +20,12 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.expert_parallel import ExpertParallel
 
+from mxtrain.checkpoints.terminal import show_line
 from mxtrain.errors import ConfigError
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.parallel.activation_checkpoint import knows_own_operations
 from mxtrain.parallel.tensor_parallel import check_part
-from mxtrain.terminal import show_line
 from mxtrain.titan.layouts import build_pipeline, finish_layout
 from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v02.tensor_parallel import boundary, inner_style, is_boundary, style_for, with_local_heads

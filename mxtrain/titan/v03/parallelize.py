@@ -21,6 +21,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from mxtrain.checkpoints.terminal import show_line
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mixture import of_whole_sequences
 from mxtrain.nn.mxnorm import MXNorm
@@ -31,7 +32,6 @@ from mxtrain.parallel.activation_checkpoint import knows_own_operations
 from mxtrain.parallel.expert_dispatch import SentRows
 from mxtrain.parallel.initial_weights import plain_name
 from mxtrain.parallel.tensor_parallel import check_part, check_part_of_experts, no_split
-from mxtrain.terminal import show_line
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.layouts import finish_layout
 from mxtrain.titan.metrics import describe_model

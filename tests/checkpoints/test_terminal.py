@@ -7,7 +7,7 @@ import warnings
 import pytest
 from torchtitan.tools.logging import init_logger, logger
 
-from mxtrain import terminal
+from mxtrain.checkpoints import terminal
 from mxtrain.errors import ConfigError
 
 
