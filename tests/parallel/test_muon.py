@@ -112,7 +112,8 @@ def _with_both_kinds(mesh, style, weight, gradients, right) -> None:
 
 
 def test_every_layout_gets_the_update_of_one_process(tmp_path):
-    workers = [forking_context().Process(target=_on_every_layout, args=(rank, str(tmp_path / "f"))) for rank in range(4)]
+    start = forking_context().Process
+    workers = [start(target=_on_every_layout, args=(rank, str(tmp_path / "f"))) for rank in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
