@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.launch import Keyed
 
-ScaleRounding = Literal["rceil", "floor"]
+ScaleRounding = Literal["rceil", "rceil_0_18", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)
 TensorScale = Literal["static", "dynamic"]
 TENSOR_SCALES = get_args(TensorScale)
@@ -84,7 +84,7 @@ class Format:
     has_tensor_scale: bool = False
     is_native: bool = False
     layout: Layout | None = None
-    implementation: str = "mxtrain.formats.mx:MXOps"
+    implementation: str = "mxtrain.formats.mx.reference:MXOps"
 
     @property
     def bytes_per_element(self) -> float:

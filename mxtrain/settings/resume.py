@@ -10,19 +10,22 @@ from typing import NamedTuple
 
 from pydantic_core import to_jsonable_python
 
+from mxtrain.checkpoints.folder import Manifest
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
+from mxtrain.formats.parse import get_recipes
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import global_batch_size
-from mxtrain.settings.mxnorm_section import SCHEDULE
+from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among
 from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.removed import SCHEDULE_KEYS, in_this_version, removed_in_effect
 from mxtrain.settings.types import Resume
 
 FLAG = "--resume"
 BATCH = "training.global_batch_size"
+ROUNDING, OLD_RCEIL = "mxnorm.scale_rounding", "rceil_0_18"
 
 _ONCE = (
     "--checkpoint.load_step=-1",
@@ -102,7 +105,10 @@ def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
     """
     checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes)
-    lines = check_resume(start, settings, processes)
+    start = replace(start, settings=_kept(start, settings))
+    lines = check_resume(start, settings.replaced(start.settings), processes)
+    for name, value in start.settings.items():
+        lines.append(f"{name} stays {value!r}, as before; --checkpoint.may_change {name} allows another")
     recorded = [line for line in lines if SETTING_CHANGES in line]
     if start.step and checkpoint.exclude_from_loading:
         parts = " and ".join(checkpoint.exclude_from_loading)
@@ -130,7 +136,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     if start.step == 0:
         return []
     manifest = start.manifest
-    before = settings_before(manifest.settings, settings.known, manifest.defaults)
+    before = _settings_of(manifest, settings)
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
     may_change = settings["checkpoint.may_change"] or []
@@ -143,6 +149,41 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
     return lines
+
+
+def _settings_of(manifest: Manifest, now: Settings) -> Settings:
+    """The settings of a run so far, to be compared with those of its continuation."""
+    before = settings_before(manifest.settings, now.known, manifest.defaults)
+    return with_own_rounding(before, manifest.versions) if _rounds(now) else before
+
+
+def _kept(start: Start, settings: Settings) -> dict[str, str]:
+    """The settings that ``Start`` calls kept: the rule for scales of a run that began under an earlier version."""
+    if start.step == 0 or settings[ROUNDING] not in (None, "rceil") or not _rounds(settings):
+        return {}
+    is_kept = _settings_of(start.manifest, settings)[ROUNDING] == OLD_RCEIL
+    return {ROUNDING: OLD_RCEIL} if is_kept and ROUNDING not in (settings["checkpoint.may_change"] or []) else {}
+
+
+def with_own_rounding(settings: Settings, versions: Mapping[str, str | None]) -> Settings:
+    """Return a run's settings with the rule by which it rounded scales.
+
+    Until 0.1.0, "rceil", also the default, was what "rceil_0_18" is now.
+
+    Args:
+        versions: of packages, as the run kept them.
+    """
+    is_old = (versions.get("mxtrain") or "0.1.0") == "0.1.0" and settings[ROUNDING] in (None, "rceil")
+    return settings.replaced({ROUNDING: OLD_RCEIL}) if is_old and _rounds(settings) else settings
+
+
+def _rounds(settings: Settings) -> bool:
+    """Whether a job has scales that ``ROUNDING`` is for."""
+    try:
+        get_recipes(settings["mxnorm.recipe"], settings["mxnorm.recipes"], scale_rounding=OLD_RCEIL)
+    except ConfigError:
+        return False
+    return bool(quantizing_among(settings["model.converters"]))
 
 
 def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path) -> ConfigError:

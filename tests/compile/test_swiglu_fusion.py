@@ -151,7 +151,7 @@ def test_casts_with_other_scales_stay_alone(layer, left):
 
 
 def test_a_cast_with_a_factor_stays_unfused():
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
 
     def function(gate, up, factor):
         casts = cast(swiglu(gate, up), MXFP8, (1, 0), "image", column_factor=factor)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxtrain.formats.cast_kernels import FORMS
-from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from tests.support.kernel_checks import (
@@ -155,7 +155,7 @@ def test_products_of_bf16_numbers_have_the_scales_of_fp32_numbers():
 def test_an_fp32_matrix_can_be_rounded_to_bf16_first():
     for form, x, which in (("codes", ugly(43, 96), []), ("image", draw(33, 96), FACTORS)):
         of_factors = factors(which, *x.shape).values() or (None, None)
-        others = (1, True, True, "rceil", form)
+        others = (1, True, True, "e4m3", "rceil", form)
         run = lambda x, to_bf16: torch.ops.mxtrain.cast([x], 0, *of_factors, None, to_bf16, *others)  # noqa: B023, E731
         rounded = x.bfloat16()
         assert_same_results(run(x, True), run(rounded, False))
@@ -290,7 +290,7 @@ def test_ops_match_their_schemas_and_fakes(form):
     row_factor, column_factor = (draw(17), draw(32)) if plain else (None, None)
     sign, scales = (None, (one, [0])) if plain else (signs(), (one, [1, 0]))
     for op, arguments in {
-        ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, form != "blocked", True, "rceil", form),
+        ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, form != "blocked", True, "e4m3", "rceil", form),
         ours.nvfp4_cast: ([x], 0, row_factor, column_factor, *scales, sign, [] if plain else [draws()], None, form),
         ours.nvfp4_tensor_scales: ([x, x], None, None, sign, None),
     }.items():
