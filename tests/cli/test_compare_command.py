@@ -125,9 +125,8 @@ def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(st
     (b / "run.json").write_text('{"versions": {"mxtrain": "0.1.0"}}')  # with another rule for scales
     (stand_in / "comparison.json").write_text(json.dumps(finished))
     assert compare("b.toml", "--dry-run") == 2
-    assert (
-        "mxnorm.scale_rounding = None, but the run in c/b-seed0 was made with 'rceil_0_18'" in capsys.readouterr().err
-    )
+    problem = "mxnorm.scale_rounding = None, but the run in c/b-seed0 was made with 'rceil_0_18'"
+    assert problem in capsys.readouterr().err
     with Path("b.toml").open("a") as file:
         file.write('mxnorm.scale_rounding = "rceil_0_18"\n')
     assert compare("b.toml", "--dry-run") == 0 and "b-seed0: finished\n" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def ugly(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.floa
 def just_above_scales() -> torch.Tensor:
     """fp32 [32, T]. Blocks along both dimensions have one number, 1 to 23 above 448 * 2^k.
 
-    torchao's fp32 logarithm of some of their quotients by 448 rounds to k. No bf16 number is so little above.
+    torchao 0.18's fp32 logarithm of some of their quotients by 448 rounds to k. No bf16 number is so little above.
     """
     exponents = torch.arange(40, 254, 60)
     numbers = (exponents[:, None] << 23 | 0x600000 + torch.arange(1, 24)).to(torch.int32).view(torch.float32)
