@@ -47,18 +47,18 @@ from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, regist
 @triton.jit
 def cast_along_rows(
     x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
 
-    x is fp32, holds numbers of DTYPE, and is zero outside of ``mask``. The matrix may be a part of a larger result:
+    x is fp32, and zero outside of ``mask``. The matrix may be a part of a larger result:
     first_row, column and offsets are positions in the whole result, end_row and end_column the ends of the part, and
     ``columns`` is the width of the whole.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
-    code = scale_code(block_amax(x, 2), ROUNDING, ELEMENT, DTYPE)
+    code = scale_code(block_amax(x, 2), ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, :, None]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE)
@@ -74,7 +74,7 @@ def cast_along_rows(
 @triton.jit
 def cast_along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
@@ -83,7 +83,7 @@ def cast_along_columns(
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
-    code = scale_code(block_amax(x, 1), ROUNDING, ELEMENT, DTYPE)
+    code = scale_code(block_amax(x, 1), ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, None, :]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, None, :], ELEMENT, HARDWARE)
@@ -124,7 +124,6 @@ def _cast_kernel(
     x = tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0)
     if TO_BF16:
         x = rounded(x, tl.bfloat16)
-    DTYPE: tl.constexpr = tl.float32 if ROW_FACTOR or COLUMN_FACTOR else x.dtype
     x = x.to(tl.float32)
     if ROW_FACTOR:
         x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -142,12 +141,12 @@ def _cast_kernel(
     if ALONG_ROWS:
         cast_along_rows(
             x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
-            FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
             x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
