@@ -87,7 +87,7 @@ def cast(
         codes: the format's dtype, shape of ``x``.
         scales: float8_e8m0fnu, [..., D / block_size].
     """
-    block_size = block_size or fmt.block_size
+    x, block_size = x.contiguous(), block_size or fmt.block_size
     scales = scale_codes(block_amax(x, block_size), fmt, scale_rounding)
     y = at_least_fp32(split_blocks(x, block_size)) * _inverse_scales(scales, scale_rounding).unsqueeze(-1)
     return _encode(y, fmt).view(x.shape), scales.to(torch.uint8).view(torch.float8_e8m0fnu)
