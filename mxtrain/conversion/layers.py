@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 import torch.nn as nn
@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.norms import FUSED_NORMS
+from mxtrain.norms.rms_norm import OffsetRMSNorm
 
 EXPERTS = "GroupedExperts"
 """Name of the class of stacked experts that are swapped, as TorchTitan calls it"""
@@ -26,6 +27,15 @@ _MIXTURE, _PARTS = "MoE", {EXPERTS, "RoutedExperts", "TokenChoiceTopKRouter", "T
 HEAD_NAMES = ("output", "lm_head")
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
+
+# What a norm may make of its rows and weight before PyTorch's norm: how it uses the weight -> f(x, weight).
+_WEIGHT, _OFFSET = "weight", "1 + weight"
+_USES = {
+    _WEIGHT: lambda x, weight: (x, weight),
+    _OFFSET: lambda x, weight: (x, 1 + weight),
+    "x * weight": lambda x, weight: (x * weight, None),
+    "x * (1 + weight)": lambda x, weight: (x * (1 + weight), None),
+}
 
 # Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours.
 _ROWS = (1.0, 1e-2, 1e-4, 1e-6)
@@ -217,6 +227,8 @@ class NormFacts:
     Attributes:
         kind: its class; the other attributes are its arguments.
         recognised: class of the module, and how it was recognised, in words.
+        add_unit_offset: whether the gain is 1 + weight.
+        differs: what else it computes than that norm, in words; "" for nothing.
     """
 
     kind: NormKind
@@ -225,16 +237,21 @@ class NormFacts:
     elementwise_affine: bool = True
     bias: bool = False
     recognised: str = ""
+    add_unit_offset: bool = False
+    differs: str = ""
 
     @property
     def why_it_stays(self) -> str | None:
         """Why no converter takes it; None if some may."""
-        return None if len(self.normalized_shape) == 1 else "normalizes more than one dimension"
+        return self.differs or (None if len(self.normalized_shape) == 1 else "normalizes more than one dimension")
 
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
         """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
         bias = {"bias": self.bias} if "bias" in FUSED_NORMS[self.kind].parameters_of else {}
-        norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
+        kind = OffsetRMSNorm if self.add_unit_offset else self.kind
+        norm = kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
+        if self.add_unit_offset:
+            norm.add_unit_offset = True
         for name in norm._parameters:
             setattr(norm, name, getattr(module, name, None))
         return norm.train(module.training)
@@ -271,32 +288,36 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
 
     Many models bring norm classes of their own, with "norm" in the name, a 1-D ``weight``, and an eps under some name.
     Such a module is an RMSNorm or LayerNorm if its results have the dtype of the rows that it gets, and results and
-    gradients are those of PyTorch's norm for one of the floats that it holds as attributes. (A norm that scales by
-    1 + weight is not, and one that is called a LayerNorm may be an RMSNorm, as T5's.) A module whose forward takes more
-    than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
+    gradients are those of PyTorch's norm for one of the floats that it holds as attributes. (One that is called a
+    LayerNorm may be an RMSNorm, as T5's.) An RMSNorm may have a gain of 1 + weight, as Gemma's. A module whose forward
+    takes more than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
     """
     name, parameters = type(module).__name__, dict(module.named_parameters())
     has_bias = "bias" in parameters
     for kind, fused in FUSED_NORMS.items():
         if type(module) in (kind, fused):
             shape = tuple(module.normalized_shape)
-            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
+            offset = getattr(module, "add_unit_offset", False)
+            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type", offset)
         if (
             {"weight"} <= parameters.keys() <= {*fused.parameters_of}
             and all(parameter.shape == (parameters["weight"].numel(),) for parameter in parameters.values())
             and not dict(module.named_buffers())
             and not state_of(module)
             and len(signature(module.forward).parameters) == 1
-            and (eps := _eps_of(module, kind)) is not None
+            and (found := _computed_by(module, kind)) is not None
         ):
-            shape = tuple(module.weight.shape)
-            return NormFacts(kind, shape, eps, True, has_bias, f"{name} by results and gradients")
+            shape, (eps, use, differs) = tuple(module.weight.shape), found
+            recognised = f"{name} by results and gradients{' (gain 1 + weight)' if use == _OFFSET else ''}"
+            return NormFacts(kind, shape, eps, True, has_bias, recognised, use == _OFFSET, differs)
     return None
 
 
 @torch.enable_grad()
-def _eps_of(module: nn.Module, kind: NormKind) -> float | None:
-    """The float among the attributes of ``module`` with which it computes PyTorch's norm; None if there is none.
+def _computed_by(module: nn.Module, kind: NormKind) -> tuple[float, str, str] | None:
+    """The eps and the use of its weight (``_USES``) with which a module computes PyTorch's norm; None for no such eps.
+
+    The eps is one of its attributes. The third value is ``NormFacts.differs``.
 
     The module runs with random parameters; its own may be on the meta device. Its rows are a batch of sequences,
     because a norm over another dimension of a matrix may compute the same.
@@ -316,13 +337,34 @@ def _eps_of(module: nn.Module, kind: NormKind) -> float | None:
         return None
     vectors = {name: vector.detach().double().requires_grad_() for name, vector in vectors.items()}
     # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
-    for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
-        norm_of_pytorch = partial(FUSED_NORMS[kind].formula, normalized_shape=(dim,), eps=eps, **vectors)
-        wanted = _results(norm_of_pytorch, x.double(), dy.double(), *vectors.values())
-        limits = [1e-4 * want.abs().amax(-1, keepdim=True) for want in wanted]
-        if all(((g - w).abs() <= limit).all() for g, w, limit in zip(got, wanted, limits, strict=True)):
-            return eps
+    epsilons = sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True)
+    for use, eps in product(_USES if kind is nn.RMSNorm else (_WEIGHT,), epsilons):
+        norm = partial(_norm_of_pytorch, kind, use, eps)
+        if _are_near(got, _results(partial(norm, **vectors), x.double(), dy.double(), *vectors.values())):
+            if use == _OFFSET and not _adds_in_fp32(module, norm, x, vectors["weight"].detach()):
+                return eps, use, "rounds 1 + weight to the dtype of its weight"
+            return eps, use, "" if use in (_WEIGHT, _OFFSET) else "multiplies by its weight before it normalizes"
     return None
+
+
+def _norm_of_pytorch(kind: NormKind, use: str, eps: float, x: torch.Tensor, weight: torch.Tensor, **bias):
+    x, weight = _USES[use](x, weight)
+    return FUSED_NORMS[kind].formula(x, x.shape[-1:], weight=weight, eps=eps, **bias)
+
+
+def _are_near(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    limits = [1e-4 * want.abs().amax(-1, keepdim=True) for want in wanted]
+    return all(((g - w).abs() <= limit).all() for g, w, limit in zip(got, wanted, limits, strict=True))
+
+
+def _adds_in_fp32(module: nn.Module, norm, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a norm with a weight in bf16 does not round 1 + weight to bf16, which loses weights below 2^-8."""
+    weight = weight.bfloat16()
+    try:
+        got = functional_call(module, {"weight": weight}, (x,))
+    except RuntimeError:  # mixed dtypes
+        return False
+    return _are_near([got], [norm(x.double(), weight=weight.double())])
 
 
 def _keeps_bf16(module: nn.Module, x: torch.Tensor, vectors: Mapping[str, torch.Tensor]) -> bool:

@@ -39,8 +39,8 @@ class ReadyOperands(NamedTuple):
     Attributes:
         fprop: one operand for all weights, or one for each (see ``ThreeGEMMs.fprop``).
         dgrad: one operand for all weights.
-        made_from: the weights and the gain. A forward with other parameters (``torch.func.functional_call``) casts them
-            itself.
+        made_from: the weights and the norm's weight. A forward with other parameters (``torch.func.functional_call``)
+            casts them itself.
     """
 
     fprop: tuple[Operand, ...]
@@ -172,13 +172,12 @@ class ThreeGEMMs:
         found = self._cast(dys, recipes, spec)
         return found.get(1), found.get(0)
 
-    def quantize_ahead(
-        self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, joined: bool = True
-    ) -> ReadyOperands:
-        """W as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
+    def quantize_ahead(self, ws: Sequence[torch.Tensor], norm: nn.Module | None, joined: bool = True) -> ReadyOperands:
+        """W, or W diag(gain) behind an MXNorm, as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
+        gain, weight = (None, None) if norm is None else (norm.gain(), norm.own_weight())
         operands = self.quantize_weights(ws, gain, (1, 0) if joined else (0,))
         fprop = (operands[1],) if joined else tuple(self._for_fprop(ws, gain, False))
-        return ReadyOperands(fprop, operands[0], (*ws, gain))
+        return ReadyOperands(fprop, operands[0], (*ws, weight))
 
     def _for_fprop(self, ws, gain, joined: bool) -> Iterator[Operand]:
         for part in (ws,) if joined else ((w,) for w in ws):
@@ -320,12 +319,12 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 
-    def ready_with(self, gain: torch.Tensor | None) -> ReadyOperands | None:
-        """Return the weight that ``mxtrain.nn.ready_weights`` has cast, if it has this gain and is still the layer's.
+    def ready_with(self, norm_weight: torch.Tensor | None) -> ReadyOperands | None:
+        """Return the operands of ``mxtrain.nn.ready_weights`` if they are of this layer's and this norm's weight.
 
         It is an argument of its own in autograd functions: Dynamo finds no tensors in a ``ThreeGEMMs``.
         """
-        if self.ready is None or not self.ready.are_of((self.weight, gain)):
+        if self.ready is None or not self.ready.are_of((self.weight, norm_weight)):
             return None
         return self.ready
 

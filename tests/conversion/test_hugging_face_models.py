@@ -22,6 +22,11 @@ LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads
 EXPERTS = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64},
+    "Qwen3Next": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64},
+        **{"layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 64},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
 }
 
 # Per layer: norms swapped, linears that a norm feeds, other linears (wo and w2).
@@ -32,9 +37,10 @@ CONVERTED = {
     "Phi3": (2, 2, 2),  # one linear for queries, keys and values, and one for gate and up
     "Mixtral": (1, 3, 1),  # experts are no linears, and the norm before them feeds them, too
     "Qwen2Moe": (1, 3, 4),  # and a shared expert, whose gate has one feature and stays
+    "Gemma": DENSE,  # its gain is 1 + weight
+    "Gemma2": DENSE,  # two more norms feed no linear
 }
 REFUSED = {
-    "Gemma": "is a GemmaRMSNorm that does not compute the results and gradients",  # its gain is 1 + weight
     "Olmo2": "post_attention_layernorm and 3 more: its output is used by add",  # norms after attention and MLP
 }
 
@@ -79,6 +85,24 @@ def test_a_model_converts_trains_and_is_saved(name, tmp_path):
     assert MXNorm not in {type(module) for module in loaded.modules()}, "a plain model of transformers"
     mxtrain.convert(loaded)
     assert torch.equal(loss(loaded), after)
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Qwen3Next"])
+def test_a_model_with_gains_of_one_plus_weight_computes_the_same_without_rounding(name):
+    model = build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(std=0.3)
+    expected = loss(model)
+    gradients = torch.autograd.grad(expected, [*model.parameters()])
+    settings = dict(recipe="unquantized", estimator="exact", mode="reference")
+    plan = mxtrain.convert(model, **settings)
+    assert plan.norms and all(model.get_submodule(fqn).add_unit_offset for fqn in plan.norms)
+    got = loss(model)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+    for a, b in zip(torch.autograd.grad(got, [*model.parameters()]), gradients, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
 
 
 @pytest.mark.parametrize("settings", [{"attn_implementation": "flex_attention"}, {"use_cache": False}], ids=str)

@@ -43,9 +43,39 @@ class CenteredRMSNorm(OwnRMSNorm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
-class ShiftedRMSNorm(OwnRMSNorm):
+class OffsetRMSNorm(OwnRMSNorm):
+    """As Gemma's and Qwen3-Next's."""
+
     def forward(self, x):
-        return (1 + self.weight) * (x * self.rstd(x))
+        wide = x.float()
+        return ((1 + self.weight.float()) * (wide * self.rstd(wide))).to(x.dtype)
+
+
+class RoundedOffsetRMSNorm(OwnRMSNorm):
+    """As a norm of Muse Spark."""
+
+    def forward(self, x):
+        wide = x.float()
+        return ((1 + self.weight).float() * (wide * self.rstd(wide))).to(x.dtype)
+
+
+class InputScaledRMSNorm(OwnRMSNorm):
+    """As another norm of Muse Spark."""
+
+    def forward(self, x):
+        wide = x.float() * (1 + self.weight.float())
+        return (wide * self.rstd(wide)).to(x.dtype)
+
+
+class WeightFirstRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        x = x * self.weight
+        return x * self.rstd(x)
+
+
+class ConstantOffsetRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        return (1 + self.weight.detach()) * (x * self.rstd(x))
 
 
 class NeedsMoreRMSNorm(OwnRMSNorm):
@@ -177,6 +207,33 @@ def test_what_a_norm_is_called_does_not_count():
     assert facts(Clip(64, 1e-5)) == (LAYER, (64,), 1e-5, True, True) and facts(Doubling(64, 1e-5)) is None
 
 
+def test_gains_of_one_plus_weight_are_found_and_kept():
+    own = OffsetRMSNorm(eps=1e-3).eval()
+    found = norm_facts(own)
+    recognised = "OffsetRMSNorm by results and gradients (gain 1 + weight)"
+    assert found == NormFacts(RMS, (64,), 1e-3, True, False, recognised, True)
+    assert found.why_it_stays is None and not norm_facts(OwnRMSNorm()).add_unit_offset
+    norm = found.as_norm(own)
+    assert norm.add_unit_offset and norm.weight is own.weight and not norm.training
+    fused = FusedRMSNorm.from_rms_norm(norm)
+    assert norm_facts(fused).add_unit_offset and MXNorm.from_rms_norm(fused).add_unit_offset
+    assert norm_facts(ConstantOffsetRMSNorm()) is None
+
+
+def test_norms_whose_gain_is_no_factor_of_the_next_weight_stay_with_the_reason():
+    reasons = {
+        RoundedOffsetRMSNorm: "rounds 1 + weight to the dtype of its weight",
+        InputScaledRMSNorm: "multiplies by its weight before it normalizes",
+        WeightFirstRMSNorm: "multiplies by its weight before it normalizes",
+    }
+    for converter in ("mxnorm", "fused_norm"):
+        model = nn.Sequential(*(Block(kind()) for kind in (OffsetRMSNorm, *reasons)))
+        plan = mxtrain.convert(model, converter, example_inputs=(torch.zeros(4, 64),), filter_fqns=[])
+        assert model[0].norm.add_unit_offset
+        norms = {fqn: reason for fqn, reason in plan.skipped.items() if fqn.endswith("norm")}
+        assert norms == {f"{i}.norm": reason for i, reason in enumerate(reasons.values(), 1)}
+
+
 def test_norms_of_pytorch_and_fused_norms_keep_their_arguments():
     for kind in (RMS, FusedRMSNorm):
         norm = kind(64, 1e-3, elementwise_affine=False)
@@ -192,7 +249,7 @@ def test_norms_of_pytorch_and_fused_norms_keep_their_arguments():
 
 def test_modules_that_compute_something_else():
     for module in (
-        *(ShiftedRMSNorm(), NeedsMoreRMSNorm(), GatedRMSNorm(), RMSNormWithBias()),
+        *(NeedsMoreRMSNorm(), GatedRMSNorm(), RMSNormWithBias()),
         *(WithoutWeightRMSNorm(), nn.Linear(64, 64), MXNorm(64, mode="reference")),
         *(OtherDimensionRMSNorm(), OverTokensRMSNorm(), OtherDimensionLayerNorm(64)),
     ):
