@@ -110,7 +110,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
     def forward(ctx, h, gain, of: _Constants, *weights):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(of.x, gain, of.rho, of.signs, *weights)
-        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = of.gemms, of.gathered, of.draws, of.ready
+        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready, ctx.dtype = of.gemms, of.gathered, of.draws, of.ready, h.dtype
         return of.gemms.fprop(of.xhat, weights, of.dtype, gain, of.ready, of.joined)
 
     @staticmethod
@@ -127,7 +127,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
         dxhat = dgain = None
         dweights = [None] * len(weights)
         if for_dgrad is not None:
-            dxhat = gemms.dgrad(for_dgrad, weights, like.dtype, gain, ctx.ready).to(x.dtype)
+            dxhat = gemms.dgrad(for_dgrad, weights, like.dtype, gain, ctx.ready).to(ctx.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:
                 for_x = gemms.quantize_along_tokens(x, rho, signs)

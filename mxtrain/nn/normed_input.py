@@ -108,7 +108,7 @@ class NormedInput(NamedTuple):
         x: the values that wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard
             of the sequences.
         xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
-        rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
+        rho: inverse RMS estimate, fp32 [T], or [T, groups]; with ``gathered``, of this process's tokens.
         weight: the norm's parameter [D], from which ``gain`` follows; None for a norm without a weight.
         signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.recipe_module``); None without a transform.
             The linears share them, so that compiled linears share the transform and the cast of xhat.
@@ -160,6 +160,12 @@ class NormedInput(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.h.device
+
+    def to(self, dtype: torch.dtype) -> "NormedInput":
+        """The same rows, for a model that casts to the dtype that they have."""
+        if dtype != self.h.dtype:
+            raise TypeError(_refusal(self, f"of {self.h.dtype} cannot become {dtype}"))
+        return self
 
     def view(self, *shape: int) -> "NormedInput":
         """The same rows under other leading dimensions, for a mixture of experts."""

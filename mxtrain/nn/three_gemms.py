@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
 from mxtrain.formats.matrices import CastSpec, Operand
+from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
 from mxtrain.formats.schedule import LayerState
@@ -122,12 +123,14 @@ class ThreeGEMMs:
         source: torch.Tensor | None = None,
         ends: torch.Tensor | None = None,
     ) -> Operand:
-        """X as wgrad's operand [D, T]; with ``rho`` [T], X diag(rho) row by row.
+        """X as wgrad's operand [D, T]; with ``rho`` [T], or [T, groups] of features, each row or group times its rho.
 
         Args:
             signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
             source, ends: as for ``quantize_activation``.
         """
+        if rho is not None and rho.ndim == 2:
+            x, rho = scale_rows(x.unflatten(1, (rho.shape[1], -1)), rho).flatten(1), None
         spec = CastSpec(row_factor=rho, signs=signs, group=self.split.x, source=source, ends=ends)
         return self._cast([x], {0: self.recipe.wgrad}, spec)[0]
 

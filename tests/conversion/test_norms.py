@@ -90,6 +90,25 @@ class GatedRMSNorm(OwnRMSNorm):
         return super().forward(x if gate is None else x * gate)
 
 
+class SiluGatedRMSNorm(OwnRMSNorm):
+    """As in Nemotron-H: gate, then norm, in groups of features."""
+
+    def __init__(self, group_size=32, dim=64):
+        super().__init__(dim)
+        self.group_size = group_size
+
+    def forward(self, x, gate=None):
+        wide = (x.float() * F.silu(gate.float())).unflatten(-1, (-1, self.group_size))
+        return self.weight * (wide * self.rstd(wide)).flatten(-2).to(x.dtype)
+
+
+class NormThenGateRMSNorm(OwnRMSNorm):
+    """As in Qwen3-Next."""
+
+    def forward(self, x, gate):
+        return super().forward(x) * F.silu(gate)
+
+
 class WithoutWeightRMSNorm(nn.Module):
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
@@ -232,6 +251,42 @@ def test_norms_whose_gain_is_no_factor_of_the_next_weight_stay_with_the_reason()
         assert model[0].norm.add_unit_offset
         norms = {fqn: reason for fqn, reason in plan.skipped.items() if fqn.endswith("norm")}
         assert norms == {f"{i}.norm": reason for i, reason in enumerate(reasons.values(), 1)}
+
+
+def test_gated_norms_are_found_with_the_size_of_their_groups():
+    for size in (64, 16):
+        found = norm_facts(SiluGatedRMSNorm(size))
+        assert (found.kind, found.eps, found.group_size, found.why_it_stays) == (RMS, 1e-6, size, None)
+    assert norm_facts(NormThenGateRMSNorm()).why_it_stays == "multiplies by a gate after it normalizes"
+    assert norm_facts(GatedRMSNorm()) is None and norm_facts(NeedsMoreRMSNorm()) is None
+
+
+class GatedBlock(nn.Module):
+    def __init__(self, norm, dtype=None):
+        super().__init__()
+        self.norm, self.linear, self.dtype = norm, nn.Linear(64, 64), dtype
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x, x.sin()).to(self.dtype or x.dtype))
+
+
+def test_gated_norms_convert_where_groups_are_whole_blocks_and_the_plan_names_the_others():
+    norms = [SiluGatedRMSNorm(), SiluGatedRMSNorm(64), SiluGatedRMSNorm(16), NormThenGateRMSNorm()]
+    model = nn.Sequential(*map(GatedBlock, norms), GatedBlock(SiluGatedRMSNorm(), torch.float64).requires_grad_(False))
+    model[4].linear.double()
+    inputs = (torch.zeros(4, 64),)
+    plan = mxtrain.convert(model, example_inputs=inputs, filter_fqns=[], p=1)
+    assert [type(block.norm).__name__ for block in model[:2]] == ["GatedMXNorm"] * 2
+    assert [block.norm.groups for block in model[:2]] == [2, 1] and model[0].norm.estimate.estimator == "exact"
+    assert {fqn: reason for fqn, reason in plan.skipped.items() if fqn.endswith("norm")} == {
+        "2.norm": "normalizes groups of 16 features, which are not whole blocks of 32",
+        "3.norm": "multiplies by a gate after it normalizes",
+        "4.norm": "its output is used by to in GatedBlock",
+    }
+    model[:4](torch.randn(4, 64)).sum().backward()
+    assert all(block.norm.weight.grad is not None for block in model[:4])
+    mixed = nn.Sequential(nn.RMSNorm(64), GatedBlock(SiluGatedRMSNorm()))
+    assert mxtrain.convert(mixed, "fused_norm").skipped == {"1.norm": "takes a gate"}
 
 
 def test_norms_of_pytorch_and_fused_norms_keep_their_arguments():
