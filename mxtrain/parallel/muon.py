@@ -38,8 +38,7 @@ class Muon(torch.optim.Muon):
         (group,) = self.param_groups
         for weights in _batches(p for p in group["params"] if p.grad is not None):
             updates = [_whole(self._momentum(p, group["momentum"]), p) for p in weights]
-            matrices = torch.cat(updates)
-            matrices = orthogonalized(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            matrices = orthogonalized(torch.cat(updates), group["ns_coefficients"], group["ns_steps"], group["eps"])
             rate = group["lr"] * (0.2 * math.sqrt(max(matrices.shape[1:])))
             for p, update in zip(weights, matrices.split([len(update) for update in updates])):
                 own = _local(p)
@@ -87,9 +86,8 @@ def _whole(update: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     update = update.bfloat16()
     if isinstance(weight, DTensor):
         mesh, placements = weight.device_mesh, weight.placements
-        split = DTensor.from_local(
-            update, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
+        like = {"shape": weight.shape, "stride": weight.stride()}
+        split = DTensor.from_local(update, mesh, placements, run_check=False, **like)
         whole = [p if p.is_replicate() or (weight.ndim == 3 and p.dim == 0) else Replicate() for p in placements]
         update = split.redistribute(placements=whole).to_local()
     return update if update.ndim == 3 else update[None]
@@ -97,8 +95,8 @@ def _whole(update: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _part(update: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The reverse of ``_whole``, [n, rows, columns]."""
-    if not isinstance(weight, DTensor):
-        return update
-    (part,) = weight.__create_chunk_list__()  # what a checkpoint takes from this process
-    rows, columns = (slice(start, start + size) for start, size in zip(part.offsets[-2:], part.sizes[-2:]))
-    return update[:, rows, columns]
+    if isinstance(weight, DTensor):
+        (part,) = weight.__create_chunk_list__()  # what a checkpoint takes from this process
+        rows, columns = (slice(start, start + size) for start, size in zip(part.offsets[-2:], part.sizes[-2:]))
+        update = update[:, rows, columns]
+    return update

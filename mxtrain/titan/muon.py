@@ -17,13 +17,10 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 def give_matrices_to_muon(optimizers, build: Callable[..., Optimizer] = Muon) -> None:
-    """Let Muon train the matrices, with AdamW's learning rate and decay.
-
-    A part of the model that has both matrices and other parameters then has two optimizers. Their states have the same
-    keys in a checkpoint as those of one optimizer.
+    """Let Muon train the matrices, with AdamW's learning rate and decay: up to two optimizers for a part of the model.
 
     Args:
-        optimizers: TorchTitan's container, before its first step: one AdamW with one group for each part of the model.
+        optimizers: TorchTitan's container before its first step, with one AdamW of one group for each part.
         build: makes an optimizer from a parameter group, ``lr`` and ``weight_decay``.
     """
     found = []
@@ -33,7 +30,7 @@ def give_matrices_to_muon(optimizers, build: Callable[..., Optimizer] = Muon) ->
         by_muon = [is_matrix(names[parameter], parameter) for parameter in group["params"]]
         lists = {key: group[key] for key in ("params", "param_names") if key in group}  # names in 0.3 only
         matrices = {key: [*compress(values, by_muon)] for key, values in lists.items()}
-        group |= {key: [*compress(values, [not own for own in by_muon])] for key, values in lists.items()}
+        group |= {key: [*compress(values, (not own for own in by_muon))] for key, values in lists.items()}
         if group["params"]:
             found.append((part, adamw))
         if matrices["params"]:

@@ -25,13 +25,10 @@ class MuonContainer(OptimizersContainer):
 
 
 def build(group: dict, lr: float, weight_decay: float) -> Optimizer:
-    """DistMuon, or ``Muon`` if a weight is not split in a way that DistMuon knows. Both save the same states.
+    """DistMuon, or ``Muon`` if a weight of the group is not split as DistMuon wants. Both save the same states.
 
-    DistMuon gives every matrix to one GPU instead of to all, and takes DTensors on several GPUs only: matrices that are
-    split along one axis of the mesh, and experts that are split as whole matrices.
-
-    Args:
-        group: the parameters and their names.
+    DistMuon orthogonalizes every matrix on one GPU instead of on all. It takes DTensors on several GPUs: matrices that
+    are split along one axis of the mesh, and experts that are split as whole matrices.
     """
     layouts = {name: _layout(weight) for name, weight in zip(group["param_names"], group["params"])}
     if None in layouts.values():
