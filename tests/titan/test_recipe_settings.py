@@ -23,7 +23,9 @@ def test_active_settings():
         "weight_tiles": False,
         "hadamard": False,
         "stochastic_rounding": False,
+        "backward": "quantized",
         "high_precision_share": 0.0,
+        "high_precision_last": None,
         "mode": "reference",
         "eps": None,
     }
@@ -52,7 +54,7 @@ def ffn_norms(modules) -> list[type]:
 def test_nvfp4_settings_reach_the_modules():
     """Each switch is one key, and signs and random bits follow from debug.seed."""
     flags = ["--mxnorm.recipe=nvfp4", "--mxnorm.mode=reference"]
-    switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_share=0.5"]
+    switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_last=3"]
     switches += [f"--mxnorm.{name}=False" for name in ("weight_tiles", "hadamard", "stochastic_rounding")]
 
     with converted(config(*flags, *switches)) as modules:
