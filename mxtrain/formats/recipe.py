@@ -174,6 +174,11 @@ class LinearRecipe(Keyed):
         return all(gemm.rounds for gemm in self.gemms) and (mode != "native" or self.tensor_scaled is None)
 
     @property
+    def input_of_wgrad(self) -> "tuple[Recipe, int]":
+        """The recipe that casts X for wgrad, and the dimension along which its blocks lie."""
+        return (self.fprop, 1) if self.wgrad.dequantizes else (self.wgrad, 0)
+
+    @property
     def needs_signs(self) -> bool:
         """Whether wgrad Hadamard-transforms its operands, which takes signs from the layer or its norm."""
         return self.wgrad.hadamard

@@ -68,7 +68,7 @@ def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: Split
         )
     if split.gather != "auto":
         return split.gather == "quantized"
-    fprop, wgrad = (_bytes_per_element(gemm, mode) for gemm in (recipe.fprop, recipe.wgrad))
+    fprop, wgrad = (_bytes_per_element(gemm, mode) for gemm in (recipe.fprop, recipe.input_of_wgrad[0]))
     return whole_blocks and split.forwards * fprop + wgrad < split.forwards * x.element_size()
 
 
@@ -204,27 +204,38 @@ class GatheredColumns:
         return GatheredColumns(self.split_key, None) if torch.compiler.is_compiling() else self
 
     def operand(
-        self, x: torch.Tensor, rho: torch.Tensor, signs: torch.Tensor | None, recipe: Recipe, mode: str
+        self,
+        x: torch.Tensor,
+        rho: torch.Tensor,
+        signs: torch.Tensor | None,
+        recipe: LinearRecipe,
+        mode: str,
+        estimate: RMSEstimate,
     ) -> Operand:
         """The operand of whole sequences, from this process's shard x [B, S / P, D] and its rho [B S / P].
 
         Args:
-            signs: as for ``ThreeGEMMs.quantize_along_tokens``; those of all linears with this recipe.
+            signs, estimate: as for ``ThreeGEMMs.quantize_along_tokens``; those of all linears with this recipe.
         """
         if self.operands is None:
-            return self._gather(x, rho, signs, recipe, mode)
-        if recipe not in self.operands:
-            self.operands[recipe] = self._gather(x, rho, signs, recipe, mode)
-        return self.operands[recipe]
+            return self._gather(x, rho, signs, recipe, mode, estimate)
+        if recipe.wgrad not in self.operands:
+            self.operands[recipe.wgrad] = self._gather(x, rho, signs, recipe, mode, estimate)
+        return self.operands[recipe.wgrad]
 
     def release(self) -> None:
         """Forget the operands. The norm's backward calls this, after those of all its linears."""
         if self.operands is not None:
             self.operands.clear()
 
-    def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
-        split = from_key(self.split_key)
+    def _gather(self, x, rho, signs, recipe: LinearRecipe, mode: str, estimate: RMSEstimate) -> Operand:
+        split, (recipe, dim) = from_key(self.split_key), recipe.input_of_wgrad
         rows = x.reshape(-1, x.shape[-1])
         spec = CastSpec(row_factor=rho, signs=signs, group=split.group, as_codes=True)
-        codes = recipe.ops.cast([rows], recipe, mode, (0,), spec)[0]
-        return _gathered(codes, recipe, mode, split, x.shape[0], dim=0)
+        if dim == 0:
+            codes = recipe.ops.cast([rows], recipe, mode, (0,), spec)[0]
+            return _gathered(codes, recipe, mode, split, x.shape[0], dim=0)
+        spec = spec._replace(tensor_scale=recipe.ops.scale_after_norm(rows, estimate, recipe))
+        codes = recipe.ops.cast([rows], recipe, mode, (1,), spec)[1]
+        codes = gather_codes(codes, 0, x.shape[0], split.group, split.processes)
+        return Operand(recipe.ops.dequantize(codes, values_dtype(mode)).t())
