@@ -218,7 +218,7 @@ class MXLinearConverter(Converter):
     def _last_blocks(self, survey: Survey) -> tuple[dict[str, str], str]:
         """All modules of the last blocks that stay in high precision -> the reason; the setting in words."""
         recipe, blocks = self.default_recipe, survey.blocks
-        name = "high_precision_share" if recipe.high_precision_last is None else "high_precision_last"
+        name = "high_precision_last" if recipe.high_precision_last else "high_precision_share"
         value = getattr(recipe, name)
         setting = f"{name} = {value}"
         if value and not blocks:

@@ -18,10 +18,8 @@ from mxtrain.launch.functions import define_op
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``.
-
-    An fp32 gradient a multiplies bf16 values b in fp32.
-    """
+    """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``."""
+    # b may be bf16 values that an fp32 gradient multiplies.
     # Autocast would round the fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.device.type, enabled=False):
         return _product_of_values(a, converted(b, a.dtype).t(), out_dtype)

@@ -83,6 +83,15 @@ def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool 
     return values | {name: getattr(recipes[0], name) for name in SWITCHES[-2:]}
 
 
+def spec_of(recipe: LinearRecipe) -> str:
+    """Return what a user writes for a recipe: its name, or names for all GEMMs where it is for some of them only."""
+    only, fmt = recipe.fprop.only, recipe.fprop.format
+    if only == GEMMS:
+        return recipe.name
+    whole = [name for name, r in RECIPES.items() if fmt and r.fprop.format is fmt and r.fprop.only == GEMMS]
+    return ", ".join(f"{gemm}={recipe.name if gemm in only else (whole or [DEFAULT_RECIPE])[0]}" for gemm in GEMMS)
+
+
 def parse_gemms(field: str, spec: str) -> dict[str, Recipe]:
     """Parse a recipe that may leave GEMMs out: GEMM -> recipe, for all three if ``spec`` is one name.
 
@@ -110,14 +119,10 @@ def with_switches(recipe: Recipe, gemm: str, switches: Mapping) -> Recipe:
     if backward == "dequantized" and gemm != "fprop" and recipe.format is not None:
         return DEQUANTIZED
     if backward == "quantized" and recipe.dequantizes:
-        raise ConfigError(
-            f"backward = 'quantized' gives {gemm} no format: name one in the recipe, as in '{gemm}=mxfp8'"
-        )
+        raise ConfigError(f"backward = 'quantized' gives {gemm} no format: name a recipe, as in '{gemm}=mxfp8'")
     given = {name: value for name, value in switches.items() if value is not None and recipe.has(name)}
-    if "high_precision_last" in given:
-        given["high_precision_share"] = 0.0
-    elif "high_precision_share" in given:
-        given["high_precision_last"] = None
+    if not given.keys().isdisjoint(SWITCHES[-2:]):
+        given = dict.fromkeys(SWITCHES[-2:], 0) | given  # one takes the other's place
     return replace(recipe, **given) if given else recipe
 
 
@@ -126,30 +131,22 @@ def _switched(recipe: LinearRecipe, switches: Mapping) -> LinearRecipe:
     return linear_recipe(*gemms, recipe.own_name)
 
 
-def _recipe_for(gemm: str, field: str, name: str) -> Recipe:
-    """Return the recipe that this name stands for in a GEMM."""
-    require_one_of(field, name, RECIPES)
-    _check_gemms(field, RECIPES[name], (gemm,))
-    return getattr(RECIPES[name], gemm)
-
-
-def _check_gemms(field: str, recipe: LinearRecipe, gemms: tuple[str, ...] = GEMMS) -> None:
-    """Raise ConfigError if a recipe is not for one of these GEMMs."""
-    for gemm in gemms:
-        own = getattr(recipe, gemm)
-        if gemm not in own.only:
-            able = [name for name, r in RECIPES.items() if r.fprop.format is own.format and gemm in r.fprop.only]
-            other = able[0] if own.format and able else DEFAULT_RECIPE
-            instead = ", ".join(f"{g}={own.name if g in own.only else other}" for g in GEMMS)
-            raise ConfigError(f"{field} = {own.name!r} is not for {gemm}: write {instead!r}")
+def _recipe_for(gemm: str, field: str, recipe: str | LinearRecipe) -> Recipe:
+    """Return the recipe of a GEMM in a recipe, which may be a name."""
+    if not isinstance(recipe, LinearRecipe):
+        require_one_of(field, recipe, RECIPES)
+        recipe = RECIPES[recipe]
+    own = getattr(recipe, gemm)
+    if gemm not in own.only:
+        raise ConfigError(f"{field} = {own.name!r} is not for {gemm}: write {spec_of(own)!r}")
+    return own
 
 
 def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
     if isinstance(spec, str) and spec in RECIPES:
         spec = RECIPES[spec]
     if isinstance(spec, LinearRecipe):
-        _check_gemms(field, spec)
-        return spec
+        return linear_recipe(*(_recipe_for(gemm, field, spec) for gemm in GEMMS), spec.own_name)
     if isinstance(spec, dict):  # from an unquoted key: layers.0 = "bf16"
         raise ConfigError(f'{field} = {spec!r} is not a string: write a pattern with dots in quotes, "layers.0" = ...')
     of_gemm = parse_gemms(field, spec)

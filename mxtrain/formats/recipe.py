@@ -138,7 +138,7 @@ class LinearRecipe(Keyed):
         name: as in the TOML.
         fprop, dgrad, wgrad: the Recipe of each GEMM.
         high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
-        high_precision_last: their number, in the place of the share; None if the share counts.
+        high_precision_last: their number, in the place of the share; 0 if the share counts.
         own_name: the name of a MixedRecipe that has one.
     """
 
@@ -147,7 +147,7 @@ class LinearRecipe(Keyed):
     dgrad: "Recipe"
     wgrad: "Recipe"
     high_precision_share: float
-    high_precision_last: int | None
+    high_precision_last: int
     own_name: str | None = None
 
     @property
@@ -233,7 +233,7 @@ class Recipe(LinearRecipe):
     dequantizes: bool = False
     only: tuple[str, ...] = field(default=GEMMS, compare=False)
     high_precision_share: float = field(default=0.0, compare=False)
-    high_precision_last: int | None = field(default=None, compare=False)
+    high_precision_last: int = field(default=0, compare=False)
 
     def __post_init__(self):
         if self.format is not None and not isinstance(self.format, Format):
@@ -261,7 +261,7 @@ class Recipe(LinearRecipe):
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError(f"high_precision_share = {share!r} is not a number from 0 to less than 1")
         last = self.high_precision_last
-        if last is not None and (not isinstance(last, int) or isinstance(last, bool) or last < 0):
+        if not isinstance(last, int) or isinstance(last, bool) or last < 0:
             raise ConfigError(f"high_precision_last = {last!r} is not a number of blocks, 0 or more")
         self._register()
 
@@ -332,9 +332,9 @@ class MixedRecipe(LinearRecipe):
         return max(recipe.high_precision_share for recipe in self.gemms)
 
     @property
-    def high_precision_last(self) -> int | None:
-        """The largest of the three; None if none is set."""
-        return max((r.high_precision_last for r in self.gemms if r.high_precision_last is not None), default=None)
+    def high_precision_last(self) -> int:
+        """The largest of the three."""
+        return max(recipe.high_precision_last for recipe in self.gemms)
 
     def __str__(self) -> str:
         return ", ".join(f"{gemm}={recipe}" for gemm, recipe in zip(GEMMS, self.gemms))

@@ -159,10 +159,10 @@ class ThreeGEMMs:
         parts = [w.flatten(0, -2) for w in ws]
         operands = self._cast(parts, recipes, spec)
         if 0 in dims and dgrad.dequantizes:
-            of_fprop = operands.get(1)
-            is_image = of_fprop is not None and of_fprop.scales is None and of_fprop.tensor_scale is None
-            values = of_fprop.data if is_image else fprop.ops.decoded(parts, fprop, self.mode, spec)
-            operands[0] = Operand(values.t())
+            image, *others = operands.get(1, (None,))
+            if image is None or any(scale is not None for scale in others):
+                image = fprop.ops.decoded(parts, fprop, self.mode, spec)
+            operands[0] = Operand(image.t())
         return operands
 
     def quantize_gradients(

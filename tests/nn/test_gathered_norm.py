@@ -39,6 +39,7 @@ RECIPES = {
     "nvfp4_dynamic": (NVFP4, NVFP4),
     "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8": (NVFP4, MXFP8),
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (MXFP8, FP32),
+    "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized": (NVFP4, NVFP4),
 }
 
 

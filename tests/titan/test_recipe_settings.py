@@ -25,7 +25,7 @@ def test_active_settings():
         "stochastic_rounding": False,
         "backward": "quantized",
         "high_precision_share": 0.0,
-        "high_precision_last": None,
+        "high_precision_last": 0,
         "mode": "reference",
         "eps": None,
     }
@@ -84,6 +84,15 @@ def mixed_config(tmp_path, *flags):
 [mxnorm.recipes]\n"layers.*.feed_forward.w2" = "mxfp8"\n"layers.0" = "bf16"\n"""
     (tmp_path / "job.toml").write_text(text)
     return parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}", "--mxnorm.mode=reference", *flags])
+
+
+def test_a_dequantized_backward_by_toml(tmp_path):
+    (tmp_path / "job.toml").write_text(
+        """[model]\nconverters = ["mx_linear"]\n[mxnorm]\nrecipe = "nvfp4"\nbackward = "dequantized"\n"""
+    )
+    job = parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}", "--mxnorm.mode=reference"])
+    with converted(job) as modules:
+        assert modules["layers.0.attention.wq"].recipe.name == "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized"
 
 
 def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):
