@@ -16,7 +16,15 @@ from tests.support.layer_checks import NormBlock, draw, mx_linear, results_of
 
 D, N, T = 128, 96, 64
 FORMATS = ("mxfp8", "nvfp4")
-CASES = [("reference", torch.float32), ("reference", torch.bfloat16), ("emulated", torch.bfloat16)]
+MODES = [("reference", torch.float32), ("reference", torch.bfloat16), ("emulated", torch.bfloat16)]
+
+
+def cases(recipes, modes):
+    """The interpreter takes seconds for a cast to NVFP4."""
+    all_cases = [(recipe, *how) for recipe in recipes for how in modes]
+    slow = [case for case in all_cases if case[0] != "mxfp8" and case[1] == "emulated"]
+    return [pytest.param(*case, marks=pytest.mark.sweep if case in slow else ()) for case in all_cases]
+
 
 pytestmark = pytest.mark.usefixtures("device", "rounding_step")
 
@@ -32,8 +40,7 @@ def assert_rounded_once(got, a, b):
     assert ((got.double() - a @ b).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
-@pytest.mark.parametrize(("mode", "dtype"), CASES)
+@pytest.mark.parametrize(("recipe", "mode", "dtype"), cases(FORMATS, MODES))
 def test_a_linear(recipe, mode, dtype):
     linear, x = mx_linear(D, N, dequantized(recipe), mode, dtype), draw(T, D, seed=0, dtype=dtype)
     dy = draw(T, N, seed=1, dtype=dtype) * 3
@@ -46,8 +53,7 @@ def test_a_linear(recipe, mode, dtype):
     assert not torch.equal(w_values, linear.weight) and not torch.equal(x_values, x)
 
 
-@pytest.mark.parametrize("recipe", [*FORMATS, "nvfp4_dynamic"])
-@pytest.mark.parametrize(("mode", "dtype"), CASES[::2])
+@pytest.mark.parametrize(("recipe", "mode", "dtype"), cases([*FORMATS, "nvfp4_dynamic"], MODES[::2]))
 def test_a_norm_and_its_linear(recipe, mode, dtype):
     """The norm's rows are cast again as its own kernel cast them, with its tensor scale."""
     block = NormBlock(D, N, dequantized(recipe), mode=mode, dtype=dtype)
@@ -60,7 +66,7 @@ def test_a_norm_and_its_linear(recipe, mode, dtype):
     assert torch.equal(dw, folded[0]) and torch.equal(dgain, folded[1])
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.sweep)])
 def test_fp32_gradients_are_not_rounded_by_images_of_bf16(recipe):
     linear, x, dy = mx_linear(D, N, dequantized(recipe), "emulated"), draw(T, D, seed=0), draw(T, N, seed=1)
     _, dx, dw = results_of(linear, x, dy)

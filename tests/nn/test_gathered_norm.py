@@ -194,6 +194,7 @@ def check_gathers(mesh) -> None:
 
 def check_graphs(mesh) -> None:
     check_compiled(mesh, "mxfp8", "selective")
+    check_compiled(mesh, [*RECIPES][-1], "none")
     check_compiled_kernels(mesh)
     check_graph_that_ends_after_the_norm(mesh)
 
