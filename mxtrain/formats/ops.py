@@ -25,10 +25,11 @@ class Fusions(NamedTuple):
 
     Attributes:
         cast: casts matrices: "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source,
-            bool to_bf16, int experts, bool along_rows, bool along_columns, str scale_rounding, str form) -> Tensor[]".
+            bool to_bf16, int experts, bool along_rows, bool along_columns, str element, str scale_rounding, str form)
+            -> Tensor[]".
         swiglu: casts silu(gate) * up: "(Tensor gate, Tensor up, bool along_rows, ...)", on like ``cast``.
         swiglu_backward: casts its gradients: "(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns,
-            bool h_columns, bool joined, str scale_rounding, str form) -> Tensor[]".
+            bool h_columns, bool joined, str element, str scale_rounding, str form) -> Tensor[]".
     """
 
     cast: Callable
@@ -148,9 +149,9 @@ class FormatOps:
         """Return the tensor scale of a norm's output with rows of ``columns``, if it is known before the cast."""
         return None
 
-    def scale_after_norm(self, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe) -> torch.Tensor | None:
-        """``static_scale`` of a norm's output for x [T, D], fp32 [] on its device."""
-        scale = self.static_scale(x.shape[-1], estimate, recipe)
+    def scale_after_norm(self, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, groups: int = 1):
+        """``static_scale`` of the output of a norm for x [T, D] in groups of features, fp32 [] on its device."""
+        scale = self.static_scale(x.shape[-1] // groups, estimate, recipe)
         return None if scale is None else torch.full((), scale, dtype=torch.float32, device=x.device)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
