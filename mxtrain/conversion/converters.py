@@ -106,11 +106,10 @@ class MXLinearConverter(Converter):
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" stay.
         recipes: pattern of linears or experts, or of modules that hold some -> their recipe in the place of ``recipe``.
             The last pattern that matches wins. ``filter_fqns`` and the last blocks in high precision come first.
-        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding: settings of ``mxtrain.Recipe``; None
-            keeps the recipe's own.
+        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share,
+            high_precision_last: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks
+            (``conversion.layers``) the last share * n, rounded to nearest, or the last so many stay.
         backward: "dequantized" gives dgrad and wgrad the recipe "dequantized"; None keeps the recipe's own.
-        high_precision_share, high_precision_last: of n blocks (``conversion.layers``) the last share * n, rounded to
-            nearest, or this number stay. None for both keeps the recipe's own.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
             them and computes complex products as real ones (``mxtrain.compile``).

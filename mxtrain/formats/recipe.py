@@ -343,11 +343,8 @@ class MixedRecipe(LinearRecipe):
 
 
 def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe, own_name: str | None = None) -> LinearRecipe:
-    """Return the recipe of a linear with these recipes of its GEMMs.
-
-    Where fprop has no codes to decode, a GEMM that dequantizes them has fprop's recipe.
-    """
-    if fprop.format is None:
+    """Return the recipe of a linear with these recipes of its GEMMs."""
+    if fprop.format is None:  # there are no codes to decode
         dgrad, wgrad = (fprop if gemm.dequantizes else gemm for gemm in (dgrad, wgrad))
     return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad, own_name)
 
