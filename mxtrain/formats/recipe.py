@@ -16,7 +16,7 @@ from mxtrain.launch import Keyed
 
 ScaleRounding = Literal["rceil", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)
-TensorScale = Literal["static", "dynamic"]
+TensorScale = Literal["static", "dynamic", "row"]
 TENSOR_SCALES = get_args(TensorScale)
 LONGEST_BLOCK = 32
 """So many rows are whole blocks in every format."""
@@ -200,7 +200,8 @@ class Recipe(LinearRecipe):
             that overflow saturate. None for a format with other scales.
         tensor_scale: the source of the scale of a whole matrix, always a power of two. ``"dynamic"`` takes the largest
             element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
-            other operands. None for a format without tensor scales.
+            other operands. ``"row"`` gives every row of fprop's X a scale of its own, from the row's largest element:
+            no row depends on other rows. Other operands are as with "dynamic". None for a format without tensor scales.
         weight_tiles: weights have one scale per square tile, so that fprop and dgrad see the same weight. If False,
             weights have blocks along the reduced axis, like all other operands.
         hadamard: both operands of wgrad are Hadamard-transformed along the tokens before their cast.

@@ -156,6 +156,7 @@ CASES = [
     *itertools.product(("mxfp8", "nvfp4"), ("native", "emulated", "reference")),
     ("unquantized", "emulated"),
     ("nvfp4_dynamic", "reference"),
+    *itertools.product(("nvfp4_row",), ("native", "emulated", "reference")),
 ]
 
 
