@@ -72,13 +72,13 @@ def gather_codes(codes: Codes, dim: int, batch: int, group: str, processes: int)
     """
     own, of_rows = [part for part in codes[:2] if part is not None], codes.tensor_scale
     if of_rows is not None and of_rows.ndim == 1:
-        own.append(of_rows.unsqueeze(1))
-    # As bytes, because gloo knows no float8.
+        own.append(of_rows.unsqueeze(1).view(torch.uint8))
+    # As bytes, because gloo knows no float8, and gathers tensors of different dtypes wrongly.
     sent = [part.view(torch.uint8) if part.itemsize == 1 else part for part in own]
     joined = [_join(parts, dim, batch) for parts in gather_parts(sent, group, processes)]
     data, *scales = (whole.view(part.dtype) for whole, part in zip(joined, own))
     if len(own) == 3:
-        of_rows = scales.pop().squeeze(1)
+        of_rows = scales.pop().view(of_rows.dtype).squeeze(1)
     return Codes(data, *scales or [None], of_rows)
 
 

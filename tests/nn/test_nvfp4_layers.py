@@ -72,7 +72,11 @@ def test_linear_is_the_composition_of_casts(mode, dtype, tolerance, recipe):
         x *= torch.exp2(torch.arange(tokens) % 32 - 16.0)[:, None]
         set_rounding_step(5, microbatch=2, rank=1)
         for_dgrad, for_wgrad = gradient_values(dy)
-        expected = [values(x, "row" if recipe == "nvfp4_row" else None) @ w.t(), for_dgrad @ w, for_wgrad @ values(along_tokens(x, FQN)).t()]
+        expected = [
+            values(x, "row" if recipe == "nvfp4_row" else None) @ w.t(),
+            for_dgrad @ w,
+            for_wgrad @ values(along_tokens(x, FQN)).t(),
+        ]
         results = results_of(linear, x, dy)
         assert all(got.dtype == dtype for got in results)
         assert_near(results, expected, tolerance)
