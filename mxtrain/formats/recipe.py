@@ -249,7 +249,7 @@ class Recipe(LinearRecipe):
 
     @property
     def sends_rows(self) -> bool:
-        """Whether rows have codes that need no other rows, so that each can be sent alone."""
+        """Whether rows are codes and block scales, so that each can be sent alone."""
         return self.format is not None and not self.format.has_tensor_scale
 
     @property
