@@ -17,8 +17,8 @@ from mxtrain.diagnostics.linears import (
     product_totals,
 )
 from mxtrain.diagnostics.totals import Totals, combined, numbers
-from mxtrain.formats import mx as casts
 from mxtrain.formats.matrices import CastSpec
+from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.nvfp4 import ops as nvfp4_ops
 from mxtrain.formats.nvfp4 import reference as nvfp4

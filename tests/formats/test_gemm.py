@@ -11,7 +11,7 @@ from mxtrain import decompose_k_mm
 from mxtrain.formats import gemm
 from mxtrain.formats.gemm import full_precision, matmul, sum_bf16_products_in_fp32
 from mxtrain.formats.matrices import Operand
-from mxtrain.formats.mx import from_blocked
+from mxtrain.formats.mx.reference import from_blocked
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe
 from tests.support.casts import cast

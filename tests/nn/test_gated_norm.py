@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from mxtrain import MXNormLinear
 from mxtrain.formats.matrices import CastSpec, Codes, Operand
-from mxtrain.formats.mx import from_blocked
+from mxtrain.formats.mx.reference import from_blocked
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.gated_norm import GatedMXNorm, _GatedNormFunction
 from mxtrain.nn.ready_weights import ReadyWeights

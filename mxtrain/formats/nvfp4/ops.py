@@ -31,7 +31,7 @@ from mxtrain.formats.matrices import (
     image_dtype,
     values_dtype,
 )
-from mxtrain.formats.mx import to_blocked
+from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.nvfp4 import NVFP4, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps
