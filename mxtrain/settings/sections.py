@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
-from mxtrain.formats.recipe import SCALE_ROUNDINGS, TENSOR_SCALES
+from mxtrain.formats.recipe import BACKWARDS, SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,
@@ -99,8 +99,14 @@ class MXNorm:
     NVFP4: output gradients are rounded stochastically, with bits from debug.seed, layer, step and rank. Unset: true
     """
 
+    backward: Literal[BACKWARDS] | None = None
+    """Operands of dgrad and wgrad: "quantized" or "dequantized" (values of fprop's codes; dY stays as it is)"""
+
     high_precision_share: ShareBelowOne | None = None
     """Share of the blocks, counted from the last, that stay in high precision. Unset: 0.15 for NVFP4, else 0"""
+
+    high_precision_last: NotNegative | None = None
+    """Their number, instead. Nemotron 3: Super 14, Ultra 16; Megatron Bridge: Llama 3 8B 4"""
 
     mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE] = "auto"
     """
