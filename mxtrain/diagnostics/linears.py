@@ -65,6 +65,7 @@ class MeasuredCast:
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: square tiles share a scale.
         tensor_scale: known before the cast; None if it comes from the values, or the format has none.
+        by_row: each row has a tensor scale of its own.
     """
 
     matrix: Matrix
@@ -73,6 +74,7 @@ class MeasuredCast:
     dim: int
     tiles: bool = False
     tensor_scale: float | None = None
+    by_row: bool = False
 
     def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
         """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile.
@@ -96,7 +98,8 @@ class MeasuredCast:
         if self.tensor_scale is not None:
             tensor_scale = amax.new_tensor(self.tensor_scale)
         elif recipe.tensor_scaled:
-            tensor_scale = recipe.ops.tensor_scales(largest(amax.amax(), self.matrix.group))
+            of_matrices = amax.amax(1, keepdim=True) if self.by_row else amax.amax()
+            tensor_scale = recipe.ops.tensor_scales(largest(of_matrices, self.matrix.group))
         scales, tops = recipe.ops.block_scales(amax, recipe, tensor_scale)
         is_used = amax > 0  # a block of zeros has the smallest scale there is
         counts = {"nonzero": values != 0, "saturated": blocks > tops.unsqueeze(self.dim + 1)}
@@ -229,11 +232,12 @@ def _casts(
 def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     """The cast of fprop's input."""
     fprop, estimate = gemms.recipe.fprop, given.estimate
+    by_row = fprop.tensor_scale == "row"
     if estimate is None:
-        return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1)
+        return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1, by_row=by_row)
     operand = fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[0]
     static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
-    return MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
+    return MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static, by_row=by_row)
 
 
 def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:

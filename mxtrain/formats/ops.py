@@ -165,7 +165,7 @@ class FormatOps:
 
         Args:
             amax: the maxima of the blocks, fp32, any shape.
-            tensor_scale: of the matrix of each block, fp32, shape of ``amax`` or [].
+            tensor_scale: of the matrix of each block, fp32, in a shape that broadcasts to that of ``amax``.
 
         Returns:
             scales: fp32, shape of ``amax``, as stored: without the tensor scale.
