@@ -248,6 +248,10 @@ class Recipe(LinearRecipe):
             raise ConfigError(f"high_precision_share = {share!r} is not a number from 0 to less than 1")
         self._register()
 
+    def has_tiles(self, role: str) -> bool:
+        """Whether matrices of this role ("input", "weight" or "gradient") have one scale per square tile."""
+        return role == "weight" and self.weight_tiles
+
     @property
     def sends_rows(self) -> bool:
         """Whether rows have codes that need no other rows, so that each can be sent alone."""
