@@ -40,6 +40,7 @@ class Block(nn.Module):
     [
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
+        pytest.param("mxfp8_2d", "emulated", True, marks=pytest.mark.sweep),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
         ("unquantized", "emulated", False),
     ],

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
+from mxtrain.formats.hardware import runs_kernels
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.ready_weights import ReadyWeights
@@ -142,6 +143,7 @@ def sums_in_one_order():
         ("mxfp8", "emulated", "checkpointed inside what is compiled", {}, 1, 2),
         pytest.param("mxfp8", "emulated", "checkpointed and compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),
         pytest.param("mxfp8", "emulated", "compiled", SINGLE, 2, 2, marks=pytest.mark.sweep),
+        pytest.param("mxfp8_2d", "emulated", "compiled", {}, 2, 2, marks=pytest.mark.sweep),
     ],
 )
 def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
@@ -151,7 +153,7 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     how = dict(checkpointed="checkpointed" in way, backend=graphs, inside="inside" in way)
     expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
-    if recipe == "mxfp8" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
+    if recipe != "nvfp4" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
         monkeypatch.setattr(ThreeGEMMs, "quantize_weights", without_layer_casts(ThreeGEMMs.quantize_weights))
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=True, **how)
@@ -420,6 +422,7 @@ def test_weights_that_are_sharded_or_split_are_not_cast_ahead(device):
     ("recipe", "mode"),
     [
         *(("mxfp8", mode) for mode in ("native", "emulated", "reference")),
+        *(("mxfp8_2d", mode) for mode in ("native", "emulated")),
         *(("nvfp4", mode) for mode in ("native", "reference")),
         ("nvfp4 without tiles", "reference"),
         (MIXED, "reference"),
@@ -441,3 +444,19 @@ def test_both_operands_of_a_weight_are_those_of_single_casts(recipe, mode):
             if a is not None:
                 assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
                 assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def test_one_image_of_tiles_serves_fprop_and_dgrad(device):
+    """Of a linear, of linears that are one GEMM, and of experts."""
+    if not runs_kernels("emulated", device):
+        pytest.skip("no kernels on this device: TRITON_INTERPRET is off")
+    block, experts = Block("mxfp8_2d", "emulated"), OfEqualCounts(D, N, "mxfp8_2d", "emulated").experts
+    ReadyWeights([block, experts]).refresh()
+    held = [block.group.ready, block.out.ready, *experts.ready]
+    for ready in held:
+        (fprop,), dgrad = ready.fprop, ready.dgrad
+        assert fprop.data.dtype == torch.bfloat16 and fprop.data.data_ptr() == dgrad.data.data_ptr()
+        assert torch.equal(fprop.data, dgrad.data.t())
+    size = sum(ready.fprop[0].data.untyped_storage().nbytes() for ready in held)
+    weights = [*(linear.weight for linear in (*block.normed.linears, block.out)), *experts.weights]
+    assert size == 2 * sum(weight.numel() for weight in weights)

@@ -16,6 +16,7 @@ NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
     "unquantized": oracle.RECIPES["unquantized"],
     "mxfp8": [],
+    "mxfp8_2d": oracle.RECIPES["mxfp8_2d"],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
 }
@@ -33,6 +34,7 @@ TWO_SWEEP = {
     "mxfp8, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
     "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
     "quantized head": oracle.layout(tensor=2),
+    "mxfp8_2d, compiled": [*oracle.layout(tensor=2), *COMPILED, CODES],
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
 }
 FOUR_SWEEP = {
