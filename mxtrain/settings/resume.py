@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from pydantic_core import to_jsonable_python
 
-from mxtrain.checkpoints.folder import Manifest
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
@@ -105,10 +104,13 @@ def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
     """
     checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes)
-    start = replace(start, settings=_kept(start, settings))
-    lines = check_resume(start, settings.replaced(start.settings), processes)
-    for name, value in start.settings.items():
-        lines.append(f"{name} stays {value!r}, as before; --checkpoint.may_change {name} allows another")
+    kept = []
+    if start.step and settings[ROUNDING] in (None, "rceil") and ROUNDING not in (checkpoint.may_change or []):
+        before = with_own_rounding(settings_before(start.manifest.settings, settings.known), start.manifest.versions)
+        if before[ROUNDING] == OLD_RCEIL and _rounds(settings):
+            start = replace(start, settings={ROUNDING: OLD_RCEIL})
+            kept = [f"{ROUNDING} stays {OLD_RCEIL!r}, as before; --checkpoint.may_change {ROUNDING} allows another"]
+    lines = check_resume(start, settings.replaced(start.settings), processes) + kept
     recorded = [line for line in lines if SETTING_CHANGES in line]
     if start.step and checkpoint.exclude_from_loading:
         parts = " and ".join(checkpoint.exclude_from_loading)
@@ -136,7 +138,8 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     if start.step == 0:
         return []
     manifest = start.manifest
-    before = _settings_of(manifest, settings)
+    before = settings_before(manifest.settings, settings.known, manifest.defaults)
+    before = with_own_rounding(before, manifest.versions)
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
     may_change = settings["checkpoint.may_change"] or []
@@ -149,20 +152,6 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
     return lines
-
-
-def _settings_of(manifest: Manifest, now: Settings) -> Settings:
-    """The settings of a run so far, to be compared with those of its continuation."""
-    before = settings_before(manifest.settings, now.known, manifest.defaults)
-    return with_own_rounding(before, manifest.versions) if _rounds(now) else before
-
-
-def _kept(start: Start, settings: Settings) -> dict[str, str]:
-    """The settings that ``Start`` calls kept: the rule for scales of a run that began under an earlier version."""
-    if start.step == 0 or settings[ROUNDING] not in (None, "rceil") or not _rounds(settings):
-        return {}
-    is_kept = _settings_of(start.manifest, settings)[ROUNDING] == OLD_RCEIL
-    return {ROUNDING: OLD_RCEIL} if is_kept and ROUNDING not in (settings["checkpoint.may_change"] or []) else {}
 
 
 def with_own_rounding(settings: Settings, versions: Mapping[str, str | None]) -> Settings:

@@ -45,7 +45,7 @@ def casts(*graphs) -> Counter:
     for node in (node for graph in graphs for node in graph.nodes):
         name = str(node.target).removeprefix("mxtrain.").removesuffix(".default")
         if name == "cast" and node.args[0][0].op != "placeholder":
-            found[(name, *node.args[-4:-2])] += 1
+            found[(name, *node.args[-5:-3])] += 1
         elif name.startswith("swiglu"):
             found[(name, *(a for a in node.args if isinstance(a, bool)))] += 1
     return found

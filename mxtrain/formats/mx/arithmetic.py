@@ -55,32 +55,25 @@ def mantissa_bits(ELEMENT):
 
 
 @triton.constexpr_function
-def carry(ELEMENT):
-    """What, added to the bits of an fp32 number, carries into its exponent if its mantissa is above the largest's."""
-    return 2**24 - 1 - int(largest(ELEMENT) * 2 ** (23 - largest_exponent(ELEMENT)))
+def largest_bits(ELEMENT):
+    """Bits of the fp32 number whose scale is just 2^-127: the largest element times 2^-127."""
+    return ((largest_exponent(ELEMENT) - 1) << 23) + int(largest(ELEMENT) * 2 ** (23 - largest_exponent(ELEMENT)))
 
 
 @triton.jit
-def scale_code(amax, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr = tl.float32):
-    """E8M0 code (int32, 0 to 255) of the scale for blocks whose largest magnitude is ``amax`` (fp32).
-
-    DTYPE: of which ``amax`` are numbers. For bf16 the result is the same in fewer instructions.
-    """
+def scale_code(amax, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr):
+    """E8M0 code (int32, 0 to 255) of the scale for blocks whose largest magnitude is ``amax`` (fp32)."""
+    bits = magnitude_bits(amax)
     if ROUNDING == "floor":
         # floor(log2(amax)) minus the largest exponent, which needs no special case for infinity.
-        code = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - largest_exponent(ELEMENT), 0)
+        code = tl.maximum((bits >> 23) - largest_exponent(ELEMENT), 0)
         return tl.where(amax != amax, 255, code)
-    if DTYPE == tl.bfloat16:
-        # No bf16 number is so little above the largest element times 2^k that either rule rounds its scale down.
-        bits = amax.to(tl.int32, bitcast=True)
-        code = tl.maximum(((bits + carry(ELEMENT)) >> 23) - largest_exponent(ELEMENT), 0)
-        if ROUNDING == "rceil":
-            return tl.where(bits >= 0x7F800000, 255, code)
-        return tl.where(bits >= 0x7F800000, 254 + (bits > 0x7F800000).to(tl.int32), code)
     if ROUNDING == "rceil":
-        bits = magnitude_bits(amax * (1.0 / largest(ELEMENT)))
-        # Up to the next power of two. 0x00400000 is 2^-127, the smallest scale. NaN is above infinity, which is 255.
-        return tl.where(bits > 0x00400000, tl.minimum(((bits - 1) >> 23) + 1, 255), 0)
+        # The quotient is above a power of two where amax is above the largest element times it, with one exception:
+        # next to 2^-127, a denormal number, quotients are coarse, and that of the next amax rounds down to it.
+        above = bits - largest_bits(ELEMENT)
+        code = tl.where(above > 1, (above + 0x7FFFFF) >> 23, 0)
+        return tl.where(bits >= 0x7F800000, 255, code)
     if _ON_CPU:
         descale = tl.div_rn(amax, tl.full(amax.shape, largest(ELEMENT), tl.float32))
     else:

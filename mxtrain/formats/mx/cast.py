@@ -51,12 +51,12 @@ from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, regist
 @triton.jit
 def cast_along_rows(
     x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False,
 ):  # fmt: skip
     """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
 
-    x is fp32, holds numbers of DTYPE, and is zero outside of ``mask``. The matrix may be a part of a larger result:
+    x is fp32, and zero outside of ``mask``. The matrix may be a part of a larger result:
     first_row, column and offsets are positions in the whole result, end_row and end_column the ends of the part, and
     ``columns`` is the width of the whole. TILES: ROWS is 32, and all rows share the scales.
     """
@@ -65,7 +65,7 @@ def cast_along_rows(
     amax = block_amax(x, 2)
     if TILES:
         amax = block_amax(amax, 0)[None, :]
-    code = scale_code(amax, ROUNDING, ELEMENT, DTYPE)
+    code = scale_code(amax, ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, :, None]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE)
@@ -81,7 +81,7 @@ def cast_along_rows(
 @triton.jit
 def cast_along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
@@ -94,7 +94,7 @@ def cast_along_columns(
     if TILES:
         of_tiles = block_amax(tl.reshape(amax, (COLUMNS // 32, 32)), 1)[:, None]
         amax = tl.reshape(tl.broadcast_to(of_tiles, (COLUMNS // 32, 32)), (1, COLUMNS))
-    code = scale_code(amax, ROUNDING, ELEMENT, DTYPE)
+    code = scale_code(amax, ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, None, :]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, None, :], ELEMENT, HARDWARE)
@@ -136,7 +136,6 @@ def _cast_kernel(
     x = tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0)
     if TO_BF16:
         x = rounded(x, tl.bfloat16)
-    DTYPE: tl.constexpr = tl.float32 if ROW_FACTOR or COLUMN_FACTOR else x.dtype
     x = x.to(tl.float32)
     if ROW_FACTOR:
         x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -154,12 +153,12 @@ def _cast_kernel(
     if ALONG_ROWS:
         cast_along_rows(
             x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
-            FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS, TILES,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
             x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS, TILES,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
         )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def cast(
         codes: the format's dtype, shape of ``x``.
         scales: float8_e8m0fnu, [..., D / block_size].
     """
-    block_size = block_size or fmt.block_size
+    x, block_size = x.contiguous(), block_size or fmt.block_size
     amax = block_amax(x, block_size)
     scales = scale_codes(tile_amax(amax, block_size, -2) if tiles else amax, fmt, scale_rounding)
     y = at_least_fp32(split_blocks(x, block_size)) * _inverse_scales(scales, scale_rounding).unsqueeze(-1)

@@ -55,12 +55,12 @@ def _store_casts(
     x, first_row, column, mask, rows, columns, left, width,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width].
 
-    x and DTYPE as for ``cast_along_rows``.
+    x as for ``cast_along_rows``.
     """
     column += left
     row = first_row + tl.arange(0, ROWS)
@@ -68,12 +68,12 @@ def _store_casts(
     if ALONG_ROWS:
         cast_along_rows(
             x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
-            FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
             x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def _swiglu_cast_kernel(
     _store_casts(
         h, first_row, column, mask, rows, columns, 0, columns,
         row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def _swiglu_backward_cast_kernel(
     _store_casts(
         swiglu_dgate(silu, s, up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
         dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     dh = _load(dh_ptr, dh_stride, row, across, mask)
     if JOINED:
@@ -131,13 +131,13 @@ def _swiglu_backward_cast_kernel(
     _store_casts(
         swiglu(silu, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
         dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     if H_COLUMNS:
         up = _load(up_ptr, up_stride, row, across, mask)
         _store_casts(
             swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
-            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, ELEMENT, DTYPE, HARDWARE, ROWS, COLUMNS,
+            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
