@@ -54,8 +54,9 @@ def test_the_forward_keeps_no_results_of_casts(recipe):
 
 
 @pytest.mark.sweep
-def test_outputs_and_gradients_stay_the_same():
-    module = FeedForward(recipe="nvfp4")
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8_2d"])
+def test_outputs_and_gradients_stay_the_same(recipe):
+    module = FeedForward(recipe=recipe)
     results = []
     for rewrite in (unchanged, compute_casts_in_backward):
         mxtrain.set_rounding_step(1)
