@@ -61,10 +61,11 @@ class MeasuredCast:
 
     Attributes:
         image: [R, C], the values that the cast's codes and scales stand for.
-        recipe: of the cast; has a format.
+        recipe: of the cast.
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: square tiles share a scale.
         tensor_scale: known before the cast; None if it comes from the values, or the format has none.
+        by_row: each row has a tensor scale of its own.
     """
 
     matrix: Matrix
@@ -73,6 +74,7 @@ class MeasuredCast:
     dim: int
     tiles: bool = False
     tensor_scale: float | None = None
+    by_row: bool = False
 
     def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
         """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile.
@@ -91,7 +93,8 @@ class MeasuredCast:
         if self.tensor_scale is not None:
             tensor_scale = amax.new_tensor(self.tensor_scale)
         elif recipe.tensor_scaled:
-            tensor_scale = recipe.ops.tensor_scales(largest(amax.amax(), self.matrix.group))
+            of_matrices = amax.amax(1, keepdim=True) if self.by_row else amax.amax()
+            tensor_scale = recipe.ops.tensor_scales(largest(of_matrices, self.matrix.group))
         scales, tops = recipe.ops.block_scales(amax, recipe, tensor_scale)
         is_used = amax > 0  # a block of zeros has the smallest scale there is
         counts = {"nonzero": values != 0, "saturated": blocks > tops.unsqueeze(self.dim + 1)}
@@ -171,7 +174,7 @@ def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradien
     found = {}
     for gemm, casts in _casts(gemms, given, weight, gradient).items():
         found[gemm] = product_totals(*casts.values())
-        found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items()}
+        found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items() if cast.recipe.format}
     return found
 
 
@@ -199,7 +202,7 @@ def _casts(
     """For each GEMM with a format: its two casts by name."""
     recipe, split = gemms.recipe, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
-    fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
+    fprop, dgrad, wgrad = (of_gemm.rounds for of_gemm in recipe.gemms)
     w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
     weights = gemms.quantize_weights([weight], given.gain)
@@ -212,7 +215,7 @@ def _casts(
         of_w = MeasuredCast(w, weights[0].data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
         found["dgrad"] = {"grad": MeasuredCast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
-        x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs)
+        x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs, estimate=given.estimate)
         casts = {"grad": (grad, dy_columns), "input": (given.matrix, x_columns)}
         found["wgrad"] = {
             name: MeasuredCast(_along_tokens(matrix, recipe.wgrad, signs), operand.data.t(), recipe.wgrad, 0)
@@ -224,11 +227,12 @@ def _casts(
 def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     """The cast of fprop's input."""
     fprop, estimate = gemms.recipe.fprop, given.estimate
+    by_row = fprop.tensor_scale == "row"
     if estimate is None:
-        return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1)
+        return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1, by_row=by_row)
     operand = fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[0]
     static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
-    return MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
+    return MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static, by_row=by_row)
 
 
 def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:

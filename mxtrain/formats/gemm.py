@@ -19,9 +19,10 @@ from mxtrain.launch.functions import define_op
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``."""
+    # b may be bf16 values that an fp32 gradient multiplies.
     # Autocast would round the fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.device.type, enabled=False):
-        return _product_of_values(a, b.t(), out_dtype)
+        return _product_of_values(a, converted(b, a.dtype).t(), out_dtype)
 
 
 def product_of_codes(
@@ -205,6 +206,7 @@ def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dty
         tiles = b.scales.view(1 if is_stacked else data.shape[1] // TILE_ROWS, experts, -1)
         scales = tiles.transpose(0, 1).reshape(experts, -1)
         return _grouped_codes(a.data, a.scales.view(a.data.shape[0], -1), data.contiguous(), scales, ends, out_dtype)
+    data = converted(data, a.data.dtype)
     if _is_one_kernel(a, out_dtype):
         return grouped_mm(a.data, data.transpose(1, 2), offs=ends)
     return _grouped_values(a.data, data, ends, out_dtype)
@@ -214,9 +216,10 @@ def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.d
     """Multiply every expert's tokens, columns of a [N, P] and b [D, P] -> [E, N, D]."""
     if a.scales is not None:
         return _grouped_codes(a.data, _by_expert(a, ends), b.data, _by_expert(b, ends), ends, out_dtype)
+    data = converted(b.data, a.data.dtype)
     if _is_one_kernel(a, out_dtype):
-        return grouped_mm(a.data, b.data.t(), offs=ends)
-    return _grouped_values(a.data, b.data, ends, out_dtype)
+        return grouped_mm(a.data, data.t(), offs=ends)
+    return _grouped_values(a.data, data, ends, out_dtype)
 
 
 def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:

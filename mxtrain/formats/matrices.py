@@ -18,7 +18,8 @@ class Operand(NamedTuple):
         data: native: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the exact values
             of codes times scales, in bf16 (emulated) or fp32 (reference).
         scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
-        tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 []. Otherwise None.
+        tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 [], or one for each
+            row, fp32 [R]. Otherwise None.
     """
 
     data: torch.Tensor

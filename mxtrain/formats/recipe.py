@@ -16,8 +16,10 @@ from mxtrain.launch import Keyed
 
 ScaleRounding = Literal["rceil", "rceil_0_18", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)
-TensorScale = Literal["static", "dynamic"]
+TensorScale = Literal["static", "dynamic", "row"]
 TENSOR_SCALES = get_args(TensorScale)
+Backward = Literal["quantized", "dequantized"]
+BACKWARDS = get_args(Backward)
 LONGEST_BLOCK = 32
 """So many rows are whole blocks in every format."""
 
@@ -136,6 +138,8 @@ class LinearRecipe(Keyed):
         name: as in the TOML.
         fprop, dgrad, wgrad: the Recipe of each GEMM.
         high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
+        high_precision_last: their number, in the place of the share; 0 if the share counts.
+        own_name: the name of a MixedRecipe that has one.
     """
 
     name: str
@@ -143,6 +147,8 @@ class LinearRecipe(Keyed):
     dgrad: "Recipe"
     wgrad: "Recipe"
     high_precision_share: float
+    high_precision_last: int
+    own_name: str | None = None
 
     @property
     def gemms(self) -> "tuple[Recipe, Recipe, Recipe]":
@@ -165,7 +171,12 @@ class LinearRecipe(Keyed):
         A GEMM in high precision needs no cast, so that joining its operands would be a copy. A native operand has one
         tensor scale, and matrices have one each.
         """
-        return all(gemm.format for gemm in self.gemms) and (mode != "native" or self.tensor_scaled is None)
+        return all(gemm.rounds for gemm in self.gemms) and (mode != "native" or self.tensor_scaled is None)
+
+    @property
+    def input_of_wgrad(self) -> "tuple[Recipe, int]":
+        """The recipe that casts X for wgrad, and the dimension along which its blocks lie."""
+        return (self.fprop, 1) if self.wgrad.dequantizes else (self.wgrad, 0)
 
     @property
     def needs_signs(self) -> bool:
@@ -202,13 +213,16 @@ class Recipe(LinearRecipe):
             scales.
         tensor_scale: the source of the scale of a whole matrix, always a power of two. ``"dynamic"`` takes the largest
             element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
-            other operands. None for a format without tensor scales.
+            other operands. ``"row"`` gives every row of fprop's X a scale of its own, from the row's largest element:
+            no row depends on other rows. Other operands are as with "dynamic". None for a format without tensor scales.
         weight_tiles: weights have one scale per square tile, so that fprop and dgrad see the same weight. If False,
             weights have blocks along the reduced axis, like all other operands.
         hadamard: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
         stochastic_rounding: output gradients are rounded stochastically, for dgrad and wgrad.
-        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change. Not
-            compared when recipes are: a layer computes the same.
+        dequantizes: for dgrad and wgrad, without a format: W and X are the decoded values of fprop's codes, and output
+            gradients are not rounded.
+        only: the GEMMs that the recipe is for. Not compared when recipes are: a layer computes the same.
+        high_precision_share, high_precision_last: as in ``LinearRecipe``. Not compared, either.
     """
 
     name: str
@@ -219,7 +233,10 @@ class Recipe(LinearRecipe):
     weight_tiles: bool = False
     hadamard: bool = False
     stochastic_rounding: bool = False
+    dequantizes: bool = False
+    only: tuple[str, ...] = field(default=GEMMS, compare=False)
     high_precision_share: float = field(default=0.0, compare=False)
+    high_precision_last: int = field(default=0, compare=False)
 
     def __post_init__(self):
         if self.format is not None and not isinstance(self.format, Format):
@@ -246,6 +263,9 @@ class Recipe(LinearRecipe):
         share = self.high_precision_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError(f"high_precision_share = {share!r} is not a number from 0 to less than 1")
+        last = self.high_precision_last
+        if not isinstance(last, int) or isinstance(last, bool) or last < 0:
+            raise ConfigError(f"high_precision_last = {last!r} is not a number of blocks, 0 or more")
         self._register()
 
     def has_tiles(self, role: str) -> bool:
@@ -253,8 +273,13 @@ class Recipe(LinearRecipe):
         return role == "weight" and self.weight_tiles
 
     @property
+    def rounds(self) -> bool:
+        """Whether the GEMM multiplies values of a format: of codes of its own, or of fprop's."""
+        return self.format is not None or self.dequantizes
+
+    @property
     def sends_rows(self) -> bool:
-        """Whether rows have codes that need no other rows, so that each can be sent alone."""
+        """Whether rows are codes and block scales, so that each can be sent alone."""
         return self.format is not None and not self.format.has_tensor_scale
 
     @property
@@ -280,7 +305,7 @@ class Recipe(LinearRecipe):
 
     def has(self, switch: str) -> bool:
         """Whether ``switch``, one of ``SWITCHES``, applies to this format."""
-        return switch == "high_precision_share" or switch in self._rules.settings
+        return switch.startswith("high_precision") or switch in self._rules.settings
 
     def __str__(self) -> str:
         if self.format is None:
@@ -291,31 +316,42 @@ class Recipe(LinearRecipe):
 
 @dataclass(frozen=True, eq=False)
 class MixedRecipe(LinearRecipe):
-    """A recipe for each GEMM of a linear layer. The three are not all equal."""
+    """A recipe for each GEMM of a linear layer. The three are not all equal.
+
+    One with a name of its own can be registered. Its parts have that name, too, unless they are registered themselves.
+    """
 
     fprop: Recipe
     dgrad: Recipe
     wgrad: Recipe
+    own_name: str | None = field(default=None, compare=False)
 
     def __post_init__(self):
         self._register()
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{gemm}={recipe.name}" for gemm, recipe in zip(GEMMS, self.gemms))
+        return self.own_name or ", ".join(f"{gemm}={recipe.name}" for gemm, recipe in zip(GEMMS, self.gemms))
 
     @property
     def high_precision_share(self) -> float:
         """The largest of the three."""
         return max(recipe.high_precision_share for recipe in self.gemms)
 
+    @property
+    def high_precision_last(self) -> int:
+        """The largest of the three."""
+        return max(recipe.high_precision_last for recipe in self.gemms)
+
     def __str__(self) -> str:
         return ", ".join(f"{gemm}={recipe}" for gemm, recipe in zip(GEMMS, self.gemms))
 
 
-def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe) -> LinearRecipe:
+def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe, own_name: str | None = None) -> LinearRecipe:
     """Return the recipe of a linear with these recipes of its GEMMs."""
-    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad)
+    if fprop.format is None:  # there are no codes to decode
+        dgrad, wgrad = (fprop if gemm.dequantizes else gemm for gemm in (dgrad, wgrad))
+    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad, own_name)
 
 
 def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
@@ -326,14 +362,15 @@ def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
     return max(fed, key=lambda recipe: recipe.needs_signs)
 
 
-RECIPES: dict[str, Recipe] = {}
+RECIPES: dict[str, LinearRecipe] = {}
 """By name; ``register_format`` adds to them"""
 DEFAULT_RECIPE = "mxfp8"
 # The recipe of a GEMM in high precision. ``mxtrain.convert`` does not swap a linear with this recipe for all GEMMs.
 HIGH_PRECISION_RECIPE = "bf16"
+DEQUANTIZED = Recipe("dequantized", None, LONGEST_BLOCK, dequantizes=True, only=("dgrad", "wgrad"))
 
 
-def register_format(format: Format | None, *recipes: Recipe) -> None:
+def register_format(format: Format | None, *recipes: LinearRecipe) -> None:
     """Make a format and recipes with it known by their names: in settings, and to ``mxtrain.convert``.
 
     A job calls this in a module that ``experimental.custom_import`` names.
@@ -355,4 +392,4 @@ def register_format(format: Format | None, *recipes: Recipe) -> None:
 
 def recipe_with(setting: str) -> str:
     """Return the first recipe that has a setting, in words."""
-    return f"recipe {next((name for name, recipe in RECIPES.items() if recipe.has(setting)), None)!r}"
+    return f"recipe {next((name for name, recipe in RECIPES.items() if recipe.fprop.has(setting)), None)!r}"

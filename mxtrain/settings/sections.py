@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
-from mxtrain.formats.recipe import SCALE_ROUNDINGS, TENSOR_SCALES
+from mxtrain.formats.recipe import BACKWARDS, SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,
@@ -58,9 +58,9 @@ class MXNorm:
     """Exponent of the p-mean of block maxima that estimates the RMS: 1 or 2"""
     recipe: str = "mxfp8"
     """
-    Format of all operands: "mxfp8", "nvfp4", "nvfp4_dynamic" (scales from the values) or "unquantized" (the norm
-    alone); or one of these or "bf16" per product: "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". "bf16" for all three swaps
-    nothing
+    Format of all operands: "mxfp8", "nvfp4", "nvfp4_dynamic" (scales from the values), "nvfp4_row" (a scale per row of
+    inputs) or "unquantized" (the norm alone); or one of these or "bf16" per product: "fprop=nvfp4, dgrad=mxfp8,
+    wgrad=bf16". "bf16" for all three swaps nothing
     """
 
     recipes: Table = field(default_factory=dict)
@@ -85,7 +85,7 @@ class MXNorm:
     tensor_scale: Literal[TENSOR_SCALES] | None = None
     """
     NVFP4: the tensor scale of a norm's output is "static" (from MXNorm's bound) or "dynamic" (from the largest
-    element). Unset: the recipe's
+    element); "row": each row of inputs has one. Unset: the recipe's
     """
 
     weight_tiles: bool | None = None
@@ -102,8 +102,14 @@ class MXNorm:
     NVFP4: output gradients are rounded stochastically, with bits from debug.seed, layer, step and rank. Unset: true
     """
 
+    backward: Literal[BACKWARDS] | None = None
+    """Operands of dgrad and wgrad: "quantized" or "dequantized" (values of fprop's codes; dY stays as it is)"""
+
     high_precision_share: ShareBelowOne | None = None
     """Share of the blocks, counted from the last, that stay in high precision. Unset: 0.15 for NVFP4, else 0"""
+
+    high_precision_last: NotNegative | None = None
+    """Their number, instead. Nemotron 3: Super 14, Ultra 16; Megatron Bridge: Llama 3 8B 4"""
 
     mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE] = "auto"
     """

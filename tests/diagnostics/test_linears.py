@@ -17,15 +17,26 @@ from mxtrain.diagnostics.linears import (
     product_totals,
 )
 from mxtrain.diagnostics.totals import Totals, combined, numbers
+from mxtrain.formats.matrices import CastSpec
 from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxnorm import block_amax
+from mxtrain.formats.nvfp4 import ops as nvfp4_ops
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
+from mxtrain.nn.split import SplitMatrices
 from mxtrain.rng.rounding import set_rounding_step
 
-RECIPES = ("mxfp8", "mxfp8_2d", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
+RECIPES = (
+    "mxfp8",
+    "mxfp8_2d",
+    "nvfp4",
+    "nvfp4_dynamic",
+    "nvfp4_row",
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16",
+    "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +69,12 @@ def test_errors_are_those_of_the_layers_own_results(recipe):
     expected = {"fprop": relative(y, x @ w.t()), "dgrad": relative(x.grad, dy @ w)}
     expected["wgrad"] = relative(linear.weight.grad, dy.t() @ x)
     figures = measured(linear, Input(x.detach()), dy)
-    formats = {gemm: getattr(linear.recipe, gemm).format for gemm in expected}
     for gemm, error in expected.items():
-        if formats[gemm] is None:
+        if not getattr(linear.recipe, gemm).rounds:
             assert not any(name.startswith(gemm) for name in figures) and error < 1e-5
         else:
             assert figures[f"{gemm}_error"] == pytest.approx(error, rel=1e-3)
-    if formats["wgrad"]:
+    if linear.recipe.wgrad.rounds:
         assert figures["grad_norm_to_noise"] == pytest.approx(1 / expected["wgrad"], rel=1e-3)
 
 
@@ -86,7 +96,7 @@ def test_errors_after_a_norm_are_those_of_the_layers_own_results(recipe):
     figures = measured(linear, Input(x, normed.rho, gain, norm.estimate), dy)
     assert figures["fprop_error"] == pytest.approx(expected["fprop"], rel=1e-3)
     assert figures["dgrad_error"] == pytest.approx(expected["dgrad"], rel=1e-3)
-    if linear.recipe.wgrad.format:  # the layer's gradient has the gain, the GEMM's result does not
+    if linear.recipe.wgrad.rounds:  # the layer's gradient has the gain, the GEMM's result does not
         assert figures["wgrad_error"] == pytest.approx(expected["wgrad"], rel=0.1)
 
 
@@ -202,3 +212,19 @@ def test_a_tensor_scale_is_that_of_the_matrix_in_all_processes(monkeypatch):
         for group in (None, "others")
     ]
     assert exponents[0] - exponents[1] == 10
+
+
+@pytest.mark.parametrize(("group", "is_normed"), [(None, False), ("others", False), (None, True)])
+def test_scales_of_rows_are_those_of_the_cast(group, is_normed, monkeypatch):
+    """Other processes have other parts of the same rows."""
+    for module in (linears, nvfp4_ops):
+        monkeypatch.setattr(module, "largest", lambda found, group: found * {None: 1, "others": 1024}[group])
+    linear, norm = MXLinear(64, 96, recipe="nvfp4_row", mode="reference"), MXNorm(64, recipe="nvfp4_row")
+    linear.split = SplitMatrices(x=group)
+    x = torch.randn(32, 64) * torch.logspace(-6, 6, 32).unsqueeze(1)
+    rho, estimate = (norm(x).rho, norm.estimate) if is_normed else (None, None)
+    spec = CastSpec(row_factor=rho, group=group, as_codes=True)
+    scales = linear.recipe.ops.cast([x], linear.recipe, "reference", (1,), spec)[1].scales.float()
+    gradient = Gradient(torch.randn(32, 96), linear.signs(x.device), linear.draws(x.device))
+    totals = linear_totals(linear, Input(x, rho, None, estimate, group), gradient)["fprop_input"]
+    assert (totals.least["scale"], totals.largest["scale"]) == (scales.min(), scales.max())

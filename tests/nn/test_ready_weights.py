@@ -139,6 +139,7 @@ def sums_in_one_order():
         ("mxfp8", "reference", "checkpointed", {}, 2, 3),
         ("mxfp8", "reference", "checkpointed", ONE_BY_ONE, 2, 2),
         ("nvfp4", "reference", "eager", {}, 2, 2),
+        ("fprop=nvfp4, dgrad=dequantized, wgrad=dequantized", "reference", "eager", {}, 2, 2),
         # The casts of the kernels are single operations in a graph, those of plain PyTorch take long to trace.
         ("mxfp8", "emulated", "checkpointed inside what is compiled", {}, 1, 2),
         pytest.param("mxfp8", "emulated", "checkpointed and compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),
@@ -153,11 +154,11 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     how = dict(checkpointed="checkpointed" in way, backend=graphs, inside="inside" in way)
     expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
-    if recipe != "nvfp4" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
+    if recipe != "nvfp4":
         monkeypatch.setattr(ThreeGEMMs, "quantize_weights", without_layer_casts(ThreeGEMMs.quantize_weights))
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=True, **how)
-    joined = 0 if settings in (SINGLE, ONE_BY_ONE) else 1
+    joined = 0 if settings == SINGLE else 1
     single = 3 if settings == SINGLE else 1
     assert Counter(casts) == Counter({2: joined * steps, 1: single * steps})
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))
@@ -447,16 +448,14 @@ def test_both_operands_of_a_weight_are_those_of_single_casts(recipe, mode):
 
 
 def test_one_image_of_tiles_serves_fprop_and_dgrad(device):
-    """Of a linear, of linears that are one GEMM, and of experts."""
+    """Of a linear, of linears that are one GEMM, at least backward, and of experts."""
     if not runs_kernels("emulated", device):
         pytest.skip("no kernels on this device: TRITON_INTERPRET is off")
-    block, experts = Block("mxfp8_2d", "emulated"), OfEqualCounts(D, N, "mxfp8_2d", "emulated").experts
-    ReadyWeights([block, experts]).refresh()
-    held = [block.group.ready, block.out.ready, *experts.ready]
-    for ready in held:
-        (fprop,), dgrad = ready.fprop, ready.dgrad
-        assert fprop.data.dtype == torch.bfloat16 and fprop.data.data_ptr() == dgrad.data.data_ptr()
-        assert torch.equal(fprop.data, dgrad.data.t())
-    size = sum(ready.fprop[0].data.untyped_storage().nbytes() for ready in held)
-    weights = [*(linear.weight for linear in (*block.normed.linears, block.out)), *experts.weights]
-    assert size == 2 * sum(weight.numel() for weight in weights)
+    block, other = (Block("mxfp8_2d", "emulated", joins_fprop=joins_fprop) for joins_fprop in (True, False))
+    experts = OfEqualCounts(D, N, "mxfp8_2d", "emulated").experts
+    ReadyWeights([block, other, experts]).refresh()
+    for ready in (block.group.ready, block.out.ready, other.group.ready, *experts.ready):
+        fprop, dgrad = torch.cat([operand.data for operand in ready.fprop]), ready.dgrad.data
+        assert torch.equal(fprop, dgrad.t()) and ready.fprop[0].data.data_ptr() == dgrad.data_ptr()
+        assert all(operand.data.is_contiguous() for operand in ready.fprop)
+        assert {operand.data.untyped_storage().nbytes() for operand in ready.fprop} == {2 * fprop.numel()}

@@ -68,6 +68,7 @@ def values(operand, recipe):
     data, scales, tensor_scale = operand
     if recipe.format.block_size == 16:
         rows, k = data.shape[0], 2 * data.shape[1]
+        tensor_scale = tensor_scale.unsqueeze(1) if tensor_scale.ndim else tensor_scale
         return nvfp4.dequantize(data, from_blocked(scales, rows, -(-k // 64) * 4)[:, : k // 16], tensor_scale)
     rows, k = data.shape
     return casts.dequantize(data, from_blocked(scales, rows, k // 32), recipe.format)
@@ -81,6 +82,7 @@ def values(operand, recipe):
         (TILES, 33, 64, 96),
         (NVFP4, 17, D, 16),
         (PLAIN, 5, 32, 16),
+        (get_recipe("nvfp4_row", stochastic_rounding=False), 5, D, 16),
     ],
     ids=str,
 )
@@ -166,6 +168,7 @@ CASES = [
     *itertools.product(("mxfp8", "nvfp4"), ("native", "emulated", "reference")),
     ("unquantized", "emulated"),
     ("nvfp4_dynamic", "reference"),
+    *itertools.product(("nvfp4_row",), ("native", "emulated", "reference")),
 ]
 
 

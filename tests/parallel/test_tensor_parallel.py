@@ -17,8 +17,10 @@ FLAGS = {
     "unquantized": oracle.RECIPES["unquantized"],
     "mxfp8": [],
     "mxfp8_2d": oracle.RECIPES["mxfp8_2d"],
+    "dequantized": oracle.RECIPES["dequantized"],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
+    "scales of rows": ["--mxnorm.recipe=nvfp4_row", NEAREST],
 }
 AC = "--activation_checkpoint.mode="
 # The same graphs as in training, without the minutes that Inductor takes on a CPU.
@@ -33,14 +35,17 @@ QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_norm,decompose_k
 TWO_SWEEP = {
     "mxfp8, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
     "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
+    "dequantized, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
     "quantized head": oracle.layout(tensor=2),
     "mxfp8_2d, compiled": [*oracle.layout(tensor=2), *COMPILED, CODES],
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
+    "scales of rows, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
 }
 FOUR_SWEEP = {
     "unquantized, tp 4": oracle.layout(tensor=4),
     "mxfp8, tp 2 x fsdp 2, selective": [*oracle.layout(tensor=2, shard=2), f"{AC}selective"],
     "mxfp8, cp 2 x tp 2": oracle.layout(context=2, tensor=2),
+    "scales of rows, tp 2 x fsdp 2": oracle.layout(tensor=2, shard=2),
 }
 
 

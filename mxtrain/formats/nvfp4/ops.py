@@ -6,8 +6,9 @@
 
 The recipe can turn off tiles, transform and stochastic rounding. The tensor scale comes from the largest magnitude
 that is cast, after factors and transform, and all parts of a matrix on several processes share it. Each expert of a
-mixture has one of its own. Only MXNorm's static scale is known beforehand. Tensor scales are powers of two, so bf16 and
-fp32 operands hold their values exactly, tensor scale included.
+mixture has one of its own. Only MXNorm's static scale is known beforehand. With tensor_scale = "row", each row of
+fprop's X has one of its own; if processes hold parts of rows, they share the scales. Tensor scales are powers of two,
+so bf16 and fp32 operands hold their values exactly, tensor scale included.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,16 @@ from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import product_of_codes
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
 from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
-from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
+from mxtrain.formats.matrices import (
+    KERNEL_FORM,
+    PLAIN,
+    CastSpec,
+    Codes,
+    Operand,
+    converted,
+    image_dtype,
+    values_dtype,
+)
 from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.nvfp4 import NVFP4, reference, static_tensor_scale
@@ -33,7 +43,7 @@ if HAS_TRITON:
     from mxtrain.formats.nvfp4 import cast as cast_kernel
     from mxtrain.formats.nvfp4 import tensor_scale as scale_kernel
     from mxtrain.formats.nvfp4 import weight_cast as weight_kernel
-    from mxtrain.formats.nvfp4.norm import NORM, nvfp4_norm
+    from mxtrain.formats.nvfp4.norm import NORM, ROWS, nvfp4_norm, nvfp4_rows
 
 # The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
 NATIVE_MULTIPLE = 32
@@ -43,7 +53,7 @@ class NVFP4Ops(FormatOps):
     """What computes with NVFP4. Along dimension 0, operands have the rows of X rounded up to a multiple of 16."""
 
     if HAS_TRITON:
-        casts, norms = (cast_kernel.CAST,), (NORM,)
+        casts, norms = (cast_kernel.CAST, ROWS), (NORM,)
         weight_casts = (weight_kernel.CAST,)
         kept = (scale_kernel.TENSOR_SCALES,)
 
@@ -51,6 +61,10 @@ class NVFP4Ops(FormatOps):
         """Each matrix of ``parts`` has a tensor scale of its own. Several are not for codes or mode "native", whose
         operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``.
         """
+        if recipe.tensor_scale == "row" and spec.role == "input" and 1 in dims:
+            others = tuple(dim for dim in dims if dim != 1)
+            by_column = self.cast(parts, recipe, mode, others, spec) if others else {}
+            return {1: _cast_rows(spec.scaled(spec.joined(parts)), mode, spec)} | by_column
         ends = spec.ends
         if spec.experts > 1:
             rows = parts[0].shape[0] // spec.experts
@@ -89,16 +103,20 @@ class NVFP4Ops(FormatOps):
         else:
             options = dict(signs=signs, draws=draws, axis=spec.axis, ends=ends, **factors)
             casts = cast_kernel.nvfp4_cast(parts, scales[0], form, dims, **options)
-        return {dim: _from_kernel(casts[dim], dim, scales[0], mode, form) for dim in dims}
+        of_dim = {} if form == "image" else {1: scales[0].view(-1)[0], 0: scales[0].view(-1)[-1]}
+        return {dim: _from_kernel(casts[dim], dim, of_dim.get(dim), mode, form) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
         if static is not None:
             tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
-            if runs_kernels(mode, x.device.type):
-                form = "codes" if as_codes else KERNEL_FORM[mode]
-                data, scales, rho, _ = nvfp4_norm(x, estimate, static, form)
-                return _from_kernel((data, scales), 1, tensor_scale, mode, form), rho
+        if recipe.tensor_scale == "row":
+            group = None  # which holds other rows
+        if recipe.tensor_scale in ("static", "row") and runs_kernels(mode, x.device.type):
+            form = "codes" if as_codes else KERNEL_FORM[mode]
+            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form)
+            tensor_scale = tensor_scale if row_scales is None else row_scales
+            return _from_kernel((data, scales), 1, tensor_scale, mode, form), rho
         rho = inverse_rms(x, estimate, recipe)
         spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
@@ -107,7 +125,7 @@ class NVFP4Ops(FormatOps):
         return _codes(x, reference.power_of_two_tensor_scale(x), None, recipe.weight_tiles)
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
-        return reference.dequantize(*codes, dtype)
+        return _values(codes, dtype)
 
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
         operand = _from_codes(codes, values_dtype(mode), mode)
@@ -119,7 +137,12 @@ class NVFP4Ops(FormatOps):
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
         a_data, b_data = (each.data.view(torch.float4_e2m1fn_x2) for each in (a, b))
-        return product_of_codes(a_data, [*a[1:]], b_data, [*b[1:]], kinds, out_dtype)
+        if a.tensor_scale.ndim == 0:
+            return product_of_codes(a_data, [*a[1:]], b_data, [*b[1:]], kinds, out_dtype)
+        # The tensor cores take one scale. As in TransformerEngine, the fp32 product is scaled, then rounded.
+        one = torch.ones_like(b.tensor_scale)
+        product = product_of_codes(a_data, [a.scales, one], b_data, [b.scales, one], kinds, torch.float32)
+        return converted(product * (a.tensor_scale * b.tensor_scale)[:, None], out_dtype)
 
     def trial(self, x: torch.Tensor) -> Codes:
         return _codes(x, reference.power_of_two_tensor_scale(x), None, False)
@@ -175,6 +198,19 @@ def _in_pytorch(x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: b
     return results
 
 
+def _cast_rows(x: torch.Tensor, mode: str, spec: CastSpec) -> Operand | Codes:
+    """Cast a matrix along its rows, each of which has a tensor scale of its own."""
+    is_kernel, row_scales = runs_kernels(mode, x.device.type), None
+    if spec.group is not None or not is_kernel:
+        row_scales = largest(reference.power_of_two_tensor_scales(x.abs().amax(1).float()), spec.group)
+    if is_kernel:
+        form = "codes" if spec.as_codes else KERNEL_FORM[mode]
+        data, scales, row_scales = nvfp4_rows(x, row_scales, form)
+        return _from_kernel((data, scales), 1, row_scales, mode, form)
+    codes = _codes(x, row_scales.unsqueeze(1), None, False)._replace(tensor_scale=row_scales)
+    return codes if spec.as_codes else _from_codes(codes, image_dtype(x, mode), mode)
+
+
 def _matrices_and_bits(
     x: torch.Tensor,
     dims: tuple[int, ...],
@@ -211,11 +247,10 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 
 
 def _from_kernel(
-    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scales: torch.Tensor, mode: str, form: str
+    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor | None, mode: str, form: str
 ) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
     data, scales = cast
-    tensor_scale = None if form == "image" else tensor_scales.view(-1)[0 if dim == 1 else -1]
     if form == "codes":
         return Codes(data, scales, tensor_scale)
     return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
@@ -235,7 +270,14 @@ def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | Non
 def _from_codes(codes: Codes, dtype: torch.dtype, mode: str) -> Operand:
     if mode == "native":
         return _operand(codes.data, to_blocked(codes.scales), codes.tensor_scale, mode)
-    return Operand(reference.dequantize(*codes, dtype))
+    return Operand(_values(codes, dtype))
+
+
+def _values(codes: Codes, dtype: torch.dtype) -> torch.Tensor:
+    data, scales, tensor_scale = codes
+    return reference.dequantize(
+        data, scales, tensor_scale.unsqueeze(1) if tensor_scale.ndim == 1 else tensor_scale, dtype
+    )
 
 
 def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
