@@ -89,10 +89,7 @@ class MXNorm:
     """
 
     weight_tiles: bool | None = None
-    """
-    Tiles of a weight (NVFP4: 16 x 16, MXFP8: 32 x 32) share a scale, so fprop and dgrad use the same codes. Unset: the
-    recipe's
-    """
+    """Square tiles of a weight share a scale, so fprop and dgrad use the same codes. Unset: the recipe's"""
 
     hadamard: bool | None = None
     """NVFP4: random Hadamard transform of wgrad's operands along the tokens. Unset: true"""
