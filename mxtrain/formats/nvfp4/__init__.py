@@ -21,6 +21,7 @@ NVFP4 = Format(
     element="float4_e2m1fn_x2",
     settings={"tensor_scale": TENSOR_SCALES, **dict.fromkeys(FLAGS, (True, False))},
     has_tensor_scale=True,
+    has_signs=True,
     is_native=True,
     # ``NVFP4PackedCompressor`` in compressed_tensors/compressors/nvfp4/base.py (0.20); in vLLM 0.33
     # ``CompressedTensorsW4A4Fp4(use_a16=True)``. Activations stay in bf16: a layout with NVFP4 activations needs a
