@@ -87,7 +87,7 @@ def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "toy_format", ModuleType("toy_format"))  # the fixture has registered the format
     for form, message in (
-        (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
+        (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4', 'mxfp4'"),
         ("mxfp8", f"its linears have {NAME} or high-precision weights"),
     ):
         assert cli.main(["export", "run", "exported", "--format", form]) == 2

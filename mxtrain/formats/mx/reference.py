@@ -196,4 +196,5 @@ class MXOps(FormatOps):
 
     def stored(self, linear: str, codes: Codes) -> dict[str, torch.Tensor]:
         # E8M0 in the bytes of uint8: safetensors of older releases have no such dtype, and vLLM expects uint8.
-        return {f"{linear}.weight": codes.data, f"{linear}.weight_scale": codes.scales.view(torch.uint8)}
+        name = "weight" if self.format.element_bits == 8 else "weight_packed"
+        return {f"{linear}.{name}": codes.data, f"{linear}.weight_scale": codes.scales.view(torch.uint8)}

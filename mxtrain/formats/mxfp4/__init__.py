@@ -3,7 +3,7 @@
 A fixed Hadamard transform of wgrad's operands along the tokens, in blocks of 32, comes from arXiv 2605.09825.
 """
 
-from mxtrain.formats.recipe import SCALE_ROUNDINGS, Format
+from mxtrain.formats.recipe import SCALE_ROUNDINGS, Format, Layout, quantization_args
 
 MXFP4 = Format(
     name="mxfp4",
@@ -13,5 +13,7 @@ MXFP4 = Format(
     element_bits=4,
     element="float4_e2m1fn_x2",
     settings={"scale_rounding": SCALE_ROUNDINGS, "hadamard": (True, False)},
+    # ``MXFP4PackedCompressor`` in compressed_tensors/compressors/mxfp4/base.py (0.20). Activations stay in bf16.
+    layout=Layout("mxfp4-pack-quantized", quantization_args(4, 32, "group", "torch.uint8"), activations=None),
     implementation="mxtrain.formats.mx.ops:MXKernelOps",
 )
