@@ -18,6 +18,10 @@ ScaleRounding = Literal["rceil", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)
 TensorScale = Literal["static", "dynamic"]
 TENSOR_SCALES = get_args(TensorScale)
+FourOverSix = Literal[False, "weights", "activations", "both"]
+FOUR_OVER_SIX = get_args(FourOverSix)
+FourOverSixError = Literal["mae", "mse"]
+FOUR_OVER_SIX_ERRORS = get_args(FourOverSixError)
 LONGEST_BLOCK = 32
 """So many rows are whole blocks in every format."""
 

@@ -36,6 +36,8 @@ SCALE_MAX = 448.0
 SCALE_MIN = 2.0**-6
 # The largest magnitude, in units of the tensor scale.
 RANGE = NVFP4.element_max * SCALE_MAX
+# The same under four over six, whose block scales grow by half where 4 is the largest element.
+FOUR_OVER_SIX_RANGE = NVFP4.element_max * 256
 # With smaller tensor scales, (1 / tensor scale) / SCALE_MIN overflows fp32, and zeros become NaN.
 TENSOR_SCALE_MIN = 2.0**-121
 
