@@ -20,6 +20,8 @@ from mxtrain.formats.parse import SWITCHES, get_recipes
 from mxtrain.formats.recipe import (
     DEFAULT_RECIPE,
     HIGH_PRECISION_RECIPE,
+    FourOverSix,
+    FourOverSixError,
     LinearRecipe,
     ScaleRounding,
     TensorScale,
@@ -105,9 +107,9 @@ class MXLinearConverter(Converter):
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" stay.
         recipes: pattern of linears or experts, or of modules that hold some -> their recipe in the place of ``recipe``.
             The last pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first.
-        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share: settings of
-            ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks (``conversion.layers``) the last share * n,
-            rounded to nearest, stay.
+        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, four_over_six, four_over_six_error,
+        high_precision_share: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks
+            (``conversion.layers``) the last share * n, rounded to nearest, stay.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
             them and computes complex products as real ones (``mxtrain.compile``).
@@ -127,6 +129,8 @@ class MXLinearConverter(Converter):
     weight_tiles: bool | None = None
     hadamard: bool | None = None
     stochastic_rounding: bool | None = None
+    four_over_six: FourOverSix | None = None
+    four_over_six_error: FourOverSixError | None = None
     high_precision_share: float | None = None
     mode: Mode = "auto"
     seed: int = 0

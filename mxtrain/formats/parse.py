@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.formats.recipe import FLAGS, GEMMS, RECIPES, LinearRecipe, Recipe, linear_recipe, recipe_with
+from mxtrain.formats.recipe import GEMMS, RECIPES, UNSET, LinearRecipe, Recipe, linear_recipe, recipe_with
 
 # Settings that override a recipe, in the TOML and in ``mxtrain.convert``, and the GEMMs that each one changes.
 _CHANGES = {
@@ -13,6 +13,8 @@ _CHANGES = {
     "weight_tiles": ("fprop", "dgrad"),
     "hadamard": ("wgrad",),
     "stochastic_rounding": ("dgrad", "wgrad"),
+    "four_over_six": GEMMS,
+    "four_over_six_error": GEMMS,
 }
 SWITCHES = (*_CHANGES, "high_precision_share")
 
@@ -58,7 +60,7 @@ def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool 
     values = {}
     for switch, gemms in _CHANGES.items():
         found = [getattr(r, switch) for recipe in recipes for r in _named(recipe, gemms) if r.has(switch)]
-        values[switch] = found[0] if found else False if switch in FLAGS else None
+        values[switch] = found[0] if found else False if UNSET[switch] is False else None
     return {**values, "high_precision_share": recipes[0].high_precision_share}
 
 
@@ -103,9 +105,9 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
 
 
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
-    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching a flag off is always allowed."""
+    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching something off is always allowed."""
     gemms = _CHANGES.get(switch)
-    if gemms is None or (value is False and switch in FLAGS):
+    if gemms is None or (value is False and UNSET[switch] is False):
         return
     if any(r.has(switch) and r.format is not None for recipe in recipes for r in _named(recipe, gemms)):
         return

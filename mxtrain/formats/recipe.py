@@ -20,6 +20,7 @@ TensorScale = Literal["static", "dynamic"]
 TENSOR_SCALES = get_args(TensorScale)
 FourOverSix = Literal[False, "weights", "activations", "both"]
 FOUR_OVER_SIX = get_args(FourOverSix)
+_FOUR_OVER_SIX_OF = {"weight": "weights", "input": "activations"}
 FourOverSixError = Literal["mae", "mse"]
 FOUR_OVER_SIX_ERRORS = get_args(FourOverSixError)
 LONGEST_BLOCK = 32
@@ -130,7 +131,14 @@ HIGH_PRECISION = Format(
 GEMMS = ("fprop", "dgrad", "wgrad")
 FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
 """Settings of a recipe that are on or off"""
-_UNSET = {"scale_rounding": None, "tensor_scale": None, **dict.fromkeys(FLAGS, False)}
+UNSET = {
+    "scale_rounding": None,
+    "tensor_scale": None,
+    **dict.fromkeys(FLAGS, False),
+    "four_over_six": False,
+    "four_over_six_error": "mae",
+}
+"""Values of settings in the recipes of formats that do not have them"""
 
 
 class LinearRecipe(Keyed):
@@ -167,9 +175,10 @@ class LinearRecipe(Keyed):
         """Return whether one operand takes several matrices in this mode.
 
         A GEMM in high precision needs no cast, so that joining its operands would be a copy. A native operand has one
-        tensor scale, and matrices have one each.
+        tensor scale, and matrices have one each; so has an operand with an exact tensor scale.
         """
-        return all(gemm.format for gemm in self.gemms) and (mode != "native" or self.tensor_scaled is None)
+        one_scale = mode == "native" and self.tensor_scaled
+        return all(gemm.format and not gemm.takes_four("weight") for gemm in self.gemms) and not one_scale
 
     @property
     def needs_signs(self) -> bool:
@@ -202,13 +211,17 @@ class Recipe(LinearRecipe):
             2^ceil(log2(amax / element_max)) in fp32, so an amax within its rounding error above a power of two times
             element_max saturates. ``"floor"`` is OCP's rule, 2^(floor(log2 amax) - element_max_exponent); elements
             that overflow saturate. None for a format with other scales.
-        tensor_scale: the source of the scale of a whole matrix, always a power of two. ``"dynamic"`` takes the largest
+        tensor_scale: the source of the scale of a whole matrix, a power of two. ``"dynamic"`` takes the largest
             element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
             other operands. None for a format without tensor scales.
         weight_tiles: weights have one scale per square tile, so that fprop and dgrad see the same weight. If False,
             weights have blocks along the reduced axis, like all other operands.
         hadamard: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
         stochastic_rounding: output gradients are rounded stochastically, for dgrad and wgrad.
+        four_over_six: ``"weights"``, ``"activations"`` or ``"both"``: a block's largest element becomes 4 instead of 6
+            where the block loses less. These operands have exact tensor scales, which are not rounded to powers of two.
+            Not for output gradients.
+        four_over_six_error: what a block loses: the sum of its errors' magnitudes (``"mae"``) or squares (``"mse"``).
         high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change. Not
             compared when recipes are: a layer computes the same.
     """
@@ -221,6 +234,8 @@ class Recipe(LinearRecipe):
     weight_tiles: bool = False
     hadamard: bool = False
     stochastic_rounding: bool = False
+    four_over_six: FourOverSix = False
+    four_over_six_error: FourOverSixError = "mae"
     high_precision_share: float = field(default=0.0, compare=False)
 
     def __post_init__(self):
@@ -232,13 +247,13 @@ class Recipe(LinearRecipe):
             require_positive_integer("block_size", self.block_size)
         else:
             require_one_of("block_size", self.block_size, (self.format.block_size,))
-        for setting, unset in _UNSET.items():
+        for setting, unset in UNSET.items():
             value = getattr(self, setting)
             if setting in FLAGS:
                 require_one_of(setting, value, (True, False))
             if self.has(setting):
                 require_one_of(setting, value, self._rules.settings[setting])
-            elif value is not unset:
+            elif value != unset or type(value) is not type(unset):
                 if setting == "scale_rounding":
                     raise ConfigError(
                         f"scale_rounding = {value!r} does not apply to recipe {self.name!r}, whose block scales are "
@@ -276,6 +291,10 @@ class Recipe(LinearRecipe):
     def wgrad(self) -> "Recipe":
         return self
 
+    def takes_four(self, role: str) -> bool:
+        """Whether four over six casts the operands of this role: "input", "weight" or "gradient"."""
+        return role in _FOUR_OVER_SIX_OF and self.four_over_six in ("both", _FOUR_OVER_SIX_OF[role])
+
     def has(self, switch: str) -> bool:
         """Whether ``switch``, one of ``SWITCHES``, applies to this format."""
         return switch == "high_precision_share" or switch in self._rules.settings
@@ -284,6 +303,9 @@ class Recipe(LinearRecipe):
         if self.format is None:
             return self.name
         values = {setting: getattr(self, setting) for setting in self.format.settings}
+        error = values.pop("four_over_six_error", None)
+        if self.four_over_six:
+            values["four_over_six"] = f"four over six of {self.four_over_six} by {error}"
         return "/".join((self.name, *(name if value is True else value for name, value in values.items() if value)))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
-from mxtrain.formats.recipe import SCALE_ROUNDINGS, TENSOR_SCALES
+from mxtrain.formats.recipe import FOUR_OVER_SIX, FOUR_OVER_SIX_ERRORS, SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,
@@ -94,6 +94,17 @@ class MXNorm:
     stochastic_rounding: bool | None = None
     """
     NVFP4: output gradients are rounded stochastically, with bits from debug.seed, layer, step and rank. Unset: true
+    """
+
+    four_over_six: Literal[FOUR_OVER_SIX] | None = None
+    """
+    NVFP4: the largest element of a block becomes 4 where that loses less than 6, for "weights" (with weight_tiles =
+    false: tiles hardly ever take 4), "activations" or "both"; exact tensor scales. Unset: false
+    """
+
+    four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
+    """
+    What a block loses under mxnorm.four_over_six: "mae" (magnitudes of errors) or "mse" (squares). Unset: "mae"
     """
 
     high_precision_share: ShareBelowOne | None = None
