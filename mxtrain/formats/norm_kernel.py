@@ -280,16 +280,16 @@ class MXNormCast(NamedTuple):
 
 
 def call_norm(
-    op: Callable, x: torch.Tensor, residual: torch.Tensor | None, estimate: RMSEstimate, form: str, setting
+    op: Callable, x: torch.Tensor, residual: torch.Tensor | None, estimate: RMSEstimate, form: str, *settings
 ) -> MXNormCast:
-    """Call a format's op, f(x, residual, p, estimator, eps, constant, form, setting), and name its results.
+    """Call a format's op, f(x, residual, p, estimator, eps, constant, form, *settings), and name its results.
 
     Raises:
         ValueError: for rows that are too long.
     """
     check_row_length(x)
     of_estimate = estimate.p, estimate.estimator, estimate.eps, estimate.constant
-    data, *others = op(*contiguous(x, residual), *of_estimate, form, setting)
+    data, *others = op(*contiguous(x, residual), *of_estimate, form, *settings)
     if form == "image":
         others = [None, *others]
     return MXNormCast(data, others[0], others[1], None if residual is None else others[2])

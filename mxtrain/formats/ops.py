@@ -15,7 +15,7 @@ import torch
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
-from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
+from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, scale_of_product, values_dtype
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.recipe import Format, Recipe
 
@@ -105,8 +105,11 @@ class FormatOps:
         """Return the values [R, K] of codes, which bf16 holds exactly."""
         return codes.data.to(dtype)
 
-    def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
-        """The operand that the codes stand for, with the bits and the memory layout of ``cast`` along ``dim``."""
+    def from_codes(self, codes: Codes, mode: str, dim: int, recipe: Recipe | None = None) -> Operand:
+        """The operand that the codes stand for, with the bits and the memory layout of ``cast`` along ``dim``.
+
+        ``recipe``: of an input X, whose tensor scale may be exact; None for powers of two.
+        """
         data = codes.data if codes.scales is None else self.dequantize(codes, values_dtype(mode))
         # Products in another memory layout may add up in another order.
         return Operand(data if dim == 1 else data.t().contiguous().t())
@@ -121,7 +124,9 @@ class FormatOps:
         Operands with scales run on the MX tensor cores. Operands without scales hold their values: an ordinary product
         sums the same exact products in another order.
         """
-        return matmul(a.data, b.data, out_dtype) if a.scales is None else self.product_of_codes(a, b, out_dtype)
+        if a.scales is not None:
+            return self.product_of_codes(a, b, out_dtype)
+        return matmul(a.data, b.data, out_dtype, scale_of_product(a, b))
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         """``matmul`` of native operands."""

@@ -176,7 +176,7 @@ def _norm_backward(ctx, saved, dxhat: torch.Tensor) -> torch.Tensor:
 
 def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
     """Codes of a shard's tokens -> the operand of whole sequences; ``dim`` as for ``FormatOps.from_codes``."""
-    return recipe.ops.from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), mode, dim)
+    return recipe.ops.from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), mode, dim, recipe)
 
 
 @dataclass(frozen=True, eq=False)

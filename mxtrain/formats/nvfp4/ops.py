@@ -8,6 +8,9 @@ The recipe can turn off tiles, transform and stochastic rounding. The tensor sca
 that is cast, after factors and transform, and all parts of a matrix on several processes share it. Each expert of a
 mixture has one of its own. Only MXNorm's static scale is known beforehand. Tensor scales are powers of two, so bf16 and
 fp32 operands hold their values exactly, tensor scale included.
+
+Operands under four over six have exact tensor scales, amax / (6 * 256). Their bf16 and fp32 values are without it, and
+``FormatOps.matmul`` multiplies it into the sums.
 """
 
 from collections.abc import Sequence
@@ -23,7 +26,7 @@ from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
 from mxtrain.formats.mx import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
-from mxtrain.formats.nvfp4 import NVFP4, reference, static_tensor_scale
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words, rounding_words_of_rows
@@ -63,9 +66,10 @@ class NVFP4Ops(FormatOps):
         if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
             raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
         tiles = is_weight and recipe.weight_tiles
+        error = recipe.four_over_six_error if recipe.takes_four(spec.role) else ""
         if not runs_kernels(mode, parts[0].device.type):
             results = [
-                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles)
+                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles, error)
                 for x, of_x in zip(parts, draws or [None] * len(parts))
             ]
             if len(results) == 1:
@@ -76,20 +80,24 @@ class NVFP4Ops(FormatOps):
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
         if spec.tensor_scale is not None:
-            scales = [spec.tensor_scale.view(1, 1)]
+            scales = [spec.tensor_scale.view(1, 1) * (FOUR_OVER_SIX_RANGE if error else 1)]
         else:
             # Weights one by one: forward and backward may join them differently, and read each once.
             of = [[x] for x in parts] if tiles else [parts]
             # If processes hold a matrix together, the largest scale of their parts is that of the largest magnitude.
             scales = [
-                largest(scale_kernel.nvfp4_tensor_scales(some, signs, ends=ends, **factors), spec.group) for some in of
+                largest(
+                    scale_kernel.nvfp4_tensor_scales(some, signs, ends=ends, exact=bool(error), **factors), spec.group
+                )
+                for some in of
             ]
         if tiles:
-            casts = weight_kernel.nvfp4_weight(parts, scales, form, spec.column_factor, ends)
+            casts = weight_kernel.nvfp4_weight(parts, scales, form, spec.column_factor, ends, error)
         else:
-            options = dict(signs=signs, draws=draws, axis=spec.axis, ends=ends, **factors)
+            options = dict(signs=signs, draws=draws, axis=spec.axis, ends=ends, error=error, **factors)
             casts = cast_kernel.nvfp4_cast(parts, scales[0], form, dims, **options)
-        return {dim: _from_kernel(casts[dim], dim, scales[0], mode, form) for dim in dims}
+        of_operand = reference.exact_tensor_scales(scales[0]) if error else scales[0]
+        return {dim: _from_kernel(casts[dim], dim, of_operand, mode, form, bool(error)) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
@@ -97,23 +105,29 @@ class NVFP4Ops(FormatOps):
             tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
             if runs_kernels(mode, x.device.type):
                 form = "codes" if as_codes else KERNEL_FORM[mode]
-                data, scales, rho, _ = nvfp4_norm(x, estimate, static, form)
-                return _from_kernel((data, scales), 1, tensor_scale, mode, form), rho
+                exact = recipe.takes_four("input")
+                error = recipe.four_over_six_error if exact else ""
+                data, scales, rho, _ = nvfp4_norm(x, estimate, static, form, error=error)
+                return _from_kernel((data, scales), 1, tensor_scale.view(1, 1), mode, form, exact), rho
         rho = inverse_rms(x, estimate, recipe)
         spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        return _codes(x, reference.power_of_two_tensor_scale(x), None, recipe.weight_tiles)
+        if not recipe.takes_four("weight"):
+            return _codes(x, reference.power_of_two_tensor_scale(x), None, recipe.weight_tiles)
+        amax = reference.largest_magnitude(x)
+        codes, scales, _ = _codes(x, amax, None, recipe.weight_tiles, recipe.four_over_six_error)
+        return Codes(codes, scales, reference.exact_tensor_scales(amax))
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         return reference.dequantize(*codes, dtype)
 
-    def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
-        operand = _from_codes(codes, values_dtype(mode), mode)
+    def from_codes(self, codes: Codes, mode: str, dim: int, recipe: Recipe | None = None) -> Operand:
+        operand = _from_codes(codes, values_dtype(mode), mode, recipe is not None and recipe.takes_four("input"))
         if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
             # The memory layout of a kernel's values, because products in another layout may add up in another order.
-            return Operand(operand.data.t().contiguous().t())
+            return operand._replace(data=operand.data.t().contiguous().t())
         return operand
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
@@ -127,7 +141,8 @@ class NVFP4Ops(FormatOps):
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
         if recipe.tensor_scale != "static":
             return None
-        return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
+        top = FOUR_OVER_SIX_RANGE if recipe.takes_four("input") else RANGE
+        return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant, top)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
         return reference.power_of_two_tensor_scales(amax)
@@ -140,7 +155,7 @@ class NVFP4Ops(FormatOps):
         return {
             f"{linear}.weight_packed": codes.data,
             f"{linear}.weight_scale": codes.scales,
-            # A divisor, [1]. The inverse of a power of two is exact.
+            # A divisor, [1]. The inverse of a power of two is exact, others are rounded once.
             f"{linear}.weight_global_scale": codes.tensor_scale.reciprocal().reshape(1),
         }
 
@@ -163,15 +178,25 @@ class NVFP4Ops(FormatOps):
         return changed
 
 
-def _in_pytorch(x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool) -> dict[int, Operand | Codes]:
-    """Cast one matrix, stochastically if there are draws."""
+def _in_pytorch(
+    x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool, error: str
+) -> dict[int, Operand | Codes]:
+    """Cast one matrix, stochastically if there are draws, by four over six if there is an error."""
     results = {}
     for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
-        tensor_scale = spec.tensor_scale if ends is None else _scales_of_groups(matrix, dim, ends)
+        of_cast, tensor_scale = spec.tensor_scale, spec.tensor_scale
         if tensor_scale is None:
-            tensor_scale = largest(reference.power_of_two_tensor_scale(matrix), spec.group)
-        codes = _codes(matrix, tensor_scale, bits, tiles)
-        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
+            amax = reference.largest_magnitude(matrix) if ends is None else _amax_of_groups(matrix, dim, ends)
+            amax = largest(amax, spec.group)
+            tensor_scale = (reference.exact_tensor_scales if error else reference.power_of_two_tensor_scales)(amax)
+            of_cast = amax if error else tensor_scale
+            if ends is not None:
+                of_cast = _of_blocks(of_cast, matrix, dim, ends)
+                tensor_scale = tensor_scale[:-1] if error else of_cast
+        elif error:
+            of_cast = tensor_scale * FOUR_OVER_SIX_RANGE
+        codes = _codes(matrix, of_cast, bits, tiles, error)._replace(tensor_scale=tensor_scale)
+        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode, bool(error))
     return results
 
 
@@ -203,7 +228,7 @@ def _matrices_and_bits(
 def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None, mode: str) -> Operand:
     """Wrap codes [R, K / 2] with blocked scales (native) or values [R, K] (emulated)."""
     if mode != "native":
-        return Operand(data)
+        return Operand(data, None, tensor_scale)
     # The tensor cores read pairs of blocks: pad an odd number with a block of zeros. Its scale is zero as well,
     # because the blocked layout pads its scales with zeros.
     data = torch.nn.functional.pad(data, (0, -data.shape[1] % (NATIVE_MULTIPLE // 2)))
@@ -211,20 +236,28 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 
 
 def _from_kernel(
-    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scales: torch.Tensor, mode: str, form: str
+    cast: tuple[torch.Tensor, torch.Tensor | None],
+    dim: int,
+    tensor_scales: torch.Tensor,
+    mode: str,
+    form: str,
+    exact: bool = False,
 ) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
     data, scales = cast
-    tensor_scale = None if form == "image" else tensor_scales.view(-1)[0 if dim == 1 else -1]
+    tensor_scale = tensor_scales[:, 0 if dim == 1 else -1].squeeze(0) if exact or form != "image" else None
     if form == "codes":
         return Codes(data, scales, tensor_scale)
     return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
 
 
-def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool) -> Codes:
+def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool, error="") -> Codes:
+    """Cast x; by four over six if there is an error, with the largest magnitude in the place of a tensor scale."""
     if x.numel() == 0:  # no tokens
         codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
         scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
+    elif error:
+        codes, scales = reference.cast_four_over_six(x, tensor_scale, error, tiles)
     elif tiles:
         codes, scales = reference.cast_tiles(x, tensor_scale)
     else:
@@ -232,9 +265,11 @@ def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | Non
     return Codes(codes, scales, tensor_scale)
 
 
-def _from_codes(codes: Codes, dtype: torch.dtype, mode: str) -> Operand:
+def _from_codes(codes: Codes, dtype: torch.dtype, mode: str, exact: bool) -> Operand:
     if mode == "native":
         return _operand(codes.data, to_blocked(codes.scales), codes.tensor_scale, mode)
+    if exact:
+        return Operand(reference.dequantize(codes.data, codes.scales, dtype=dtype), None, codes.tensor_scale)
     return Operand(reference.dequantize(*codes, dtype))
 
 
@@ -243,14 +278,18 @@ def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
 
-def _scales_of_groups(x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
-    """Return the tensor scale of its group for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
+def _amax_of_groups(x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each group of x = X (dim 1) or X^T (dim 0), and of what is beyond, [G + 1]."""
     groups = _group_of_rows(ends, x.shape[1 - dim])
     # As integers, because they have the order of the magnitudes with NaN as the largest, once its sign is gone.
     maxima = x.abs().amax(dim).float().view(torch.int32) & 0x7FFFFFFF
-    largest_of = maxima.new_zeros(ends.shape[0] + 1).scatter_reduce(0, groups, maxima, "amax")
-    scales = reference.power_of_two_tensor_scales(largest_of.view(torch.float32))[groups]
-    return scales.unsqueeze(1) if dim == 1 else scales[:: NVFP4.block_size].unsqueeze(0)
+    return maxima.new_zeros(ends.shape[0] + 1).scatter_reduce(0, groups, maxima, "amax").view(torch.float32)
+
+
+def _of_blocks(of_groups: torch.Tensor, x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
+    """Return the number of its group [G + 1] for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
+    found = of_groups[_group_of_rows(ends, x.shape[1 - dim])]
+    return found.unsqueeze(1) if dim == 1 else found[:: NVFP4.block_size].unsqueeze(0)
 
 
 def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:

@@ -34,9 +34,17 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     Returns:
         fp32 [] on the device of ``x``: NaN or infinity if ``x`` holds one.
     """
-    if x.numel() == 0:
-        return torch.full((), TENSOR_SCALE_MIN, dtype=torch.float32, device=x.device)
-    return _dynamic(x.abs().amax().float())
+    return _dynamic(largest_magnitude(x))
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Return max|x|, fp32 []; zero for an empty tensor."""
+    return x.abs().amax().float() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
+
+
+def exact_tensor_scales(amax: torch.Tensor) -> torch.Tensor:
+    """Return the tensor scales of four over six for matrices with these largest magnitudes, fp32, same shape."""
+    return amax / amax.new_full((), FOUR_OVER_SIX_RANGE)
 
 
 def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
