@@ -66,10 +66,10 @@ def by_figure(rows: list[dict]) -> Values:
     steps = sorted({row["step"] for row in rows})
     groups = found.groupby("figure")
     tables = {figure: own.pivot(index="module", columns="step", values="value") for figure, own in groups}
-    return {figure: own.reindex(sorted(own.index, key=_order), columns=steps) for figure, own in tables.items()}
+    return {figure: own.reindex(sorted(own.index, key=module_order), columns=steps) for figure, own in tables.items()}
 
 
-def _order(module: str) -> list[tuple[bool, int, str]]:
+def module_order(module: str) -> list[tuple[bool, int, str]]:
     return [(not word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in module.split(".")]
 
 

@@ -94,8 +94,8 @@ def expert_totals(experts: QuantizedExperts, x: torch.Tensor, counts: torch.Tens
     found = _ByExpert(len(counts), torch.searchsorted(ends, rows, right=True))
     own = {name: getattr(gemms, name) for name in ("recipe_key", "mode", "split")}
     is_cast = any(not norm.is_plain and not norm.scores_first for norm in experts.fed_by)
-    quantized = _results(experts, _MeasuredGEMMs(**own, found=found, is_cast=is_cast), x, counts, dy)
-    exact = _results(experts, replace(gemms, recipe_key=get_recipe("unquantized").key), x, counts, dy)
+    quantized = expert_results(experts, _MeasuredGEMMs(**own, found=found, is_cast=is_cast), x, counts, dy)
+    exact = expert_results(experts, replace(gemms, recipe_key=get_recipe("unquantized").key), x, counts, dy)
     owner = found.expert_of_row[places]
     for gemm, owners, result, wanted in zip(
         ("fprop", "dgrad", *["wgrad"] * len(WEIGHTS)), (owner, owner, *[None] * len(WEIGHTS)), quantized, exact
@@ -104,8 +104,8 @@ def expert_totals(experts: QuantizedExperts, x: torch.Tensor, counts: torch.Tens
     return found.totals()
 
 
-def _results(experts, gemms: ThreeGEMMs, x: torch.Tensor, counts: torch.Tensor, dy: torch.Tensor):
-    """y and the gradients of x, w1, w2 and w3, without hooks."""
+def expert_results(experts, gemms: ThreeGEMMs, x: torch.Tensor, counts: torch.Tensor, dy: torch.Tensor):
+    """Return y and the gradients of x, w1, w2 and w3, without hooks."""
     weights = [own_part(weight).detach().requires_grad_() for weight in experts.weights]
     parameters = dict(zip(weight_names(experts), weights))
     again = _changed(experts, gemms=lambda device: gemms, ready=None, _parameters=parameters)

@@ -184,24 +184,34 @@ class Numerics:
         (dy,) = gradients
         if dy is None:
             return
-        with torch.enable_grad():  # without, a layer takes no random bits
-            draws = linear.draws(dy.device)
         with torch.no_grad():
-            gradient = Gradient(dy.reshape(-1, dy.shape[-1])[index], signs, draws)
-            found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
+            self._measure_linear(fqn, linear, given, dy.reshape(-1, dy.shape[-1])[index], signs)
+
+    def _measure_linear(
+        self, fqn: str, linear: QuantizedLinear, given: Input, dy: torch.Tensor, signs: torch.Tensor | None
+    ) -> None:
+        with torch.enable_grad():  # without, a layer takes no random bits
+            gradient = Gradient(dy, signs, linear.draws(dy.device))
+        found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
         self._found |= {(fqn, name): totals for name, totals in found.items()}
 
     def _after_experts(self, fqn: str, experts: QuantizedExperts, args: tuple, kwargs: dict, y: torch.Tensor) -> None:
-        if y.requires_grad and experts.recipe.quantizes and self._is_new(fqn):
+        if y.requires_grad and self._is_new(fqn):
             x, counts = *args, *kwargs.values()
             x = x.values() if isinstance(x, RoutedRows) else x
             rows = x.detach().to(compute_dtype(x))  # autocast is off in the backward
 
             def at_gradient(gradients) -> None:
                 if gradients[0] is not None:
-                    self._found[fqn, EXPERTS] = expert_totals(experts, rows, counts, gradients[0].to(rows.dtype))
+                    self._measure_experts(fqn, experts, rows, counts, gradients[0].to(rows.dtype))
 
             y.grad_fn.register_prehook(at_gradient)
+
+    def _measure_experts(
+        self, fqn: str, experts: QuantizedExperts, rows: torch.Tensor, counts: torch.Tensor, dy: torch.Tensor
+    ) -> None:
+        if experts.recipe.quantizes:
+            self._found[fqn, EXPERTS] = expert_totals(experts, rows, counts, dy)
 
     def _after_router(self, fqn: str, router: torch.nn.Module, args: tuple, kwargs: dict, result: tuple) -> None:
         scores, chosen, _ = result

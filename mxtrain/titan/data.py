@@ -8,8 +8,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 
+import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS as TITAN_DATASETS
 
@@ -72,23 +74,35 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTok
     checkpoints of other data.
     """
     training, rank = job_config.training, (dp_rank, dp_world_size)
-    name, prepared = training.dataset, prepare_from_job(job_config)
-    data = RunData(job_config, prepared)
+    data = RunData(job_config, prepare_from_job(job_config))
     from_first_rank(data.keep)
     if is_first():
-        note(f"text: {prepared.report.line}")
-    if name == "hf":
-        dataset, version = training_stream(job_config, tokenizer, rank)
-        if version:
-            from_first_rank(partial(data.keep_facts, stream_version=version))
-    elif name in DATASETS:
-        dataset = TokenDataset(prepared.train, training, rank, job_config.data.seed)
-        if is_first():
-            _note_epochs(training, dataset.chunks, dp_world_size)
-    else:
-        rows, text_of = _titan_rows(name, training.dataset_path)
-        dataset = Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite=True, name=name)
+        note(f"text: {data.prepared.report.line}")
+    dataset, version = _training_samples(job_config, tokenizer, rank)
+    if version:
+        from_first_rank(partial(data.keep_facts, stream_version=version))
+    if is_first() and isinstance(dataset, TokenDataset):
+        _note_epochs(training, dataset.chunks, dp_world_size)
     return RunLoader(dataset, rank, training, data)
+
+
+def first_sequences(job_config, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first ``count`` sequences of the training text and their labels, int64 [B, S]."""
+    dataset, _ = _training_samples(job_config, build_tokenizer(job_config), (0, 1))
+    inputs, labels = zip(*islice(dataset, count))
+    return torch.stack([row["input"] for row in inputs]), torch.stack(labels)
+
+
+def _training_samples(job_config, tokenizer: HuggingFaceTokenizer, rank: tuple[int, int]):
+    """The training text of one rank as samples, and the version of a streamed dataset, if it has one."""
+    training = job_config.training
+    if training.dataset == "hf":
+        return training_stream(job_config, tokenizer, rank)
+    if training.dataset in DATASETS:
+        return TokenDataset(prepare_from_job(job_config).train, training, rank, job_config.data.seed), None
+    rows, text_of = _titan_rows(training.dataset, training.dataset_path)
+    stream = Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite=True, name=training.dataset)
+    return stream, None
 
 
 def _note_epochs(training, chunks: int, ranks: int) -> None:

@@ -1,0 +1,103 @@
+"""The errors of a rehearsal (``mxtrain.diagnostics.rehearsal``): table, heat map, and the recipes that meet a bound."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mxtrain.analysis.numerics import LABEL_HEIGHT, module_order
+from mxtrain.analysis.plots import in_own_style, literal, save_picture
+from mxtrain.analysis.tables import aligned
+from mxtrain.config import dump_config
+from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WORST = 5
+"""So many layers are named"""
+
+
+def table_of(errors: Mapping[tuple[str, str], Iterable[float]]) -> "pd.DataFrame":
+    """Return layer, recipe -> the errors of fprop, dgrad and wgrad and their maximum, "error", in the model's order."""
+    import pandas as pd
+
+    found = sorted(errors, key=lambda names: module_order(names[0]))
+    index = pd.MultiIndex.from_tuples(found, names=("layer", "recipe"))
+    table = pd.DataFrame([errors[names] for names in found], index, GEMMS)
+    table["error"] = table.max(axis=1, skipna=False)  # NaN, of products that are not finite, meets no bound
+    return table
+
+
+def by_recipe(errors: "pd.DataFrame") -> "pd.DataFrame":
+    """Return the errors of ``table_of`` as layers by recipes."""
+    recipes = errors.index.get_level_values("recipe").unique()
+    layers = errors.index.get_level_values("layer").unique()
+    return errors["error"].unstack("recipe").reindex(layers, columns=recipes)
+
+
+def worst_layers(errors: "pd.DataFrame") -> "pd.Series":
+    """Return the layers whose errors stand out most: error over the recipe's median, at its largest recipe."""
+    found = by_recipe(errors)
+    return (found / found.median()).max(axis=1).nlargest(WORST)
+
+
+def report(errors: "pd.DataFrame", costs: Mapping[str, float], bound: float) -> str:
+    """Return a line per recipe: its cost, mean errors, worst layer, and how many layers meet the bound."""
+    rows = [("recipe", "worst layer", "error", *GEMMS, "cost", f"within {bound:g}")]
+    for name, own in errors.groupby("recipe", sort=False):
+        own = own.droplevel("recipe")
+        worst = own["error"].idxmax(skipna=True)
+        means = (f"{own[gemm].mean():.4f}" for gemm in GEMMS)
+        within = f"{(own['error'] <= bound).sum()} of {len(own)}"
+        rows.append((name, worst, f"{own['error'].max():.4f}", *means, f"{costs[name]:.2f}", within))
+    outstanding = ", ".join(f"{layer} ({times:.2f})" for layer, times in worst_layers(errors).items())
+    return f"{aligned(rows)}\nlargest errors over the recipe's median: {outstanding}"
+
+
+def recipes_within(
+    errors: "pd.DataFrame", costs: Mapping[str, float], bound: float, together: Iterable[Iterable[str]]
+) -> dict[str, str]:
+    """Return layer -> the cheapest recipe whose three errors are at most ``bound``, else high precision.
+
+    Args:
+        costs: the recipes from which to choose, with what they cost.
+        together: layers that have one recipe, which the largest of their errors decides.
+    """
+    found, chosen = by_recipe(errors), {}
+    cheapest_first = sorted(costs, key=costs.get)
+    alone = ((layer,) for layer in found.index)
+    for group in (*together, *alone):
+        for layer in group:
+            if layer not in chosen:
+                meets = (name for name in cheapest_first if (found.loc[list(group), name] <= bound).all())
+                chosen[layer] = next(meets, HIGH_PRECISION_RECIPE)
+    return {layer: chosen[layer] for layer in found.index}
+
+
+def write_toml(recipes: Mapping[str, str], path: Path) -> None:
+    """Write the table [mxnorm] in which every layer has its recipe. Raises OSError."""
+    default, _ = Counter(recipes.values()).most_common(1)[0]
+    others = {layer: recipe for layer, recipe in recipes.items() if recipe != default}
+    dump_config({"mxnorm": {"recipe": default, "high_precision_share": 0.0, "recipes": others}}, path)
+
+
+@in_own_style
+def draw(errors: "pd.DataFrame", title: str, path: Path) -> None:
+    """Draw errors as a heat map, layers by recipes, with the names of the worst layers. Raises ConfigError."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    found, worst = by_recipe(errors), worst_layers(errors).index
+    picture = Figure((3 + 0.9 * found.shape[1], 2 + max(3.0, LABEL_HEIGHT * len(found))), dpi=100, layout="constrained")
+    axes = picture.subplots()
+    image = axes.imshow(found, cmap="viridis", aspect="auto", interpolation="none", norm=LogNorm())
+    picture.colorbar(image, ax=axes, label="largest relative error of fprop, dgrad and wgrad")
+    axes.set_xticks(range(found.shape[1]), found.columns, rotation=45, ha="right", fontsize=8)
+    axes.set_yticks(range(len(found)), found.index, fontsize=7)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if label.get_text() in worst else "normal")
+    axes.set_title(
+        literal(f"{title}\nbold: the {WORST} layers with the largest errors over the recipe's median"), fontsize=9
+    )
+    save_picture(picture, path)

@@ -1,0 +1,131 @@
+"""``mxtrain rehearse``: the errors of every recipe in the layers of a run's checkpoint, or of a config's new model."""
+
+import math
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from mxtrain.analysis.rehearsal import draw, recipes_within, report, table_of, write_toml
+from mxtrain.checkpoints.run_folder import CONFIG_FILE
+from mxtrain.conversion.convert import apply
+from mxtrain.conversion.converters import get_converter
+from mxtrain.diagnostics.rehearsal import UNQUANTIZED, Rehearsal
+from mxtrain.errors import ConfigError
+from mxtrain.files import os_errors_as
+from mxtrain.formats.hardware import default_device_type
+from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe
+from mxtrain.nn.three_gemms import QuantizedLayer
+from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.settings.read import places
+from mxtrain.titan.converters import DEFAULT_SEED
+from mxtrain.titan.data import first_sequences
+from mxtrain.titan.hugging_face.export import open_run
+from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.releases import engine
+
+BITS = 16
+"""Of bf16. Tensor cores multiply half as many bits twice as fast"""
+
+
+def candidates() -> dict[str, LinearRecipe]:
+    """Every registered recipe that casts, by what a user writes for it."""
+    return {name: recipe for name, recipe in ((name, get_recipe(name)) for name in RECIPES) if recipe.quantizes}
+
+
+def cost(recipe: LinearRecipe) -> float:
+    """Return the time of a layer's three products on tensor cores for their formats, over that of bf16."""
+    return sum(1.0 if gemm.format is None else gemm.format.element_bits / BITS for gemm in recipe.gemms) / len(GEMMS)
+
+
+def rehearse(source: Path, folder: Path | None, bound: float, step: int | None = None) -> str:
+    """Measure all recipes on the first sequences of the training text; write table, picture and TOML to ``folder``.
+
+    Args:
+        source: a run's folder, or a config, whose model is then new.
+        folder: None for "rehearsal" in the run's folder, or "outputs/NAME-rehearsal" for a config.
+        bound: of the errors, for the TOML.
+        step: of the checkpoint; None takes the newest.
+
+    Returns:
+        Lines for the user.
+
+    Raises:
+        ConfigError: for a wrong setting, and a run without such a checkpoint.
+    """
+    run = open_run(source, step) if (source / CONFIG_FILE).is_file() else None
+    if run is None:
+        if step is not None:
+            raise ConfigError(f"--step = {step}: RUN = {str(source)!r} is no run's folder, so its model is new")
+        arguments = [f"--job.config_file={source}", "--mxnorm.mode=auto"]
+        with places(arguments):
+            job = parse_job_config(arguments)
+        sized, weights, of = engine().SizedModel.of_job(job), None, "a new model"
+        folder = folder or Path("outputs", f"{source.stem}-rehearsal")
+    else:
+        job, sized, weights, of = run.settings.values, run.model, run.weights, f"step {run.step}"
+        folder = folder or source / "rehearsal"
+    device, recipes = torch.device(default_device_type()), candidates()
+    model = sized.on_meta()
+    _convert(model, job)
+    _give_weights(model, job, device, weights)
+    tokens = job.mxnorm.diagnostics.tokens
+    rehearsal = Rehearsal(recipes, tokens, model, name_of=engine().saved_name)
+    inputs, labels = (t.to(device) for t in first_sequences(job, math.ceil(tokens / job.training.seq_len)))
+    with rehearsal.recording(), torch.autocast(device.type, torch.bfloat16):
+        logits = model(inputs)
+        F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
+    names = list(rehearsal.errors)
+    errors = table_of(dict(zip(names, torch.stack(list(rehearsal.errors.values())).tolist())))
+    costs = {name: cost(recipe) for name, recipe in recipes.items()}
+    with os_errors_as(f"{folder} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        errors.to_csv(folder / "errors.csv", float_format="%.6g")
+        write_toml(recipes_within(errors, costs, bound, _together(model)), folder / "recipes.toml")
+    draw(errors, f"{source.name}, {of}: {tokens} tokens a layer", folder / "errors.png")
+    return "\n".join(
+        [
+            f"{source}, {of}: errors of the products of {tokens} tokens a layer; cost: time of products over bf16's",
+            report(errors, costs, bound),
+            f"errors   {folder / 'errors.csv'}, {folder / 'errors.png'}",
+            f"recipes  {folder / 'recipes.toml'}: the cheapest within {bound:g}, else {HIGH_PRECISION_RECIPE}",
+        ]
+    )
+
+
+def _convert(model: nn.Module, job) -> None:
+    """Swap the layers that the job swaps, or that "mxnorm" would, for layers in high precision that can be measured."""
+    name = next(iter(quantizing_among(job.model.converters)), "mxnorm")
+    section = job.mxnorm
+    settings = {"recipe": UNQUANTIZED, "filter_fqns": section.filter_fqns, "graph_passes": False}
+    settings["seed"] = DEFAULT_SEED if job.debug.seed is None else job.debug.seed
+    if name == "mxnorm":
+        # Of rounded scales there are none here.
+        estimator = "pre_round" if section.estimator == "post_round" else section.estimator
+        settings |= {"p": section.p, "estimator": estimator, "eps": section.eps}
+    with engine().convertible(model):
+        apply(get_converter(name, settings), model, engine().example_inputs(model))
+
+
+def _give_weights(model: nn.Module, job, device: torch.device, saved) -> None:
+    """Draw the weights of a new run on ``device``, and replace them by saved ones, if there are any."""
+    model.to_empty(device=device)
+    seed = DEFAULT_SEED if job.debug.seed is None else job.debug.seed
+    draw_by_name(model, seed, device, engine().saved_name)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
+    if saved is not None:
+        parameters = {engine().saved_name(name): p for name, p in model.named_parameters()}
+        saved.load_into({name: p.detach() for name, p in parameters.items() if name in saved})
+
+
+def _together(model: nn.Module) -> list[list[str]]:
+    """The layers that MXNorms feed, by norm: they read one cast."""
+    groups: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLayer) and module.fed_by:
+            groups.setdefault(module.fed_by[0], []).append(engine().saved_name(name))
+    return list(groups.values())
