@@ -31,7 +31,7 @@ from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
-from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.formats.matrices import Operand, at_least_fp32
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
 from mxtrain.nn.three_gemms import ThreeGEMMs
@@ -64,7 +64,7 @@ class MeasuredCast:
         recipe: of the cast; has a format.
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: square tiles share a scale.
-        tensor_scale: known before the cast; None if it comes from the values, or the format has none.
+        tensor_scale: exact, or known before the cast; None if it comes from the values, or the format has none.
     """
 
     matrix: Matrix
@@ -72,7 +72,7 @@ class MeasuredCast:
     recipe: Recipe
     dim: int
     tiles: bool = False
-    tensor_scale: float | None = None
+    tensor_scale: float | torch.Tensor | None = None
 
     def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
         """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile.
@@ -94,7 +94,7 @@ class MeasuredCast:
         blocks = values.abs().unflatten(self.dim, (-1, recipe.block_size))
         amax, tensor_scale = self.block_maxima(blocks), None
         if self.tensor_scale is not None:
-            tensor_scale = amax.new_tensor(self.tensor_scale)
+            tensor_scale = torch.as_tensor(self.tensor_scale, dtype=amax.dtype, device=amax.device)
         elif recipe.tensor_scaled:
             tensor_scale = recipe.ops.tensor_scales(largest(amax.amax(), self.matrix.group))
         scales, tops = recipe.ops.block_scales(amax, recipe, tensor_scale)
@@ -207,20 +207,25 @@ def _casts(
     fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
     w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
+
+    def measured(matrix: Matrix, operand: Operand, of_gemm: Recipe, dim: int, tiles: bool = False) -> MeasuredCast:
+        image = operand.values if dim == 1 else operand.values.t()
+        return MeasuredCast(matrix, image, of_gemm, dim, tiles, operand.tensor_scale)
+
     weights = gemms.quantize_weights([weight], given.gain)
     dy_rows, dy_columns = gemms.quantize_gradients([dy], dgrad, wgrad, signs, [draws])
     found = {}
     if fprop:
-        of_w = MeasuredCast(w, weights[1].data, recipe.fprop, 1, recipe.fprop.weight_tiles)
+        of_w = measured(w, weights[1], recipe.fprop, 1, recipe.fprop.weight_tiles)
         found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
-        of_w = MeasuredCast(w, weights[0].data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
-        found["dgrad"] = {"grad": MeasuredCast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
+        of_w = measured(w, weights[0], recipe.dgrad, 0, recipe.dgrad.weight_tiles)
+        found["dgrad"] = {"grad": measured(grad, dy_rows, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
         x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs)
         casts = {"grad": (grad, dy_columns), "input": (given.matrix, x_columns)}
         found["wgrad"] = {
-            name: MeasuredCast(_along_tokens(matrix, recipe.wgrad, signs), operand.data.t(), recipe.wgrad, 0)
+            name: measured(_along_tokens(matrix, recipe.wgrad, signs), operand, recipe.wgrad, 0)
             for name, (matrix, operand) in casts.items()
         }
     return found
@@ -230,10 +235,12 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     """The cast of fprop's input."""
     fprop, estimate = gemms.recipe.fprop, given.estimate
     if estimate is None:
-        return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1)
+        operand = gemms.quantize_activation(given.x)
+        return MeasuredCast(given.matrix, operand.values, fprop, 1, tensor_scale=operand.tensor_scale)
     operand = fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[0]
     static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
-    return MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static)
+    static = operand.tensor_scale if static is None else static
+    return MeasuredCast(given.matrix, operand.values, fprop, 1, tensor_scale=static)
 
 
 def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:

@@ -242,8 +242,8 @@ def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:
 
 
 def _is_one_kernel(a: Operand, out_dtype: torch.dtype, scales: torch.Tensor | None) -> bool:
-    # PyTorch's grouped products of bf16 have fp32 sums and a bf16 result. Others are rare: one product per expert, which
-    # waits for the device. With exact tensor scales the fp32 sums are needed.
+    # PyTorch's grouped products of bf16 have fp32 sums, and the result in bf16 only. Others are rare: one product per
+    # expert, which waits for the device.
     return scales is None and a.data.dtype == out_dtype == torch.bfloat16
 
 

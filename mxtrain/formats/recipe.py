@@ -178,7 +178,7 @@ class LinearRecipe(Keyed):
         tensor scale, and matrices have one each; so has an operand with an exact tensor scale.
         """
         one_scale = mode == "native" and self.tensor_scaled
-        return all(gemm.format and not gemm.takes_four("weight") for gemm in self.gemms) and not one_scale
+        return all(gemm.format and not gemm.error_for("weight") for gemm in self.gemms) and not one_scale
 
     @property
     def needs_signs(self) -> bool:
@@ -291,9 +291,10 @@ class Recipe(LinearRecipe):
     def wgrad(self) -> "Recipe":
         return self
 
-    def takes_four(self, role: str) -> bool:
-        """Whether four over six casts the operands of this role: "input", "weight" or "gradient"."""
-        return role in _FOUR_OVER_SIX_OF and self.four_over_six in ("both", _FOUR_OVER_SIX_OF[role])
+    def error_for(self, role: str) -> str:
+        """The error by which four over six casts operands of a role ("input", "weight", "gradient"); empty for none."""
+        takes_part = role in _FOUR_OVER_SIX_OF and self.four_over_six in ("both", _FOUR_OVER_SIX_OF[role])
+        return self.four_over_six_error if takes_part else ""
 
     def has(self, switch: str) -> bool:
         """Whether ``switch``, one of ``SWITCHES``, applies to this format."""

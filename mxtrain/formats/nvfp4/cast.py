@@ -195,7 +195,7 @@ def _launches(
     draws: list[torch.Tensor],
     ends: torch.Tensor | None,
     form: str,
-    error: str,
+    error: str = "",
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
     whole = list(parts[0].shape)
@@ -234,7 +234,7 @@ def _launches(
 
 CAST = register_op(
     "nvfp4_cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor tensor_scales,"
-    " int[] dims, Tensor? signs, Tensor[] draws, Tensor? ends, str form, str error) -> Tensor[]",
+    " int[] dims, Tensor? signs, Tensor[] draws, Tensor? ends, str form, str error='') -> Tensor[]",
     _launches,
 )
 

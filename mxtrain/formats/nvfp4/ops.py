@@ -65,11 +65,9 @@ class NVFP4Ops(FormatOps):
         draws = [bits for bits in spec.draws or () if bits is not None] if recipe.stochastic_rounding else []
         if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
             raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
-        tiles = is_weight and recipe.weight_tiles
-        error = recipe.four_over_six_error if recipe.takes_four(spec.role) else ""
         if not runs_kernels(mode, parts[0].device.type):
             results = [
-                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles, error)
+                _in_pytorch(x, recipe, mode, dims, spec, signs, of_x, ends)
                 for x, of_x in zip(parts, draws or [None] * len(parts))
             ]
             if len(results) == 1:
@@ -77,6 +75,7 @@ class NVFP4Ops(FormatOps):
             # The operand of dimension 0 is transposed.
             axis = spec.axis
             return {d: Operand(torch.cat([one[d].data for one in results], axis if d else 1 - axis)) for d in dims}
+        tiles, error = is_weight and recipe.weight_tiles, recipe.error_for(spec.role)
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
         if spec.tensor_scale is not None:
@@ -85,12 +84,8 @@ class NVFP4Ops(FormatOps):
             # Weights one by one: forward and backward may join them differently, and read each once.
             of = [[x] for x in parts] if tiles else [parts]
             # If processes hold a matrix together, the largest scale of their parts is that of the largest magnitude.
-            scales = [
-                largest(
-                    scale_kernel.nvfp4_tensor_scales(some, signs, ends=ends, exact=bool(error), **factors), spec.group
-                )
-                for some in of
-            ]
+            options = dict(ends=ends, exact=bool(error), **factors)
+            scales = [largest(scale_kernel.nvfp4_tensor_scales(some, signs, **options), spec.group) for some in of]
         if tiles:
             casts = weight_kernel.nvfp4_weight(parts, scales, form, spec.column_factor, ends, error)
         else:
@@ -100,31 +95,26 @@ class NVFP4Ops(FormatOps):
         return {dim: _from_kernel(casts[dim], dim, of_operand, mode, form, bool(error)) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
+        error = recipe.error_for("input")
         static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
         if static is not None:
             tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
             if runs_kernels(mode, x.device.type):
                 form = "codes" if as_codes else KERNEL_FORM[mode]
-                exact = recipe.takes_four("input")
-                error = recipe.four_over_six_error if exact else ""
                 data, scales, rho, _ = nvfp4_norm(x, estimate, static, form, error=error)
-                return _from_kernel((data, scales), 1, tensor_scale.view(1, 1), mode, form, exact), rho
+                return _from_kernel((data, scales), 1, tensor_scale.view(1, 1), mode, form, bool(error)), rho
         rho = inverse_rms(x, estimate, recipe)
         spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        if not recipe.takes_four("weight"):
-            return _codes(x, reference.power_of_two_tensor_scale(x), None, recipe.weight_tiles)
-        amax = reference.largest_magnitude(x)
-        codes, scales, _ = _codes(x, amax, None, recipe.weight_tiles, recipe.four_over_six_error)
-        return Codes(codes, scales, reference.exact_tensor_scales(amax))
+        return _in_pytorch(x, recipe, mode, (1,), CastSpec("weight", as_codes=True))[1]
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         return reference.dequantize(*codes, dtype)
 
     def from_codes(self, codes: Codes, mode: str, dim: int, recipe: Recipe | None = None) -> Operand:
-        operand = _from_codes(codes, values_dtype(mode), mode, recipe is not None and recipe.takes_four("input"))
+        operand = _from_codes(codes, values_dtype(mode), mode, recipe is not None and bool(recipe.error_for("input")))
         if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
             # The memory layout of a kernel's values, because products in another layout may add up in another order.
             return operand._replace(data=operand.data.t().contiguous().t())
@@ -141,7 +131,7 @@ class NVFP4Ops(FormatOps):
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
         if recipe.tensor_scale != "static":
             return None
-        top = FOUR_OVER_SIX_RANGE if recipe.takes_four("input") else RANGE
+        top = FOUR_OVER_SIX_RANGE if recipe.error_for("input") else RANGE
         return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant, top)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
@@ -179,9 +169,10 @@ class NVFP4Ops(FormatOps):
 
 
 def _in_pytorch(
-    x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool, error: str
+    x, recipe: Recipe, mode: str, dims, spec: CastSpec, signs=None, draws=None, ends=None
 ) -> dict[int, Operand | Codes]:
-    """Cast one matrix, stochastically if there are draws, by four over six if there is an error."""
+    """Cast one matrix, stochastically if there are draws."""
+    tiles, error = spec.role == "weight" and recipe.weight_tiles, recipe.error_for(spec.role)
     results = {}
     for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
         of_cast, tensor_scale = spec.tensor_scale, spec.tensor_scale

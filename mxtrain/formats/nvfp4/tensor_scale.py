@@ -73,7 +73,7 @@ def _launches(
     column_factor: torch.Tensor | None,
     signs: torch.Tensor | None,
     ends: torch.Tensor | None,
-    exact: bool,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, list[Launch]]:
     groups = 0 if ends is None else ends.shape[0]
     shape = groups or len(parts), 1 if signs is None else 2
@@ -99,7 +99,7 @@ def _launches(
 
 TENSOR_SCALES = register_op(
     "nvfp4_tensor_scales(Tensor[] parts, Tensor? row_factor, Tensor? column_factor, Tensor? signs, Tensor? ends,"
-    " bool exact) -> Tensor",
+    " bool exact=False) -> Tensor",
     _launches,
 )
 

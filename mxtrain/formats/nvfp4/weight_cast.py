@@ -114,7 +114,7 @@ def _launches(
     gain: torch.Tensor | None,
     ends: torch.Tensor | None,
     form: str,
-    error: str,
+    error: str = "",
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -140,7 +140,8 @@ def _launches(
 
 
 CAST = register_op(
-    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, Tensor? ends, str form, str error) -> Tensor[]",
+    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, Tensor? ends, str form, str error='')"
+    " -> Tensor[]",
     _launches,
 )
 
