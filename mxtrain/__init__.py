@@ -27,7 +27,7 @@ _PUBLIC = {
 }
 
 __all__ = list(_PUBLIC)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Type checkers see no names that a function finds, and with the function they would accept any name.
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ def _fuse(graph: Graph, fmt: Format, ops: Fusions) -> None:
     for gate, factor, casts in products.values():
         for cast in casts:
             if factor not in backward and cast not in done:
-                _replace(graph, ops.swiglu, (gate, factor), cast.args[-4:], [cast], cast)
+                _replace(graph, ops.swiglu, (gate, factor), cast.args[-5:], [cast], cast)
     graph.eliminate_dead_code()
 
 
@@ -85,19 +85,19 @@ def _fuse_backward(
     if more or dup is None or (dup.gate, dup.factor) != (gate, dh):
         return set()
     casts = [cast, *dup.casts]
-    along_rows, along_columns, rounding, form = settings = cast.args[-4:]
-    if gradient.dup is None and [c.args[-4:] for c in dup.casts] != [settings]:
+    along_rows, along_columns, *kind = settings = cast.args[-5:]
+    if gradient.dup is None and [c.args[-5:] for c in dup.casts] != [settings]:
         return set()
     # The kernel reads dh, so the cast of h must come after dh: nothing that leads to dh may need this cast.
     h = [
         c
         for c in (products[gate, up].casts if (gate, up) in products else ())
-        if c.args[-4:] == (False, True, rounding, form) and place[c] > place[dh]
+        if c.args[-5:] == (False, True, *kind) and place[c] > place[dh]
     ][:1]
     first = min([*casts, *h], key=place.__getitem__)
     if any(place[n] > place[first] for n in (dh, gate, up)):
         return set()
-    settings = (along_rows, along_columns, bool(h), gradient.dup is not None, rounding, form)
+    settings = (along_rows, along_columns, bool(h), gradient.dup is not None, *kind)
     _replace(graph, op, (dh, gate, up), settings, [*casts, *h], first)
     return {*casts, *h}
 

@@ -284,7 +284,7 @@ class MXNormConverter(MXLinearConverter):
     has the recipe of the linears that it feeds; it stays if their recipes for fprop differ.
 
     Attributes:
-        p, estimator: see ``mxtrain.mxnorm_cast``.
+        p, estimator: see ``mxtrain.mxnorm_cast``. Gated norms have the estimator "exact" (``mxtrain.nn.gated_norm``).
         eps: added to the squared RMS estimate; None keeps the eps of each norm.
         group_linears: whether the linears of a norm that is called once are one GEMM each way (``mxtrain.nn.group``).
             Their outputs are then columns of one matrix, not contiguous: set False for a model that calls ``.view`` to
@@ -369,6 +369,9 @@ def _why_norm_stays(
         return f"feeds {', '.join(gates)}, the gate of a router"
     if mixture is None and (again := [linear for linear in dict.fromkeys(linears) if uses.calls[linear] != 1]):
         return f"feeds {', '.join(again)}, which is called more than once"
+    group, block = survey.norms[fqn].group_size, max(recipe_of[linear].fprop.block_size for linear in linears)
+    if group and group % block:
+        return f"normalizes groups of {group} features, which are not whole blocks of {block}"
     if len({recipe_of[linear].fprop for linear in linears}) > 1:
         fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
         return f"feeds linears with different recipes of fprop ({fprops})"
@@ -410,7 +413,7 @@ class FusedNormConverter(Converter):
         kept, swaps = self._kept(survey), {}
         skipped = {fqn: reason for kind in FUSED_NORMS for fqn, reason in survey.lookalikes[kind].items()}
         for fqn, norm in survey.norms.items():
-            if reason := kept.get(fqn) or norm.why_it_stays:
+            if reason := kept.get(fqn) or norm.why_it_stays or ("takes a gate" if norm.group_size else None):
                 skipped[fqn] = reason
             else:
                 swaps[fqn] = ToFusedNorm(norm, self.when_compiled)

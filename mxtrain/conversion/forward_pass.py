@@ -188,7 +188,8 @@ class _Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in _HARMLESS and self.running not in self._linears:
+        keeps_dtype = func is torch.Tensor.to and len(args) == 2 and args[1] is args[0].dtype and not kwargs
+        if func not in _HARMLESS and not keeps_dtype and self.running not in self._linears:
             # A property's getter is called __get__; the property itself has the telling name.
             named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
             # Many layers have modules of the same class.

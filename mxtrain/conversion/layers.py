@@ -9,14 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, product
+from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.func import functional_call
 
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.norms import FUSED_NORMS
+from mxtrain.norms.rms_norm import OffsetRMSNorm
 
 EXPERTS = "GroupedExperts"
 """Name of the class of stacked experts that are swapped, as TorchTitan calls it"""
@@ -26,6 +29,15 @@ _MIXTURE, _PARTS = "MoE", {EXPERTS, "RoutedExperts", "TokenChoiceTopKRouter", "T
 HEAD_NAMES = ("output", "lm_head")
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
+
+# What a norm may make of its rows and weight before PyTorch's norm: how it uses the weight -> f(x, weight).
+_WEIGHT, _OFFSET = "weight", "1 + weight"
+_USES = {
+    _WEIGHT: lambda x, weight: (x, weight),
+    _OFFSET: lambda x, weight: (x, 1 + weight),
+    "x * weight": lambda x, weight: (x * weight, None),
+    "x * (1 + weight)": lambda x, weight: (x * (1 + weight), None),
+}
 
 # Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours.
 _ROWS = (1.0, 1e-2, 1e-4, 1e-6)
@@ -217,6 +229,9 @@ class NormFacts:
     Attributes:
         kind: its class; the other attributes are its arguments.
         recognised: class of the module, and how it was recognised, in words.
+        add_unit_offset: whether the gain is 1 + weight.
+        differs: what else it computes than that norm, in words; "" for nothing.
+        group_size: of a norm of x silu(gate) in groups of features, their size; None for other norms.
     """
 
     kind: NormKind
@@ -225,16 +240,22 @@ class NormFacts:
     elementwise_affine: bool = True
     bias: bool = False
     recognised: str = ""
+    add_unit_offset: bool = False
+    differs: str = ""
+    group_size: int | None = None
 
     @property
     def why_it_stays(self) -> str | None:
         """Why no converter takes it; None if some may."""
-        return None if len(self.normalized_shape) == 1 else "normalizes more than one dimension"
+        return self.differs or (None if len(self.normalized_shape) == 1 else "normalizes more than one dimension")
 
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
         """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
         bias = {"bias": self.bias} if "bias" in FUSED_NORMS[self.kind].parameters_of else {}
-        norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
+        kind = OffsetRMSNorm if self.add_unit_offset else self.kind
+        norm = kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
+        if self.add_unit_offset:
+            norm.add_unit_offset = True
         for name in norm._parameters:
             setattr(norm, name, getattr(module, name, None))
         return norm.train(module.training)
@@ -271,65 +292,114 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
 
     Many models bring norm classes of their own, with "norm" in the name, a 1-D ``weight``, and an eps under some name.
     Such a module is an RMSNorm or LayerNorm if its results have the dtype of the rows that it gets, and results and
-    gradients are those of PyTorch's norm for one of the floats that it holds as attributes. (A norm that scales by
-    1 + weight is not, and one that is called a LayerNorm may be an RMSNorm, as T5's.) A module whose forward takes more
-    than x, such as a gate or a residual, is none: random rows alone do not show what it does with the rest.
+    gradients are those of PyTorch's norm for one of the floats that it holds as attributes. (One that is called a
+    LayerNorm may be an RMSNorm, as T5's.) An RMSNorm may have a gain of 1 + weight, as Gemma's, or take a gate, as
+    Mamba-2's (``_gated_norm``). Another module whose forward takes more than x is none.
     """
     name, parameters = type(module).__name__, dict(module.named_parameters())
     has_bias = "bias" in parameters
     for kind, fused in FUSED_NORMS.items():
         if type(module) in (kind, fused):
             shape = tuple(module.normalized_shape)
-            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type")
+            offset = getattr(module, "add_unit_offset", False)
+            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type", offset)
         if (
             {"weight"} <= parameters.keys() <= {*fused.parameters_of}
             and all(parameter.shape == (parameters["weight"].numel(),) for parameter in parameters.values())
-            and not dict(module.named_buffers())
-            and not state_of(module)
+            and _is_bare(module)
             and len(signature(module.forward).parameters) == 1
-            and (eps := _eps_of(module, kind)) is not None
+            and (found := _computed_by(module, _forms_of(kind))) is not None
         ):
-            shape = tuple(module.weight.shape)
-            return NormFacts(kind, shape, eps, True, has_bias, f"{name} by results and gradients")
+            shape, (eps, use) = tuple(module.weight.shape), found
+            differs = "" if use in (_WEIGHT, _OFFSET) else "multiplies by its weight before it normalizes"
+            if use == _OFFSET and not _adds_in_fp32(module, eps):
+                differs = "rounds 1 + weight to the dtype of its weight"
+            recognised = f"{name} by results and gradients{' (gain 1 + weight)' if use == _OFFSET else ''}"
+            return NormFacts(kind, shape, eps, True, has_bias, recognised, use == _OFFSET, differs)
+    if parameters.keys() == {"weight"} and _is_bare(module) and len(signature(module.forward).parameters) == 2:
+        return _gated_norm_facts(module)
     return None
+
+
+def _gated_norm_facts(module: nn.Module) -> NormFacts | None:
+    """The facts of a module that computes RMSNorm of x silu(gate), or silu(gate) RMSNorm(x), in groups of features.
+
+    The size or the number of the groups is an attribute of it.
+    """
+    dim = module.weight.numel()
+    divisors = {value for value in vars(module).values() if type(value) is int and value > 0 and dim % value == 0}
+    sizes = {dim, *divisors, *(dim // value for value in divisors)}
+    forms = {(size, first): partial(_gated_norm, size, first) for size in sizes for first in (True, False)}
+    if (found := _computed_by(module, forms, gates=1)) is None:
+        return None
+    eps, (size, gates_first) = found
+    recognised = f"{type(module).__name__} by results and gradients (with a gate)"
+    differs = "" if gates_first else "multiplies by a gate after it normalizes"
+    return NormFacts(nn.RMSNorm, (dim,), eps, True, recognised=recognised, differs=differs, group_size=size)
+
+
+def _gated_norm(size: int, gates_first: bool, x, gate, weight, eps: float) -> torch.Tensor:
+    u = x * F.silu(gate) if gates_first else x
+    y = F.rms_norm(u.unflatten(-1, (-1, size)), (size,), None, eps).flatten(-2) * weight
+    return y if gates_first else y * F.silu(gate)
+
+
+def _is_bare(module: nn.Module) -> bool:
+    """Whether a module has no buffers, hooks and methods of its own."""
+    return not dict(module.named_buffers()) and not state_of(module)
+
+
+def _forms_of(kind: NormKind) -> dict:
+    """How a norm of this kind may use its weight -> f(x, weight, eps), with a bias if it has one."""
+    return {use: partial(_norm_of_pytorch, kind, use) for use in (_USES if kind is nn.RMSNorm else (_WEIGHT,))}
+
+
+def _norm_of_pytorch(kind: NormKind, use: str, x: torch.Tensor, weight: torch.Tensor, eps: float, **bias):
+    x, weight = _USES[use](x, weight)
+    return FUSED_NORMS[kind].formula(x, x.shape[-1:], weight=weight, eps=eps, **bias)
+
+
+def _draw(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
 
 
 @torch.enable_grad()
-def _eps_of(module: nn.Module, kind: NormKind) -> float | None:
-    """The float among the attributes of ``module`` with which it computes PyTorch's norm; None if there is none.
+def _computed_by(module: nn.Module, forms: Mapping, gates: int = 0) -> tuple[float, Any] | None:
+    """The float among the attributes of ``module``, and the key of the form, that it computes with this float as eps.
 
-    The module runs with random parameters; its own may be on the meta device. Its rows are a batch of sequences,
-    because a norm over another dimension of a matrix may compute the same.
+    None if there are none. The module runs with random parameters; its own may be on the meta device. Its rows are a
+    batch of sequences, because a norm over another dimension of a matrix may compute the same.
+
+    Args:
+        forms: key -> f(x, *gates, eps=..., **parameters).
+        gates: how many tensors of the shape of x a form takes beside it.
     """
-    generator, dim = torch.Generator("cpu").manual_seed(0), module.weight.numel()
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
-
-    x, dy = draw(2, len(_ROWS), dim) * draw(1).new_tensor(_ROWS).unsqueeze(1), draw(2, len(_ROWS), dim)
-    vectors = {name: draw(dim).requires_grad_() for name, _ in module.named_parameters()}
+    shape = 2, len(_ROWS), module.weight.numel()
+    x, dy, *others = (_draw(*shape, seed=seed) for seed in range(2 + gates))
+    rows = [x * x.new_tensor(_ROWS).unsqueeze(1), *others]
+    vectors = {name: _draw(shape[-1], seed=9 + i) for i, (name, _) in enumerate(module.named_parameters())}
     try:
-        if not _keeps_bf16(module, x, vectors):
+        if not _keeps_bf16(module, rows, vectors):
             return None
-        got = _results(lambda x: functional_call(module, vectors, (x,)), x, dy, *vectors.values())
+        got = _results(lambda *rows, **vectors: functional_call(module, vectors, rows), rows, vectors, dy)
     except Exception:  # the module is no function of rows
         return None
-    vectors = {name: vector.detach().double().requires_grad_() for name, vector in vectors.items()}
+    rows, vectors = [row.double() for row in rows], {name: vector.double() for name, vector in vectors.items()}
     # The largest first: these rows cannot tell a tiny eps from 0, with which a row of zeros becomes NaN.
-    for eps in sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True):
-        norm_of_pytorch = partial(FUSED_NORMS[kind].formula, normalized_shape=(dim,), eps=eps, **vectors)
-        wanted = _results(norm_of_pytorch, x.double(), dy.double(), *vectors.values())
-        limits = [1e-4 * want.abs().amax(-1, keepdim=True) for want in wanted]
-        if all(((g - w).abs() <= limit).all() for g, w, limit in zip(got, wanted, limits, strict=True)):
-            return eps
+    epsilons = sorted({value for value in vars(module).values() if isinstance(value, float)}, reverse=True)
+    for (key, form), eps in product(forms.items(), epsilons):
+        if _are_near(got, _results(partial(form, eps=eps), rows, vectors, dy.double())):
+            return eps, key
     return None
 
 
-def _keeps_bf16(module: nn.Module, x: torch.Tensor, vectors: Mapping[str, torch.Tensor]) -> bool:
+def _keeps_bf16(module: nn.Module, rows: Sequence[torch.Tensor], vectors: Mapping[str, torch.Tensor]) -> bool:
     """Whether rows in bf16 give results in bf16, with parameters in bf16 or in fp32, which some norms need."""
+    rows = tuple(row.bfloat16() for row in rows)
     for dtype in (torch.bfloat16, torch.float32):
         try:
-            y = functional_call(module, {name: vector.to(dtype) for name, vector in vectors.items()}, (x.bfloat16(),))
+            y = functional_call(module, {name: vector.to(dtype) for name, vector in vectors.items()}, rows)
         except RuntimeError:  # mixed dtypes
             continue
         if y.dtype == torch.bfloat16:
@@ -337,11 +407,29 @@ def _keeps_bf16(module: nn.Module, x: torch.Tensor, vectors: Mapping[str, torch.
     return False
 
 
-def _results(norm, x: torch.Tensor, dy: torch.Tensor, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """y, and the gradients of x and of all vectors. A module that does not give them all raises an error."""
-    x = x.detach().requires_grad_()
-    y = norm(x)
-    return y.detach(), *torch.autograd.grad(y, [x, *vectors], dy)
+def _results(
+    norm, rows: Sequence[torch.Tensor], vectors: Mapping[str, torch.Tensor], dy: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """y, and the gradients of all rows and vectors. A module that does not give them all raises an error."""
+    rows = [row.detach().requires_grad_() for row in rows]
+    vectors = {name: vector.detach().requires_grad_() for name, vector in vectors.items()}
+    y = norm(*rows, **vectors)
+    return y.detach(), *torch.autograd.grad(y, [*rows, *vectors.values()], dy)
+
+
+def _are_near(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
+    limits = [1e-4 * want.abs().amax(-1, keepdim=True) for want in wanted]
+    return all(((g - w).abs() <= limit).all() for g, w, limit in zip(got, wanted, limits, strict=True))
+
+
+def _adds_in_fp32(module: nn.Module, eps: float) -> bool:
+    """Whether an RMSNorm with a gain of 1 + weight does not round the sum to the dtype of a weight in bf16."""
+    x, weight = _draw(4, module.weight.numel(), seed=0), _draw(module.weight.numel(), seed=1).bfloat16()
+    try:
+        got = functional_call(module, {"weight": weight}, (x,))
+    except RuntimeError:  # mixed dtypes
+        return False
+    return _are_near([got], [_norm_of_pytorch(nn.RMSNorm, _OFFSET, x.double(), weight.double(), eps)])
 
 
 def state_of(module: nn.Module) -> str:

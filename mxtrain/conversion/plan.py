@@ -12,6 +12,7 @@ from mxtrain.conversion.survey import WeightFacts
 from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.experts import QuantizedExperts
+from mxtrain.nn.gated_norm import GatedMXNorm
 from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm
@@ -70,9 +71,10 @@ class ToMXNorm:
     def build(self, fqn: str, old: nn.Module) -> MXNorm:
         """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
         norm = self.norm.as_norm(old)
-        new = MXNorm.from_rms_norm(
-            norm, p=self.p, estimator=self.estimator, eps=self.eps, recipe=self.recipe, mode=self.mode
-        )
+        kind, estimator = (GatedMXNorm, "exact") if self.norm.group_size else (MXNorm, self.estimator)
+        new = kind.from_rms_norm(norm, p=self.p, estimator=estimator, eps=self.eps, recipe=self.recipe, mode=self.mode)
+        if self.norm.group_size:
+            new.groups = new.normalized_shape[0] // self.norm.group_size
         new.set_seed(self.seed, fqn)
         new.feeds_mixture = self.mixture is not None
         new.scores_first = self.mixture is not None and self.mixture.scores_first

@@ -4,8 +4,8 @@ Source: McLean, Prince, Payot, Balanca, Luschi, "MXNorm: Reusing MXFP block scal
 normalisation", arXiv 2603.13180. Easy to simplify wrongly:
 
 * The estimate reads the maxima of x; the cast needs the maxima of x * rho. fp32 multiplication is monotonic, so
-  max|x| * rho == max|x * rho| exactly, and one set of maxima serves both. torchao's cast of the fp32 product is
-  therefore the oracle of a fused kernel, bit for bit.
+  max|x| * rho == max|x * rho| exactly, and one set of maxima serves both. The cast of the fp32 product is therefore the
+  oracle of a fused kernel, bit for bit.
 * eps is added to the squared estimate, inside the root: a zero row gives rho = 1 / sqrt(eps), and zeros.
 * The product x * rho is never rounded to bf16 before the cast.
 """

@@ -25,10 +25,11 @@ class Fusions(NamedTuple):
 
     Attributes:
         cast: casts matrices: "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source,
-            bool to_bf16, int experts, bool along_rows, bool along_columns, str scale_rounding, str form) -> Tensor[]".
+            bool to_bf16, int experts, bool along_rows, bool along_columns, str element, str scale_rounding, str form)
+            -> Tensor[]".
         swiglu: casts silu(gate) * up: "(Tensor gate, Tensor up, bool along_rows, ...)", on like ``cast``.
         swiglu_backward: casts its gradients: "(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns,
-            bool h_columns, bool joined, str scale_rounding, str form) -> Tensor[]".
+            bool h_columns, bool joined, str element, str scale_rounding, str form) -> Tensor[]".
     """
 
     cast: Callable

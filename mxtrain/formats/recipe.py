@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from mxtrain.errors import ConfigError, require_one_of, require_positive_integer
 from mxtrain.launch import Keyed
 
-ScaleRounding = Literal["rceil", "floor"]
+ScaleRounding = Literal["rceil", "rceil_0_18", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)
 TensorScale = Literal["static", "dynamic"]
 TENSOR_SCALES = get_args(TensorScale)
@@ -89,7 +89,7 @@ class Format:
     has_tensor_scale: bool = False
     is_native: bool = False
     layout: Layout | None = None
-    implementation: str = "mxtrain.formats.mx:MXOps"
+    implementation: str = "mxtrain.formats.mx.reference:MXOps"
 
     @property
     def bytes_per_element(self) -> float:
@@ -207,10 +207,12 @@ class Recipe(LinearRecipe):
         name: the recipe's name in the TOML.
         format: the format of both operands; None leaves them in high precision.
         block_size: elements per scale, and per block maximum of MXNorm's estimate; None takes the format's.
-        scale_rounding: how block scales are rounded to a power of two. ``"rceil"`` is
-            2^ceil(log2(amax / element_max)) in fp32, so an amax within its rounding error above a power of two times
-            element_max saturates. ``"floor"`` is OCP's rule, 2^(floor(log2 amax) - element_max_exponent); elements
-            that overflow saturate. None for a format with other scales.
+        scale_rounding: how block scales are rounded to a power of two. ``"rceil"`` is the smallest power of two that
+            is at least fp32(amax * fp32(1 / element_max)), as in TransformerEngine and in torchao after 0.18.
+            ``"rceil_0_18"`` is torchao 0.18's 2^ceil(log2(amax / element_max)) in fp32, so an amax within its rounding
+            error above a power of two times element_max saturates. ``"floor"`` is OCP's rule,
+            2^(floor(log2 amax) - element_max_exponent); elements that overflow saturate. None for a format with other
+            scales.
         tensor_scale: the source of the scale of a whole matrix, a power of two. ``"dynamic"`` takes the largest
             element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
             other operands. None for a format without tensor scales.

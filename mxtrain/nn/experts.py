@@ -181,23 +181,23 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def quantize_ahead(self, gemms: ThreeGEMMs) -> tuple[ReadyOperands, ...]:
         """Cast the weights, which are not DTensors, for several forwards (``mxtrain.nn.ready_weights``)."""
-        return tuple(gemms.quantize_ahead(ws, gain) for ws, gain in self._products())
+        return tuple(gemms.quantize_ahead(ws, norm) for ws, norm in self._products())
 
     @property
-    def gain(self) -> torch.Tensor | None:
-        """The gain of the MXNorm that made x, to be folded into w1 and w3; None without one."""
+    def folded_norm(self) -> nn.Module | None:
+        """The MXNorm that made x, whose gain is folded into w1 and w3; None without one."""
         norm = self.fed_by[0] if self.fed_by else None
-        return None if norm is None or norm.is_plain else norm.gain()
+        return None if norm is None or norm.is_plain else norm
 
-    def _products(self) -> tuple[tuple[tuple[torch.Tensor, ...], torch.Tensor | None], ...]:
-        """The weights of each product and the gain that they are folded with."""
-        (w1, w2, w3), gain = self.weights, self.gain
-        of_input = ((w1,), gain), ((w3,), gain)
-        return *(of_input if self.recipe.tensor_scaled else (((w1, w3), gain),)), ((w2,), None)
+    def _products(self) -> tuple[tuple[tuple[torch.Tensor, ...], nn.Module | None], ...]:
+        """The weights of each product and the norm whose gain they are folded with."""
+        (w1, w2, w3), norm = self.weights, self.folded_norm
+        of_input = ((w1,), norm), ((w3,), norm)
+        return *(of_input if self.recipe.tensor_scaled else (((w1, w3), norm),)), ((w2,), None)
 
     def _ready(self) -> tuple[ReadyOperands | None, ...]:
         """The weights that were cast ahead, if they are still those of this module."""
-        parameters = [(*ws, gain) for ws, gain in self._products()]
+        parameters = [(*ws, None if norm is None else norm.own_weight()) for ws, norm in self._products()]
         if self.ready is None or not all(r.are_of(p) for r, p in zip(self.ready, parameters, strict=True)):
             return (None,) * len(parameters)
         return self.ready
@@ -227,7 +227,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         check_dtype("x under autocast", dtype, self.recipe, gemms.mode)
         rows = rows._replace(h=x.to(dtype)) if isinstance(rows, RoutedRows) else x.to(dtype)
         signs, draws = self.signs(x.device), _draws_of_experts(self.draws(x.device), len(w1))
-        settings = (gemms, self._ready(), self.gain, signs, draws)
+        norm = self.folded_norm
+        settings = (gemms, self._ready(), None if norm is None else norm.gain(), signs, draws)
         return self._multiply(rows, num_tokens_per_expert, *settings, w1, w2, w3).to(x.dtype)
 
     def compile_products(self, backend: str = "inductor") -> None:

@@ -89,7 +89,7 @@ class GroupCall:
         is_same = self._made_from and self._made_from[0] is x.h and self._made_from[1:] == made_from
         if not is_same or place not in self._outputs:
             linears, ready = self.group.linears, self.group.ready
-            if ready is not None and not ready.are_of((*(other.parts()[0] for other in linears), x.gain)):
+            if ready is not None and not ready.are_of((*(other.parts()[0] for other in linears), x.weight)):
                 ready = None
             self._outputs = dict(enumerate(multiply(x, linears, gemms, ready, self.group.joins_fprop)))
             self._made_from = (x.h, *made_from)

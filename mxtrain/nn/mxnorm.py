@@ -8,7 +8,8 @@ estimates the RMS of token t from the maxima of its K blocks of B elements, whic
     rho_t  = 1 / sqrt(r_t^2 + eps)
     xhat_t = rho_t x_t                           cast to MX at once, never stored in high precision
 
-RMSNorm's gain gamma has one factor per column, which block scales cannot absorb. It moves into the next weight:
+RMSNorm's gain gamma has one factor per column, which block scales cannot absorb. It moves into the next weight. (It is
+the norm's weight w, or 1 + w in fp32, whose gradient is the same.)
 
     Y = cast(xhat) cast(W diag(gamma))^T
 
@@ -54,6 +55,7 @@ from mxtrain.nn.three_gemms import (
     without_data,
 )
 from mxtrain.norms.mxnorm import fold_backward, norm_backward
+from mxtrain.norms.rms_norm import OffsetRMSNorm
 
 
 @untraced
@@ -108,7 +110,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
     def forward(ctx, h, gain, of: _Constants, *weights):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(of.x, gain, of.rho, of.signs, *weights)
-        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready = of.gemms, of.gathered, of.draws, of.ready
+        ctx.gemms, ctx.gathered, ctx.draws, ctx.ready, ctx.dtype = of.gemms, of.gathered, of.draws, of.ready, h.dtype
         return of.gemms.fprop(of.xhat, weights, of.dtype, gain, of.ready, of.joined)
 
     @staticmethod
@@ -125,7 +127,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
         dxhat = dgain = None
         dweights = [None] * len(weights)
         if for_dgrad is not None:
-            dxhat = gemms.dgrad(for_dgrad, weights, like.dtype, gain, ctx.ready).to(x.dtype)
+            dxhat = gemms.dgrad(for_dgrad, weights, like.dtype, gain, ctx.ready).to(ctx.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:
                 for_x = gemms.quantize_along_tokens(x, rho, signs)
@@ -159,10 +161,10 @@ def _multiply(
     return _MXNormLinearFunction.apply(x.h.reshape(-1, x.shape[-1]), x.gain, constants, *weights)
 
 
-class MXNorm(RecipeModule, nn.RMSNorm):
+class MXNorm(RecipeModule, OffsetRMSNorm):
     """RMSNorm with the RMS estimated from block maxima; its result is a ``NormedInput`` for ``MXNormLinear``.
 
-    The parameter (``weight``, the gain) and its FQN are RMSNorm's, so checkpoints load either way. With ``split``, x is
+    The parameter ``weight`` and its FQN are RMSNorm's, so checkpoints load either way. With ``split``, x is
     a shard of the sequences and the result stands for whole sequences.
 
     Source: arXiv 2603.13180.
@@ -241,6 +243,7 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         shape, affine = norm.normalized_shape[0], norm.elementwise_affine
         new = cls(shape, eps, affine, p=p, estimator=estimator, recipe=recipe, mode=mode, device="meta")
         new.weight, new.plain_eps = norm.weight, norm.eps
+        new.add_unit_offset = getattr(norm, "add_unit_offset", False)
         return new.train(norm.training)
 
     @property
@@ -261,11 +264,11 @@ class MXNorm(RecipeModule, nn.RMSNorm):
             ValueError: for another dtype, shape or device.
         """
         if self.is_plain:
-            y = F.rms_norm(x, self.normalized_shape, self.gain(), self.plain_eps)
+            y = self.plain(x, self.own_weight(), self.plain_eps)
             return GatherSequences.apply(y, self.split.key) if self.split and self.gathers_plain else y
         mode = mode_in_forward(self.mode, x.device.type)
-        gain = self.gain()
-        check_input(x, self.normalized_shape[0], gain, self.recipe, mode)
+        weight = self.own_weight()
+        check_input(x, self.normalized_shape[0], weight, self.recipe, mode)
         recipe = self.recipe.fprop
         if self.split is None:
             rows, keys = x.reshape(-1, x.shape[-1]), (self.estimate.key, recipe.key)
@@ -275,12 +278,16 @@ class MXNorm(RecipeModule, nn.RMSNorm):
         else:
             *normed, gathered = normalize_shard(x, self.estimate, self.recipe, mode, self.split)
         call = None if self.group is None else GroupCall(self.group)
-        settings = (gain, self.signs(x.device), recipe, mode, gathered, call)
+        settings = (weight, self.signs(x.device), recipe, mode, gathered, call)
         return NormedInput(self, *normed, *settings, self.feeds_mixture, self.sends_codes)
 
-    def gain(self) -> torch.Tensor | None:
-        """The gain for the linears, each of which returns its process's part of the gradient."""
+    def own_weight(self) -> torch.Tensor | None:
+        """The weight for the linears, each of which returns its process's part of the gradient."""
         return self.weight if self.split is None else own_part(self.weight)
+
+    def gain(self) -> torch.Tensor | None:
+        """The gain that the linears fold."""
+        return self.gain_of(self.own_weight())
 
     def extra_repr(self) -> str:
         if self.is_plain:
@@ -343,6 +350,6 @@ class MXNormLinear(QuantizedLinear):
         check_dtype("x under autocast", compute_dtype(x.h), self.recipe, gemms.mode)
         y = None if x.call is None else x.call.output(self, x, gemms, _multiply)
         if y is None:
-            (y,) = _multiply(x, (self,), gemms, self.ready_with(x.gain), True)
+            (y,) = _multiply(x, (self,), gemms, self.ready_with(x.weight), True)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias.to(y.dtype)

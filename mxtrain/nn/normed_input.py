@@ -108,8 +108,8 @@ class NormedInput(NamedTuple):
         x: the values that wgrad casts, without a gradient: x as rows [T, D]; with ``gathered``, this process's shard
             of the sequences.
         xhat: the normalized rows [T, D] as fprop's operand, without a gradient.
-        rho: inverse RMS estimate, fp32 [T]; with ``gathered``, of this process's tokens.
-        gain: the norm's weight gamma [D], which the linears fold into theirs; None for a norm without a weight.
+        rho: inverse RMS estimate, fp32 [T], or [T, groups]; with ``gathered``, of this process's tokens.
+        weight: the norm's parameter [D], from which ``gain`` follows; None for a norm without a weight.
         signs: signs of the Hadamard transform in wgrad (see ``mxtrain.nn.recipe_module``); None without a transform.
             The linears share them, so that compiled linears share the transform and the cast of xhat.
         recipe, mode: recipe of fprop and mode that made ``xhat``; the mode is never "auto".
@@ -125,7 +125,7 @@ class NormedInput(NamedTuple):
     x: torch.Tensor
     xhat: Operand
     rho: torch.Tensor
-    gain: torch.Tensor | None
+    weight: torch.Tensor | None
     signs: torch.Tensor | None
     recipe: Recipe
     mode: str
@@ -133,6 +133,11 @@ class NormedInput(NamedTuple):
     call: GroupCall | None = None
     feeds_mixture: bool = False
     sends_codes: bool = False
+
+    @property
+    def gain(self) -> torch.Tensor | None:
+        """gamma [D], which the linears fold into their weights."""
+        return self.made_by.gain_of(self.weight)
 
     @property
     def shape(self) -> torch.Size:
@@ -155,6 +160,12 @@ class NormedInput(NamedTuple):
     @property
     def device(self) -> torch.device:
         return self.h.device
+
+    def to(self, dtype: torch.dtype) -> "NormedInput":
+        """The same rows, for a model that casts to the dtype that they have."""
+        if dtype != self.h.dtype:
+            raise TypeError(_refusal(self, f"of {self.h.dtype} cannot become {dtype}"))
+        return self
 
     def view(self, *shape: int) -> "NormedInput":
         """The same rows under other leading dimensions, for a mixture of experts."""
@@ -249,8 +260,8 @@ def check_norm_result(normed) -> None:
             f"the result of an MXNorm was cast to {normed.rho.dtype} before its linears: set cast_forward_inputs=False "
             "in FSDP's mixed precision of modules between the norm and its linears"
         )
-    gain = normed.gain
-    if gain is not None and not torch.compiler.is_compiling() and gain.untyped_storage().size() == 0:
+    weight = normed.weight
+    if weight is not None and not torch.compiler.is_compiling() and weight.untyped_storage().size() == 0:
         raise ConfigError(
             "the gain of an MXNorm was freed before its linears: let FSDP shard the norm together with its linears, or "
             "a module that holds them all"

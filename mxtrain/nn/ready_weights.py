@@ -71,7 +71,7 @@ class ReadyWeights:
         for linear in linears:
             linear.ready = None
         weights = [linear.weight for linear in linears]
-        make = partial(gemms.quantize_ahead, weights, norm.weight, group.joins_fprop)
+        make = partial(gemms.quantize_ahead, weights, norm, group.joins_fprop)
         self._cast(group, (*weights, norm.weight), gemms, make, group.joins_fprop)
         return True
 
@@ -80,15 +80,18 @@ class ReadyWeights:
         if norms is None or any(map(is_parametrized, (linear, *norms))) or linear.layer_state.is_plain:
             linear.ready = None
         else:
-            gain, gemms = norms[0].weight if norms else None, linear.gemms(linear.weight.device)
-            self._cast(linear, (linear.weight, gain), gemms, partial(gemms.quantize_ahead, [linear.weight], gain))
+            norm, gemms = norms[0] if norms else None, linear.gemms(linear.weight.device)
+            parameters = linear.weight, None if norm is None else norm.weight
+            self._cast(linear, parameters, gemms, partial(gemms.quantize_ahead, [linear.weight], norm))
 
     def _refresh_experts(self, experts: QuantizedExperts) -> None:
         if is_parametrized(experts) or experts.layer_state.is_plain:
             experts.ready = None
         else:
             gemms = experts.gemms(experts.weights[0].device)
-            self._cast(experts, (*experts.weights, experts.gain), gemms, partial(experts.quantize_ahead, gemms))
+            norm = experts.folded_norm
+            parameters = *experts.weights, None if norm is None else norm.own_weight()
+            self._cast(experts, parameters, gemms, partial(experts.quantize_ahead, gemms))
 
     def _cast(
         self,

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
 from mxtrain.formats.matrices import CastSpec, Operand
+from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
 from mxtrain.formats.schedule import LayerState
@@ -39,8 +40,8 @@ class ReadyOperands(NamedTuple):
     Attributes:
         fprop: one operand for all weights, or one for each (see ``ThreeGEMMs.fprop``).
         dgrad: one operand for all weights.
-        made_from: the weights and the gain. A forward with other parameters (``torch.func.functional_call``) casts them
-            itself.
+        made_from: the weights and the norm's weight. A forward with other parameters (``torch.func.functional_call``)
+            casts them itself.
     """
 
     fprop: tuple[Operand, ...]
@@ -122,12 +123,14 @@ class ThreeGEMMs:
         source: torch.Tensor | None = None,
         ends: torch.Tensor | None = None,
     ) -> Operand:
-        """X as wgrad's operand [D, T]; with ``rho`` [T], X diag(rho) row by row.
+        """X as wgrad's operand [D, T]; with ``rho`` [T], or [T, groups] of features, each row or group times its rho.
 
         Args:
             signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
             source, ends: as for ``quantize_activation``.
         """
+        if rho is not None and rho.ndim == 2:
+            x, rho = scale_rows(x.unflatten(1, (rho.shape[1], -1)), rho).flatten(1), None
         spec = CastSpec(row_factor=rho, signs=signs, group=self.split.x, source=source, ends=ends)
         return self._cast([x], {0: self.recipe.wgrad}, spec)[0]
 
@@ -172,13 +175,12 @@ class ThreeGEMMs:
         found = self._cast(dys, recipes, spec)
         return found.get(1), found.get(0)
 
-    def quantize_ahead(
-        self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, joined: bool = True
-    ) -> ReadyOperands:
-        """W as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
+    def quantize_ahead(self, ws: Sequence[torch.Tensor], norm: nn.Module | None, joined: bool = True) -> ReadyOperands:
+        """W, or W diag(gain) behind an MXNorm, as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
+        gain, weight = (None, None) if norm is None else (norm.gain(), norm.own_weight())
         operands = self.quantize_weights(ws, gain, (1, 0) if joined else (0,))
         fprop = (operands[1],) if joined else tuple(self._for_fprop(ws, gain, False))
-        return ReadyOperands(fprop, operands[0], (*ws, gain))
+        return ReadyOperands(fprop, operands[0], (*ws, weight))
 
     def _for_fprop(self, ws, gain, joined: bool) -> Iterator[Operand]:
         for part in (ws,) if joined else ((w,) for w in ws):
@@ -320,12 +322,12 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 
-    def ready_with(self, gain: torch.Tensor | None) -> ReadyOperands | None:
-        """Return the weight that ``mxtrain.nn.ready_weights`` has cast, if it has this gain and is still the layer's.
+    def ready_with(self, norm_weight: torch.Tensor | None) -> ReadyOperands | None:
+        """Return the operands of ``mxtrain.nn.ready_weights`` if they are of this layer's and this norm's weight.
 
         It is an argument of its own in autograd functions: Dynamo finds no tensors in a ``ThreeGEMMs``.
         """
-        if self.ready is None or not self.ready.are_of((self.weight, gain)):
+        if self.ready is None or not self.ready.are_of((self.weight, norm_weight)):
             return None
         return self.ready
 

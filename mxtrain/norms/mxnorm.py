@@ -63,7 +63,8 @@ def mxnorm_cast(
             recipe of fprop.
         eps: added to the squared RMS estimate.
         estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.formats.estimate.RMSEstimate``).
-        scale_rounding: "rceil" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not for NVFP4.
+        scale_rounding: "rceil", "rceil_0_18" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not
+            for NVFP4.
         mode: "auto", or a mode that this hardware has. The mode chooses between kernel and plain PyTorch; results
             differ at most in the last bits of rho.
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from mxtrain.formats.matrices import at_least_fp32
 from mxtrain.norms.row_norm import FusedNorm, WhenCompiled, checked_eps, row_norm
 
 
@@ -44,7 +45,39 @@ def rms_norm(
     return row_norm("rms_norm", x, weight, None, residual, eps)
 
 
-class FusedRMSNorm(FusedNorm, nn.RMSNorm):
+class OffsetRMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` whose gain may be 1 + weight, as in Gemma, Qwen3-Next and TorchTitan's Qwen3.5.
+
+    Such a weight starts at zero, and weight decay pulls the gain to 1. The sum is fp32, because bf16 would lose small
+    weights, and the result is rounded once.
+    """
+
+    add_unit_offset = False
+    """Whether the gain is 1 + ``weight``"""
+
+    def gain_of(self, weight: torch.Tensor | None) -> torch.Tensor | None:
+        """The gain [D] for this weight: ``weight`` itself, or 1 + ``weight`` in fp32 (fp64 for fp64)."""
+        return 1.0 + at_least_fp32(weight) if self.add_unit_offset else weight
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.add_unit_offset:
+            nn.init.zeros_(self.weight)
+
+    def plain(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float | None) -> torch.Tensor:
+        """``F.rms_norm`` of x [..., D] with the gain for this weight, in the dtype of ``x``."""
+        if not self.add_unit_offset:
+            return F.rms_norm(x, self.normalized_shape, weight, eps)
+        return F.rms_norm(at_least_fp32(x), self.normalized_shape, self.gain_of(weight), eps).to(x.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, add_unit_offset=True" if self.add_unit_offset else super().extra_repr()
+
+
+class FusedRMSNorm(FusedNorm, OffsetRMSNorm):
     """``nn.RMSNorm`` over one dimension, computed by ``rms_norm``. Same parameter, so checkpoints load either way.
 
     Args:
@@ -79,11 +112,11 @@ class FusedRMSNorm(FusedNorm, nn.RMSNorm):
         """Return the FusedRMSNorm that replaces ``norm`` and shares its weight."""
         shape, affine = norm.normalized_shape, norm.elementwise_affine
         new = cls(shape, norm.eps, affine, when_compiled=when_compiled, device="meta")
-        new.weight = norm.weight
+        new.weight, new.add_unit_offset = norm.weight, getattr(norm, "add_unit_offset", False)
         return new.train(norm.training)
 
     from_norm = from_rms_norm
 
     def _fused(self, x, residual):
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
-        return rms_norm(x, self.weight, eps, residual)
+        return rms_norm(x, self.gain_of(self.weight), eps, residual)

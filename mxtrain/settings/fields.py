@@ -178,6 +178,10 @@ class Settings:
         """All values as attributes, TorchTitan's job config: ``values.training.steps``."""
         return _filled(self.known.job_config, self.tables())
 
+    def replaced(self, values: Mapping[str, object]) -> "Settings":
+        """These settings with other ``values``, by full name."""
+        return Settings(self.known, {**self.given, **values})
+
     def changed(self, name: str) -> bool:
         """Whether a value is another than the default."""
         return self[name] != self.known[name].default

@@ -14,15 +14,17 @@ from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANG
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
+from mxtrain.formats.parse import get_recipes
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import global_batch_size
-from mxtrain.settings.mxnorm_section import SCHEDULE
+from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among
 from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.removed import SCHEDULE_KEYS, in_this_version, removed_in_effect
 from mxtrain.settings.types import Resume
 
 FLAG = "--resume"
 BATCH = "training.global_batch_size"
+ROUNDING, OLD_RCEIL = "mxnorm.scale_rounding", "rceil_0_18"
 
 _ONCE = (
     "--checkpoint.load_step=-1",
@@ -102,7 +104,13 @@ def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
     """
     checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes)
-    lines = check_resume(start, settings, processes)
+    kept = []
+    if start.step and settings[ROUNDING] in (None, "rceil") and ROUNDING not in (checkpoint.may_change or []):
+        before = with_own_rounding(settings_before(start.manifest.settings, settings.known), start.manifest.versions)
+        if before[ROUNDING] == OLD_RCEIL and _rounds(settings):
+            start = replace(start, settings={ROUNDING: OLD_RCEIL})
+            kept = [f"{ROUNDING} stays {OLD_RCEIL!r}, as before; --checkpoint.may_change {ROUNDING} allows another"]
+    lines = check_resume(start, settings.replaced(start.settings), processes) + kept
     recorded = [line for line in lines if SETTING_CHANGES in line]
     if start.step and checkpoint.exclude_from_loading:
         parts = " and ".join(checkpoint.exclude_from_loading)
@@ -131,6 +139,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         return []
     manifest = start.manifest
     before = settings_before(manifest.settings, settings.known, manifest.defaults)
+    before = with_own_rounding(before, manifest.versions)
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
     may_change = settings["checkpoint.may_change"] or []
@@ -143,6 +152,27 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
     return lines
+
+
+def with_own_rounding(settings: Settings, versions: Mapping[str, str | None]) -> Settings:
+    """Return a run's settings with the rule by which it rounded scales.
+
+    Until 0.1.0, "rceil", also the default, was what "rceil_0_18" is now.
+
+    Args:
+        versions: of packages, as the run kept them.
+    """
+    is_old = (versions.get("mxtrain") or "0.1.0") == "0.1.0" and settings[ROUNDING] in (None, "rceil")
+    return settings.replaced({ROUNDING: OLD_RCEIL}) if is_old and _rounds(settings) else settings
+
+
+def _rounds(settings: Settings) -> bool:
+    """Whether a job has scales that ``ROUNDING`` is for."""
+    try:
+        get_recipes(settings["mxnorm.recipe"], settings["mxnorm.recipes"], scale_rounding=OLD_RCEIL)
+    except ConfigError:
+        return False
+    return bool(quantizing_among(settings["model.converters"]))
 
 
 def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path) -> ConfigError:

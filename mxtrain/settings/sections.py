@@ -77,7 +77,10 @@ class MXNorm:
     """
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
-    """MXFP8: block scales are rounded by "rceil" (up, the default) or "floor" (OCP, saturates)"""
+    """
+    MXFP8: block scales are rounded by "rceil" (up, the default), "rceil_0_18" (torchao 0.18's) or "floor" (OCP,
+    saturates)
+    """
 
     tensor_scale: Literal[TENSOR_SCALES] | None = None
     """

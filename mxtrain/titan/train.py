@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,24 +51,26 @@ def train(args: list[str], verbose: bool) -> Stop | None:
             "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
         )
     folder = require_folder(settings["job.dump_folder"])
-    settings = replace(settings, given={**settings.given, "job.dump_folder": str(folder)})
-    job_config = settings.values
+    settings = settings.replaced({"job.dump_folder": str(folder)})
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     find = partial(checked_start, folder, settings, processes)
     found = Start.from_json(json.loads(os.environ[START_VARIABLE])) if START_VARIABLE in os.environ else None
     warning = None
     with ExitStack() as stack:
 
-        def check() -> None:
-            """Check what no launcher has checked, and find where the run starts."""
+        def check() -> dict[str, str]:
+            """Check what no launcher has checked, and find where the run starts. Returns the settings that it keeps."""
             nonlocal found, warning
             check_job(settings, Machine(processes, torch.cuda.is_available()))
             if is_first():
                 warning = stack.enter_context(locked(folder))
             found = find()
+            return found.settings
 
         # All ranks fail together, and nothing changes in the folder before all have passed.
-        ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
+        first, *_ = ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
+        settings = settings.replaced(first["result"] or {})  # the arguments have those that a launcher found
+        job_config = settings.values
         init_logger()
         terminal.start(folder, verbose)
         ranks.note = terminal.note

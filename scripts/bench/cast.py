@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from cast_cases import EPS, random_rho
 from kernel_benchmark import Entry, Section, Shape, compiled, draw, interpreting, is_rounding_apart, ours, same_bits
 
-from mxtrain.formats import mx as casts
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import make_groups
 from mxtrain.formats.matrices import joined, rows_in_order
+from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.mxnorm import inverse_rms, norm_backward, scale_rows
 from mxtrain.formats.parse import get_recipe
@@ -54,7 +54,7 @@ def is_cast(result: tuple, y: torch.Tensor, dim: int, form: str) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.mxfp8.norm import mxnorm_cast
+    from mxtrain.formats.mx.norm import mxnorm_cast
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     # Triton's interpreter truncates to bf16 instead of rounding, so it gets a residual whose sum is exact in bf16.
@@ -153,7 +153,7 @@ def liger_backward(g: torch.Tensor, x: torch.Tensor, gain: torch.Tensor) -> Call
 
 
 def dual_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
 
     x = draw(shape, device)
 
@@ -237,7 +237,7 @@ def two_images(x: torch.Tensor):
 
 
 def column_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
 
     rho = random_rho(shape[0], device)
     entries = []
@@ -272,7 +272,7 @@ def column_image(x: torch.Tensor, rho: torch.Tensor):
 
 
 def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
     from mxtrain.norms.mxnorm_backward import fold_backward
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
@@ -332,7 +332,7 @@ EXPERTS = 256
 
 
 def expert_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
 
     x, source = draw(shape, device), source_of_experts(shape[0], device)
     entries = compiled("gather and image in PyTorch", gathered_image, (x, source), max_autotune)

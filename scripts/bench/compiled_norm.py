@@ -22,7 +22,7 @@ from torch._inductor import config
 
 from mxtrain.compile.passes import install
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mxfp8.norm import mxnorm_cast
+from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.formats.parse import get_recipe
 
 RECIPE = get_recipe("mxfp8").fprop

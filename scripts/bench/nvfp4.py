@@ -39,9 +39,9 @@ import torch.nn.functional as F
 from cast_cases import EPS, random_rho
 from kernel_benchmark import Entry, NotRun, Section, Shape, compiled, draw, ours, same_bits, tensors
 
-from mxtrain.formats import mx as casts
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxnorm import inverse_rms, scale_rows
 from mxtrain.formats.nvfp4 import NVFP4, static_tensor_scale
 from mxtrain.formats.nvfp4 import reference as nvfp4

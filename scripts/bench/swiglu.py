@@ -25,9 +25,9 @@ from kernel_benchmark import Entry, Section, Shape, compiled_function, draw, our
 
 from mxtrain.formats import swiglu as reference
 from mxtrain.formats.cast_kernels import casts_of
-from mxtrain.formats.mxfp8 import swiglu_cast as kernels
-from mxtrain.formats.mxfp8.cast import cast
-from mxtrain.formats.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
+from mxtrain.formats.mx import swiglu_cast as kernels
+from mxtrain.formats.mx.cast import cast
+from mxtrain.formats.mx.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
 
 SHAPES: tuple[Shape, ...] = ((65536, 2048), (16384, 8192), (16384, 14336))
 TILES = (
@@ -89,11 +89,11 @@ class Inputs:
 
 
 def forward(x: Inputs, form: str) -> list:
-    return casts_of(swiglu_cast(x.gate, x.up, True, False, RECIPE.scale_rounding, form), form)
+    return casts_of(swiglu_cast(x.gate, x.up, True, False, "e4m3", RECIPE.scale_rounding, form), form)
 
 
 def backward(x: Inputs, form: str) -> list:
-    results = swiglu_backward_cast(x.dh, x.gate, x.up, True, True, True, False, RECIPE.scale_rounding, form)
+    results = swiglu_backward_cast(x.dh, x.gate, x.up, True, True, True, False, "e4m3", RECIPE.scale_rounding, form)
     return casts_of(results, form)
 
 

@@ -24,7 +24,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.matrices import CastSpec, Operand
-from mxtrain.formats.mxfp8.ops import MXFP8Ops
+from mxtrain.formats.mx.ops import MXKernelOps
 from mxtrain.formats.mxnorm import mean_square
 from mxtrain.formats.recipe import Recipe
 from mxtrain.nn import mxnorm
@@ -81,7 +81,7 @@ class _Ablation:
             raise ConfigError("model.converters: an ablation of the norm's forward comes after 'mxnorm'")
         if nvfp4 := [norm.recipe.fprop.name for norm in norms if norm.recipe.fprop.tensor_scaled]:
             raise ConfigError(f"mxnorm.recipe = {nvfp4[0]!r}: an ablation of the norm's forward has no NVFP4")
-        MXFP8Ops.normalize = normalize_with(self.choose)
+        MXKernelOps.normalize = normalize_with(self.choose)
 
     def post_optimizer_hook(self, model) -> None:
         pass

@@ -118,6 +118,19 @@ def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(st
     assert compare("a.toml", "--steps=4", "--dry-run") == 2
     problem = "training.steps = 4, but the run in c/a-seed0 was made with 3; choose another --output folder"
     assert capsys.readouterr().err == f"mxtrain: error: {problem}\n"
+    Path("b.toml").write_text('extends = "a.toml"\nmodel.converters = ["mxnorm"]\n')
+    shutil.copytree(folder, stand_in / "b-seed0")
+    b, finished = stand_in / "b-seed0", [{"name": "b-seed0", "status": 0}]
+    (b / "config.toml").write_text('[training]\nsteps = 3\n[debug]\nseed = 0\n[model]\nconverters = ["mxnorm"]\n')
+    (b / "run.json").write_text('{"versions": {"mxtrain": "0.1.0"}}')  # with another rule for scales
+    (stand_in / "comparison.json").write_text(json.dumps(finished))
+    assert compare("b.toml", "--dry-run") == 2
+    problem = "mxnorm.scale_rounding = None, but the run in c/b-seed0 was made with 'rceil_0_18'"
+    assert problem in capsys.readouterr().err
+    with Path("b.toml").open("a") as file:
+        file.write('mxnorm.scale_rounding = "rceil_0_18"\n')
+    assert compare("b.toml", "--dry-run") == 0 and "b-seed0: finished\n" in capsys.readouterr().out
+    (stand_in / "comparison.json").write_text(json.dumps(earlier))
     with (folder / "config.toml").open("a") as file:
         file.write('[model]\nconverters = ["mxnorm"]\n[mxnorm.guard]\nrecipe = "bf16"\n')
     Path("a.toml").write_text('[model]\nconverters = ["mxnorm"]\n[training]\nsteps = 3\n')

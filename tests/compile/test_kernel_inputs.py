@@ -17,7 +17,7 @@ MXFP8, NVFP4 = (get_recipe(name).fprop for name in ("mxfp8", "nvfp4"))
 
 
 def mxfp8(rows, form="image"):
-    from mxtrain.formats.mxfp8.norm import mxnorm_cast
+    from mxtrain.formats.mx.norm import mxnorm_cast
 
     return results(mxnorm_cast(rows, RMSEstimate.for_recipe(MXFP8, 2, "pre_round", 1e-5), MXFP8, form))
 

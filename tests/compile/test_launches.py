@@ -26,9 +26,9 @@ ESTIMATE = RMSEstimate.for_recipe(RECIPE)
 
 def kernels_of_each_kind(x, w, gain):
     """An op with two launches, and ops whose result is one tensor, a list or a tuple."""
-    from mxtrain.formats.mxfp8.cast import cast
-    from mxtrain.formats.mxfp8.norm import mxnorm_cast
-    from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast
+    from mxtrain.formats.mx.cast import cast
+    from mxtrain.formats.mx.norm import mxnorm_cast
+    from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast
     from mxtrain.formats.nvfp4.cast import nvfp4_cast
     from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
     from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
@@ -37,7 +37,7 @@ def kernels_of_each_kind(x, w, gain):
     normed = mxnorm_cast(x, ESTIMATE, RECIPE, "image")
     joined = cast([w, w + 1], RECIPE, (1, 0), "blocked", column_factor=gain)
     dx = norm_backward(normed.data * 2, x, normed.rho)
-    halves = swiglu_backward_cast(x * 3, x, dx, True, True, True, True, "rceil", "image")
+    halves = swiglu_backward_cast(x * 3, x, dx, True, True, True, True, "e4m3", "rceil", "image")
     numbers = (gain.narrow(0, 0, 4) * 1000).abs().long()  # indexing would initialize a GPU
     signs, draws = numbers.sum(), [numbers, numbers + 1]
     scales = nvfp4_tensor_scales([w, w + 1], signs)
@@ -67,7 +67,7 @@ def test_the_bits_are_those_of_the_ops(monkeypatch):
 
 def test_symbolic_rows(monkeypatch):
     """As of experts, whose number of rows changes from step to step."""
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
 
     def cast_in_order(x, source):
         torch._check(x.shape[1] == D)  # in a model, the weight says this

@@ -19,7 +19,7 @@ TO_BF16 = "prims.convert_element_type.default"
 
 def casts(gradient, form="image"):
     """Both casts of a gradient [T, D]."""
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
 
     results = [each for result in cast(gradient, RECIPE, (1, 0), form).values() for each in result if each is not None]
     return [each.view(torch.uint8) if each.itemsize == 1 else each for each in results]
@@ -49,7 +49,7 @@ def test_symbolic_rows():
 
 
 def test_a_factor_is_not_read_before_its_rounding():
-    from mxtrain.formats.mxfp8.cast import cast
+    from mxtrain.formats.mx.cast import cast
 
     def backward(gradient, gain):
         casts = cast(gradient.to(BF16), RECIPE, (1, 0), "image", column_factor=gain.to(BF16))

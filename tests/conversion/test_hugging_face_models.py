@@ -19,9 +19,18 @@ SIZES = {
     "pad_token_id": 0,
 }
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-EXPERTS = {
+OWN = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64},
+    "Qwen3Next": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64},
+        **{"layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 64},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
+    "NemotronH": {
+        **{"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
+        **{"ssm_state_size": 16, "chunk_size": 16},
+    },
 }
 
 # Per layer: norms swapped, linears that a norm feeds, other linears (wo and w2).
@@ -32,16 +41,17 @@ CONVERTED = {
     "Phi3": (2, 2, 2),  # one linear for queries, keys and values, and one for gate and up
     "Mixtral": (1, 3, 1),  # experts are no linears, and the norm before them feeds them, too
     "Qwen2Moe": (1, 3, 4),  # and a shared expert, whose gate has one feature and stays
+    "Gemma": DENSE,  # its gain is 1 + weight
+    "Gemma2": DENSE,  # two more norms feed no linear
 }
 REFUSED = {
-    "Gemma": "is a GemmaRMSNorm that does not compute the results and gradients",  # its gain is 1 + weight
     "Olmo2": "post_attention_layernorm and 3 more: its output is used by add",  # norms after attention and MLP
 }
 
 
 def build(name, **settings):
     torch.manual_seed(0)
-    settings |= EXPERTS.get(name, {})
+    settings |= OWN.get(name, {})
     config = getattr(transformers, f"{name}Config")(**SIZES, **LAYERS, **settings)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
@@ -79,6 +89,27 @@ def test_a_model_converts_trains_and_is_saved(name, tmp_path):
     assert MXNorm not in {type(module) for module in loaded.modules()}, "a plain model of transformers"
     mxtrain.convert(loaded)
     assert torch.equal(loss(loaded), after)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [("Gemma2", "add_unit_offset", True), ("Qwen3Next", "add_unit_offset", True), ("NemotronH", "groups", 2)],
+)
+def test_a_model_with_other_norms_computes_the_same_without_rounding(name, attribute, value):
+    model = build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn_like(parameter)
+    expected = loss(model)
+    gradients = torch.autograd.grad(expected, [*model.parameters()])
+    settings = dict(recipe="unquantized", estimator="exact", mode="reference")
+    plan = mxtrain.convert(model, **settings)
+    assert any(getattr(model.get_submodule(fqn), attribute, None) == value for fqn in plan.norms)
+    got = loss(model)
+    assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+    for a, b in zip(torch.autograd.grad(got, [*model.parameters()]), gradients, strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm() + 1e-6
 
 
 @pytest.mark.parametrize("settings", [{"attn_implementation": "flex_attention"}, {"use_cache": False}], ids=str)

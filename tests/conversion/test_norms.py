@@ -43,9 +43,39 @@ class CenteredRMSNorm(OwnRMSNorm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
-class ShiftedRMSNorm(OwnRMSNorm):
+class OffsetRMSNorm(OwnRMSNorm):
+    """As Gemma's and Qwen3-Next's."""
+
     def forward(self, x):
-        return (1 + self.weight) * (x * self.rstd(x))
+        wide = x.float()
+        return ((1 + self.weight.float()) * (wide * self.rstd(wide))).to(x.dtype)
+
+
+class RoundedOffsetRMSNorm(OwnRMSNorm):
+    """As a norm of Muse Spark."""
+
+    def forward(self, x):
+        wide = x.float()
+        return ((1 + self.weight).float() * (wide * self.rstd(wide))).to(x.dtype)
+
+
+class InputScaledRMSNorm(OwnRMSNorm):
+    """As another norm of Muse Spark."""
+
+    def forward(self, x):
+        wide = x.float() * (1 + self.weight.float())
+        return (wide * self.rstd(wide)).to(x.dtype)
+
+
+class WeightFirstRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        x = x * self.weight
+        return x * self.rstd(x)
+
+
+class ConstantOffsetRMSNorm(OwnRMSNorm):
+    def forward(self, x):
+        return (1 + self.weight.detach()) * (x * self.rstd(x))
 
 
 class NeedsMoreRMSNorm(OwnRMSNorm):
@@ -58,6 +88,25 @@ class GatedRMSNorm(OwnRMSNorm):
 
     def forward(self, x, gate=None):
         return super().forward(x if gate is None else x * gate)
+
+
+class SiluGatedRMSNorm(OwnRMSNorm):
+    """As in Nemotron-H: gate, then norm, in groups of features."""
+
+    def __init__(self, group_size=32, dim=64):
+        super().__init__(dim)
+        self.group_size = group_size
+
+    def forward(self, x, gate=None):
+        wide = (x.float() * F.silu(gate.float())).unflatten(-1, (-1, self.group_size))
+        return self.weight * (wide * self.rstd(wide)).flatten(-2).to(x.dtype)
+
+
+class NormThenGateRMSNorm(OwnRMSNorm):
+    """As in Qwen3-Next."""
+
+    def forward(self, x, gate):
+        return super().forward(x) * F.silu(gate)
 
 
 class WithoutWeightRMSNorm(nn.Module):
@@ -177,6 +226,69 @@ def test_what_a_norm_is_called_does_not_count():
     assert facts(Clip(64, 1e-5)) == (LAYER, (64,), 1e-5, True, True) and facts(Doubling(64, 1e-5)) is None
 
 
+def test_gains_of_one_plus_weight_are_found_and_kept():
+    own = OffsetRMSNorm(eps=1e-3).eval()
+    found = norm_facts(own)
+    recognised = "OffsetRMSNorm by results and gradients (gain 1 + weight)"
+    assert found == NormFacts(RMS, (64,), 1e-3, True, False, recognised, True)
+    assert found.why_it_stays is None and not norm_facts(OwnRMSNorm()).add_unit_offset
+    norm = found.as_norm(own)
+    assert norm.add_unit_offset and norm.weight is own.weight and not norm.training
+    fused = FusedRMSNorm.from_rms_norm(norm)
+    assert norm_facts(fused).add_unit_offset and MXNorm.from_rms_norm(fused).add_unit_offset
+    assert norm_facts(ConstantOffsetRMSNorm()) is None
+
+
+def test_norms_whose_gain_is_no_factor_of_the_next_weight_stay_with_the_reason():
+    reasons = {
+        RoundedOffsetRMSNorm: "rounds 1 + weight to the dtype of its weight",
+        InputScaledRMSNorm: "multiplies by its weight before it normalizes",
+        WeightFirstRMSNorm: "multiplies by its weight before it normalizes",
+    }
+    for converter in ("mxnorm", "fused_norm"):
+        model = nn.Sequential(*(Block(kind()) for kind in (OffsetRMSNorm, *reasons)))
+        plan = mxtrain.convert(model, converter, example_inputs=(torch.zeros(4, 64),), filter_fqns=[])
+        assert model[0].norm.add_unit_offset
+        norms = {fqn: reason for fqn, reason in plan.skipped.items() if fqn.endswith("norm")}
+        assert norms == {f"{i}.norm": reason for i, reason in enumerate(reasons.values(), 1)}
+
+
+def test_gated_norms_are_found_with_the_size_of_their_groups():
+    for size in (64, 16):
+        found = norm_facts(SiluGatedRMSNorm(size))
+        assert (found.kind, found.eps, found.group_size, found.why_it_stays) == (RMS, 1e-6, size, None)
+    assert norm_facts(NormThenGateRMSNorm()).why_it_stays == "multiplies by a gate after it normalizes"
+    assert norm_facts(GatedRMSNorm()) is None and norm_facts(NeedsMoreRMSNorm()) is None
+
+
+class GatedBlock(nn.Module):
+    def __init__(self, norm, dtype=None):
+        super().__init__()
+        self.norm, self.linear, self.dtype = norm, nn.Linear(64, 64), dtype
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x, x.sin()).to(self.dtype or x.dtype))
+
+
+def test_gated_norms_convert_where_groups_are_whole_blocks_and_the_plan_names_the_others():
+    norms = [SiluGatedRMSNorm(), SiluGatedRMSNorm(64), SiluGatedRMSNorm(16), NormThenGateRMSNorm()]
+    model = nn.Sequential(*map(GatedBlock, norms), GatedBlock(SiluGatedRMSNorm(), torch.float64).requires_grad_(False))
+    model[4].linear.double()
+    inputs = (torch.zeros(4, 64),)
+    plan = mxtrain.convert(model, example_inputs=inputs, filter_fqns=[], p=1)
+    assert [type(block.norm).__name__ for block in model[:2]] == ["GatedMXNorm"] * 2
+    assert [block.norm.groups for block in model[:2]] == [2, 1] and model[0].norm.estimate.estimator == "exact"
+    assert {fqn: reason for fqn, reason in plan.skipped.items() if fqn.endswith("norm")} == {
+        "2.norm": "normalizes groups of 16 features, which are not whole blocks of 32",
+        "3.norm": "multiplies by a gate after it normalizes",
+        "4.norm": "its output is used by to in GatedBlock",
+    }
+    model[:4](torch.randn(4, 64)).sum().backward()
+    assert all(block.norm.weight.grad is not None for block in model[:4])
+    mixed = nn.Sequential(nn.RMSNorm(64), GatedBlock(SiluGatedRMSNorm()))
+    assert mxtrain.convert(mixed, "fused_norm").skipped == {"1.norm": "takes a gate"}
+
+
 def test_norms_of_pytorch_and_fused_norms_keep_their_arguments():
     for kind in (RMS, FusedRMSNorm):
         norm = kind(64, 1e-3, elementwise_affine=False)
@@ -192,7 +304,7 @@ def test_norms_of_pytorch_and_fused_norms_keep_their_arguments():
 
 def test_modules_that_compute_something_else():
     for module in (
-        *(ShiftedRMSNorm(), NeedsMoreRMSNorm(), GatedRMSNorm(), RMSNormWithBias()),
+        *(NeedsMoreRMSNorm(), GatedRMSNorm(), RMSNormWithBias()),
         *(WithoutWeightRMSNorm(), nn.Linear(64, 64), MXNorm(64, mode="reference")),
         *(OtherDimensionRMSNorm(), OverTokensRMSNorm(), OtherDimensionLayerNorm(64)),
     ):

@@ -17,7 +17,7 @@ from mxtrain.diagnostics.linears import (
     product_totals,
 )
 from mxtrain.diagnostics.totals import Totals, combined, numbers
-from mxtrain.formats import mx as casts
+from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe

@@ -12,11 +12,11 @@ from torchao.prototype.moe_training.kernels.mxfp8.quant import (
 )
 
 from mxtrain.formats import gemm
-from mxtrain.formats import mx as casts
 from mxtrain.formats.gemm import block_of_rows, collect, make_groups, matmul, matmul_rows, matmul_tokens
 from mxtrain.formats.matrices import Operand, rows_in_order
+from mxtrain.formats.mx import ops as mxfp8
+from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxfp8 import MXFP8
-from mxtrain.formats.mxfp8 import ops as mxfp8
 from mxtrain.formats.parse import get_recipe
 from tests.support.casts import cast
 from tests.support.expert_checks import UNEVEN, assert_same_sums, decoded_grouped_mm, heavy_tailed

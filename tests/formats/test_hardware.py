@@ -3,9 +3,9 @@ import torch
 
 from mxtrain import ConfigError
 from mxtrain.formats import gemm, hardware
-from mxtrain.formats import mx as casts
 from mxtrain.formats.hardware import MODES, describe_modes, resolve_mode
-from mxtrain.formats.mx import from_blocked
+from mxtrain.formats.mx import reference as casts
+from mxtrain.formats.mx.reference import from_blocked
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.nvfp4 import reference as nvfp4
 

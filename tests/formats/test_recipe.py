@@ -90,7 +90,7 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'unquantized'"),
         (
             lambda: get_recipe("mxfp8", scale_rounding="ceil"),
-            r"scale_rounding = 'ceil' is not one of: 'rceil', 'floor'",
+            r"scale_rounding = 'ceil' is not one of: 'rceil', 'rceil_0_18', 'floor'",
         ),
         (
             lambda: get_recipe("nvfp4", scale_rounding="rceil"),

@@ -51,7 +51,10 @@ SETTINGS = [
     (lambda: FusedRMSNorm(64.0), "dim = 64.0 is not an integer of at least 1"),
     (lambda: FusedRMSNorm(D, when_compiled=True), "when_compiled = True is not one of: 'auto', 'kernel', 'formula'"),
     (lambda: DecomposeKRouter(True, 4), "in_features = True is not an integer of at least 1"),
-    (lambda: mxnorm_cast(ones(4, D), scale_rounding=True), "scale_rounding = True is not one of: 'rceil', 'floor'"),
+    (
+        lambda: mxnorm_cast(ones(4, D), scale_rounding=True),
+        "scale_rounding = True is not one of: 'rceil', 'rceil_0_18', 'floor'",
+    ),
     (lambda: mxnorm_cast(ones(4, D), mode=None), "mode = None is not one of: 'auto', "),
     (lambda: norm_constant(True, 32), "p = True is not one of: 1, 2"),
     (lambda: norm_constant(2, 32.0), "block_size = 32.0 is not an integer of at least 1"),

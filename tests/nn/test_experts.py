@@ -16,7 +16,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from mxtrain import ConfigError, MXLinear, set_rounding_step
 from mxtrain.formats import gemm
-from mxtrain.formats.mxfp8 import ops as mxfp8
+from mxtrain.formats.mx import ops as mxfp8
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn import experts as module
 from mxtrain.nn.experts import QuantizedExperts, check_experts

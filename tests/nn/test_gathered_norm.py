@@ -106,7 +106,7 @@ def check_linears_that_differ(mesh) -> None:
         outcomes.append(results_of(block, block, mesh))
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     assert found[0].gathered is None and found[1].gathered.operands == {}
-    assert all(fields_with_gradients(normed) == {"h", "gain"} for normed in found)
+    assert all(fields_with_gradients(normed) == {"h", "weight"} for normed in found)
 
 
 def check_compiled(mesh, recipe: str, mode: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, set_rounding_step
-from mxtrain.formats.mxfp8.ops import MXFP8Ops
+from mxtrain.formats.mx.ops import MXKernelOps
 from mxtrain.formats.nvfp4.ops import NVFP4Ops
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import GEMMS
@@ -121,7 +121,7 @@ def test_one_read_of_the_gradient_for_two_casts_with_one_recipe(name, monkeypatc
 
         return noted
 
-    for kind in (MXFP8Ops, NVFP4Ops):
+    for kind in (MXKernelOps, NVFP4Ops):
         monkeypatch.setattr(kind, "cast", note(kind.cast))
     other = "nvfp4" if name == "mxfp8" else "mxfp8"
     x, dy = draw(T, D, seed=0), draw(T, N, seed=1)

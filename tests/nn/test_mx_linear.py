@@ -3,7 +3,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
-from mxtrain.formats.mx import image
+from mxtrain.formats.mx.reference import image
 from mxtrain.formats.parse import get_recipe
 from tests.support.layer_checks import assert_near, draw, fill, mx_linear, results_of
 

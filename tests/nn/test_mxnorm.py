@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, mxnorm_cast
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mx import dequantize, image
+from mxtrain.formats.mx.reference import dequantize, image
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.mxnorm import inverse_rms, norm_backward
 from mxtrain.formats.parse import get_recipe

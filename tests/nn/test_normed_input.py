@@ -172,7 +172,7 @@ def test_a_linear_gives_the_gradient_of_its_result_to_a_hook():
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
 def test_only_what_stands_for_x_and_the_gain_need_gradients(mode):
     normed = NormBlock(D, N, "mxfp8", mode=mode).norm(draw(2, D, seed=0).requires_grad_())
-    assert fields_with_gradients(normed) == {"h", "gain"}
+    assert fields_with_gradients(normed) == {"h", "weight"}
 
 
 def test_no_field_takes_the_place_of_a_method_of_tensors():

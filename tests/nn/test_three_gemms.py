@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from mxtrain.formats import mx as casts
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mx import from_blocked
-from mxtrain.formats.mxfp8 import ops as mxfp8
+from mxtrain.formats.mx import ops as mxfp8
+from mxtrain.formats.mx import reference as casts
+from mxtrain.formats.mx.reference import from_blocked
 from mxtrain.formats.nvfp4 import ops as nvfp4_ops
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe

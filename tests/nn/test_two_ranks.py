@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, layer_norm, rms_norm
 from mxtrain.nn.split import LocalLinear
 from tests.nn.test_gathered_norm import check_gathers
-from tests.support.layer_checks import draw, in_two_processes, mx_linear
+from tests.support.layer_checks import NormBlock, draw, in_two_processes, mx_linear
 from tests.support.split_checks import check_split_layers
 
 D, EXPERTS, EPS = 32, 8, 1e-5
@@ -71,12 +71,23 @@ def assert_whole(shards, expected):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def check_fsdp(mesh):
+class Offset(NormBlock):
+    """An MXNorm with a gain of 1 + weight, and its linear."""
+
+    def __init__(self):
+        super().__init__(D, EXPERTS * 4, "mxfp8")
+        self.norm.add_unit_offset = True
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+def check_fsdp(mesh, make, parts, tokens, outputs):
     """Each rank has half of the batch and half of every parameter."""
-    x, dy = draw(2, 4, D, seed=0).requires_grad_(), draw(2, 4, EXPERTS, seed=3)
-    y, _, *expected = gradients(Block(), x, dy)
-    block = Block()
-    for part in (block.first, block.norm, block):
+    x, dy = draw(2, tokens, D, seed=0).requires_grad_(), draw(2, tokens, outputs, seed=3)
+    y, _, *expected = gradients(make(), x, dy)
+    block = make()
+    for part in (*map(block.get_submodule, parts), block):
         fully_shard(part, mesh=mesh)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
@@ -198,7 +209,8 @@ def check_pytorchs_tensor_parallelism(mesh):
 
 
 def two_ranks(mesh):
-    check_fsdp(mesh)
+    check_fsdp(mesh, Block, ("first", "norm"), 4, EXPERTS)
+    check_fsdp(mesh, Offset, (), 32, EXPERTS * 4)
     for placement, with_residual in ((Shard(0), True), (Shard(1), False), (Shard(2), True), (Replicate(), False)):
         check_norm_of_shards(mesh, placement, 2, with_residual)
     check_norm_of_shards(mesh, Shard(1), 3, True)  # two rows per batch on one rank, one on the other

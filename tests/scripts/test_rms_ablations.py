@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mxtrain.formats.estimate import norm_constant
-from mxtrain.formats.mx import image
-from mxtrain.formats.mxfp8.ops import MXFP8Ops
+from mxtrain.formats.mx.ops import MXKernelOps
+from mxtrain.formats.mx.reference import image
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.titan.job_config import parse_job_config
@@ -26,7 +26,7 @@ def rms_ablations(import_evidence):
 @pytest.fixture
 def ablation(rms_ablations, monkeypatch):
     """Build the converter of a name for its config and these flags. After the test, norms are MXNorm's again."""
-    monkeypatch.setattr(MXFP8Ops, "normalize", MXFP8Ops.normalize)
+    monkeypatch.setattr(MXKernelOps, "normalize", MXKernelOps.normalize)
 
     def ablation(name, *flags):
         job_config = parse_job_config(

@@ -5,7 +5,7 @@ import json
 import pytest
 import tomli_w
 
-from mxtrain.checkpoints.folder import Manifest, write_manifest
+from mxtrain.checkpoints.folder import Manifest, package_versions, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Settings
@@ -14,6 +14,7 @@ from mxtrain.settings.resume import (
     SettingChange,
     changes,
     check_resume,
+    checked_start,
     kept_defaults,
     other_defaults,
     resolved,
@@ -33,7 +34,7 @@ def compare(before: dict, now: dict, batch_before=8, batch_now=8):
 
 
 def saved(folder, step: int, **manifest) -> None:
-    write_manifest(folder, Manifest(step, True, {}, **{"processes": 1, **manifest}))
+    write_manifest(folder, Manifest(step, True, {}, **{"processes": 1, "versions": package_versions(), **manifest}))
 
 
 @pytest.fixture
@@ -227,6 +228,41 @@ def test_the_defaults_of_its_version_count(start):
     saved(start.checkpoint, 5, defaults={"mxnorm.p": 1})
     with pytest.raises(ConfigError, match="^mxnorm.p = 2, .* 1; .*--checkpoint.may_change mxnorm.p$"):
         check_resume(start, now(), 1)
+
+
+ROUNDING = "mxnorm.scale_rounding"
+
+
+@pytest.mark.parametrize("saved_rule", (None, "rceil"))
+def test_a_run_of_an_earlier_version_keeps_its_rule_for_scales(tmp_path, saved_rule):
+    """Until 0.1.0, "rceil" was torchao 0.18's rule."""
+    step, converters = tmp_path / "checkpoint" / "step-5", ["mxnorm"]
+    step.mkdir(parents=True)
+
+    def begins(versions=(), rule=saved_rule, **sections):
+        tables = {"model": {"converters": converters}, "mxnorm": {"scale_rounding": rule} if rule else {}}
+        saved(step, 5, settings=tables, versions=dict(versions))
+        settings = now(model={"converters": converters}, **{"checkpoint": {"enable": True}, **sections})
+        return checked_start(tmp_path, settings, 1)
+
+    for given in ({}, {"mxnorm": {"scale_rounding": "rceil"}}):  # by a config of the user's
+        start = begins({"mxtrain": "0.1.0"}, **given)
+        assert start.settings == {ROUNDING: "rceil_0_18"} == begins(rule="rceil_0_18").settings
+        assert start.notes[-1].startswith(f"{ROUNDING} stays 'rceil_0_18', ") and start.changes == ()
+    allowed = begins(checkpoint={"enable": True, "may_change": [ROUNDING]})
+    assert allowed.changes == (f"{ROUNDING} changes from 'rceil_0_18' to None at step 6",) and not allowed.settings
+    with pytest.raises(ConfigError, match=f"^{ROUNDING} = 'floor', .* with 'rceil_0_18'"):
+        begins(mxnorm={"scale_rounding": "floor"})
+    same = {} if saved_rule is None else {"mxnorm": {"scale_rounding": saved_rule}}
+    assert begins(package_versions(), **same).settings == {}
+    converters.clear()
+    assert begins(**same).settings == {}
+
+
+def test_a_run_without_power_of_two_scales_has_no_rule_to_keep(start):
+    nvfp4 = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipe": "nvfp4"}}
+    saved(start.checkpoint, 5, settings=nvfp4, versions={"mxtrain": "0.1.0"})
+    assert check_resume(start, now(**nvfp4), 1) == []
 
 
 def test_the_name_of_a_run_may_have_an_equals_sign():

@@ -22,9 +22,9 @@ from triton.compiler import ASTSource
 
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mxfp8.cast import cast
-from mxtrain.formats.mxfp8.norm import mxnorm_cast
-from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
+from mxtrain.formats.mx.cast import cast
+from mxtrain.formats.mx.norm import mxnorm_cast
+from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
 from mxtrain.formats.nvfp4.norm import nvfp4_norm
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
@@ -99,7 +99,7 @@ def cases(everything: bool) -> dict:
     add_cast("bf16 column factor", matrix(bf16), dims=(1, 0), form="blocked", column_factor=vector(4096, bf16))
     add_cast("bf16 source", matrix(bf16), dims=(1, 0), form="image", source=vector(ROWS, torch.int64))
     found["cast fp32 to bf16 image"] = lambda: torch.ops.mxtrain.cast(
-        [matrix(torch.float32)], 0, None, None, None, True, 1, True, True, "rceil", "image"
+        [matrix(torch.float32)], 0, None, None, None, True, 1, True, True, "e4m3", "rceil", "image"
     )
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
@@ -107,16 +107,16 @@ def cases(everything: bool) -> dict:
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(
-            *w.chunk(2, 1), True, True, "rceil", form
+            *w.chunk(2, 1), True, True, "e4m3", "rceil", form
         )
         found[f"swiglu_backward_cast bf16 joined {form}"] = lambda form=form, x=x: swiglu_backward_cast(
-            x, x, x, True, True, True, True, "rceil", form
+            x, x, x, True, True, True, True, "e4m3", "rceil", form
         )
     x = matrix(bf16)
-    found["swiglu_cast bf16 image"] = lambda x=x: swiglu_cast(x, x, True, False, "rceil", "image")
+    found["swiglu_cast bf16 image"] = lambda x=x: swiglu_cast(x, x, True, False, "e4m3", "rceil", "image")
     for form in ("image", "blocked"):
         found[f"swiglu_backward_cast bf16 {form}"] = lambda form=form, x=x: swiglu_backward_cast(
-            x, x, x, True, True, True, False, "rceil", form
+            x, x, x, True, True, True, False, "e4m3", "rceil", form
         )
     for name, dtype in DTYPES.items():
         x, rho, gain = matrix(dtype), vector(ROWS), vector(4096, dtype)
@@ -148,7 +148,7 @@ def cases(everything: bool) -> dict:
     add_cast("one element", element, dims=(0,), column_factor=vector(1))
     add_cast("one element row factor", element, dims=(0,), row_factor=vector(1), column_factor=vector(1))
     found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(
-        one, one, one, True, True, False, False, "rceil", "codes"
+        one, one, one, True, True, False, False, "e4m3", "rceil", "codes"
     )
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
     add_row_norms(found, "one element", element, vector(1), vector(1))

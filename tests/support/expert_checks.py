@@ -4,7 +4,7 @@ import torch
 import torch.nn as nn
 from torch.nn.functional import ScalingType, SwizzleType
 
-from mxtrain.formats.mx import dequantize, from_blocked
+from mxtrain.formats.mx.reference import dequantize, from_blocked
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.nn.experts import QuantizedExperts
 from tests.support.layer_checks import draw, fill

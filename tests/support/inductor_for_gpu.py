@@ -31,7 +31,7 @@ from triton.runtime.driver import driver
 
 from mxtrain.compile import passes
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.nvfp4.norm import nvfp4_norm
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.formats.parse import get_recipe

@@ -2,10 +2,10 @@
 
 import torch
 
-from mxtrain.formats import mx as casts
 from mxtrain.formats import mxnorm
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hadamard import hadamard, pad
+from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.nvfp4 import static_tensor_scale
 from mxtrain.formats.nvfp4.cast import nvfp4_cast

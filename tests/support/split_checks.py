@@ -83,12 +83,13 @@ def assert_equal(found, expected) -> None:
         assert torch.equal(got, want), f"operand {number}: {(got != want).sum()} of {got.numel()} elements differ"
 
 
-def check_norm_and_columns(mesh, recipe, gather: str) -> None:
+def check_norm_and_columns(mesh, recipe, gather: str, add_unit_offset: bool = False) -> None:
     """A norm of shards of sequences feeds two linears with parts of their output features, which may be one GEMM."""
     x, *dys = (heavy_tailed(BATCH, LENGTHS[gather], size, seed=s) for s, size in enumerate((DIM, OUTPUTS, OUTPUTS)))
     # Flat rows on one process: only the other one has the largest element, also after the norm.
     part(x, mesh, 1, rank=1).sign_()
     block = with_heavy_tails(NormBlock(DIM, OUTPUTS, recipe, recipe, bias=True))
+    block.norm.add_unit_offset = add_unit_offset
     for linear in block.linears:
         part(linear.weight.data, mesh, 0, rank=1).sign_()
     expected, operands = run(block, x, dys)
@@ -121,6 +122,7 @@ def check_plain_norm_and_columns(mesh) -> None:
     """In high precision, as a schedule may make them for some steps."""
     x, dy = draw(BATCH, SEQUENCE, DIM, seed=0), draw(BATCH, SEQUENCE, OUTPUTS, seed=1)
     block = NormBlock(DIM, OUTPUTS, "mxfp8")
+    block.norm.add_unit_offset = True
     for layer in (block.norm, *block.linears):
         layer.is_plain = True
     (y, dx, *parameters), _ = run(block, x, [dy])
@@ -149,4 +151,5 @@ def check_split_layers(mesh) -> None:
         for gather in LENGTHS:
             check_norm_and_columns(mesh, recipe, gather)
         check_rows(mesh, recipe)
+    check_norm_and_columns(mesh, "mxfp8", "quantized", add_unit_offset=True)
     check_plain_norm_and_columns(mesh)

@@ -19,5 +19,5 @@ MXFP8 = Format(
         weights=quantization_args(8, 32, "group", "torch.uint8"),
         activations=quantization_args(8, 32, "group", "torch.uint8", dynamic=True),
     ),
-    implementation="mxtrain.formats.mxfp8.ops:MXFP8Ops",
+    implementation="mxtrain.formats.mx.ops:MXKernelOps",
 )

@@ -24,7 +24,7 @@ from mxtrain.formats.gemm import product_of_codes
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
 from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
-from mxtrain.formats.mx import to_blocked
+from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps

@@ -27,7 +27,7 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.removed import in_this_version
-from mxtrain.settings.resume import other_defaults
+from mxtrain.settings.resume import other_defaults, with_own_rounding
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.job_config import check_model
@@ -122,7 +122,7 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         # All modes round to the same operands, and this machine may lack the mode of the training.
         arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
         with places(arguments):
-            settings = read_settings(arguments)
+            settings = with_own_rounding(read_settings(arguments), manifest.versions)
             check_model(settings.values)
     model, weights = engine().SizedModel.of_job(settings.values), SavedWeights(checkpoint)
     # In TorchTitan 0.2.2 one process has no FSDP.

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from mxtrain.formats import mx as casts
 from mxtrain.formats import mxnorm as reference
 from mxtrain.formats.cast_kernels import FORMS
-from mxtrain.formats.mxfp8.cast import cast
-from mxtrain.formats.mxfp8.norm import mxnorm_cast
+from mxtrain.formats.mx import reference as casts
+from mxtrain.formats.mx.cast import cast
+from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
 from tests.support.kernel_checks import (
     DTYPES,

@@ -5,7 +5,7 @@ import torch
 
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.matrices import joined
-from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
 from tests.support.kernel_checks import (

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mxtrain.formats import mxnorm as reference
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mxfp8.norm import NORM as MXFP8_NORM
-from mxtrain.formats.mxfp8.norm import mxnorm_cast
+from mxtrain.formats.mx.norm import NORM as MXFP8_NORM
+from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.formats.norm_kernel import row_tile
 from mxtrain.formats.nvfp4.norm import NORM as NVFP4_NORM
 from mxtrain.formats.nvfp4.norm import nvfp4_norm
@@ -49,8 +49,8 @@ class Format(NamedTuple):
     check: Callable
     call: Callable
     op: Callable
-    setting: str | float
-    """The op's last argument"""
+    settings: tuple
+    """The op's last arguments"""
 
     def __str__(self):
         return "mxfp8" if self.block == 32 else "nvfp4"
@@ -64,7 +64,7 @@ MXFP8 = Format(
         x, estimate, RECIPES["rceil"], form, residual
     ),
     MXFP8_NORM,
-    "rceil",
+    ("e4m3", "rceil"),
 )
 NVFP4 = Format(
     16,
@@ -72,7 +72,7 @@ NVFP4 = Format(
     check_norm,
     lambda x, form="codes", residual=None, estimate=ESTIMATE_16: nvfp4_norm(x, estimate, 2.0**-8, form, residual),
     NVFP4_NORM,
-    2.0**-8,
+    (2.0**-8,),
 )
 formats = pytest.mark.parametrize("fmt", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
 ESTIMATES = [
@@ -222,7 +222,7 @@ def test_op_matches_its_schema_and_fake(fmt):
     """No input is changed or returned; shapes, dtypes and strides are as the fake says."""
     constant = RMSEstimate(2, "pre_round", 1e-5, fmt.block).constant
     for form, residual in (("codes", None), ("image", draw(5, 32, seed=1))):
-        arguments = (draw(5, 32), residual, 2, "pre_round", 1e-5, constant, form, fmt.setting)
+        arguments = (draw(5, 32), residual, 2, "pre_round", 1e-5, constant, form, *fmt.settings)
         torch.library.opcheck(fmt.op, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

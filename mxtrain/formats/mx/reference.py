@@ -1,7 +1,11 @@
-"""Formats with one power-of-two scale (E8M0) per block of 8-bit elements, in plain PyTorch through torchao.
+"""Formats with one power-of-two scale (E8M0) per block of elements, in plain PyTorch.
+
+"rceil" is the rule of torchao after 0.18, and of TransformerEngine. "rceil_0_18" and "floor" are torchao 0.18's, bit
+for bit: ``to_mx`` in torchao/prototype/mx_formats/mx_tensor.py. Easy to simplify wrongly: 0.18 takes an fp32 logarithm,
+which rounds down for up to 60 numbers above a power of two, and does not scale a block whose scale is the smallest.
 
 This is the only file that imports torchao's prototype names, which move between releases; tests run it with every
-release in the package's range. All scale arithmetic is torchao's own.
+release in the package's range.
 """
 
 import logging
@@ -11,7 +15,8 @@ import torch
 from torch.nn.functional import ScalingType
 
 from mxtrain.formats.gemm import product_of_codes
-from mxtrain.formats.matrices import Codes, Operand, image_dtype, split_blocks
+from mxtrain.formats.matrices import Codes, Operand, at_least_fp32, image_dtype, split_blocks
+from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Format, Recipe
 
@@ -21,12 +26,49 @@ with (
     patch.object(logging.getLogger("torchao"), "disabled", True),
     patch.object(logging.getLogger("torch.utils._pytree"), "disabled", True),
 ):
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import get_fp_scale, to_mx
     from torchao.prototype.mx_formats.utils import from_blocked as from_blocked
     from torchao.prototype.mx_formats.utils import to_blocked as to_blocked
 
-_TORCHAO_MODE = {"rceil": ScaleCalculationMode.RCEIL, "floor": ScaleCalculationMode.FLOOR}
+_NAN = 255  # E8M0's only code without a value
+
+
+def scale_codes(amax: torch.Tensor, fmt: Format, scale_rounding: str) -> torch.Tensor:
+    """Return the E8M0 codes (int32) of the scales of blocks with these largest magnitudes, fp32, same shape.
+
+    Code c stands for 2^(c - 127). NaN has code 255 under every rule, infinity only under "rceil".
+    """
+    if scale_rounding == "floor":
+        codes = ((amax.view(torch.int32) >> 23) - fmt.element_max_exponent).clamp(min=0)
+        return torch.where(amax.isnan(), _NAN, codes)
+    if scale_rounding == "rceil_0_18":
+        # PyTorch divides on a CPU and multiplies by the reciprocal on a GPU, so about one code in a million differs.
+        exponents = torch.ceil(torch.log2(amax / fmt.element_max)).clamp(-127, 127)
+        return torch.where(amax.isnan(), _NAN, exponents + 127).to(torch.int32)
+    bits = (amax * (1.0 / fmt.element_max)).view(torch.int32)
+    # Up to the next power of two. 0x00400000 is 2^-127, the smallest scale.
+    codes = torch.where(bits > 0x00400000, ((bits - 1) >> 23) + 1, 0)
+    return torch.where(amax.isfinite(), codes, _NAN)
+
+
+def scale_values(codes: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two (fp32) that E8M0 codes (int32) stand for; NaN for code 255."""
+    bits = torch.where(codes == 0, 0x00400000, codes << 23)
+    return torch.where(codes == _NAN, 0x7FC00000, bits).view(torch.float32)
+
+
+def _inverse_scales(codes: torch.Tensor, scale_rounding: str) -> torch.Tensor:
+    """Return the factors (fp32) for elements before they are rounded: 1 / scale, with torchao 0.18's exceptions."""
+    if scale_rounding == "floor":
+        # 0.18 divides by at least the smallest normal number, and divides a block with a NaN by infinity.
+        return torch.where(codes == _NAN, 0.0, scale_values(254 - codes.clamp(1, 254)))
+    inverse = scale_values(torch.where(codes == _NAN, _NAN, 254 - codes))
+    return torch.where(codes == 0, 1.0, inverse) if scale_rounding == "rceil_0_18" else inverse
+
+
+def _encode(y: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the codes of y (fp32), rounded to nearest even and saturated. NaN stays NaN."""
+    # Not every PyTorch saturates in the conversion.
+    return y.clamp(-fmt.element_max, fmt.element_max).to(getattr(torch, fmt.element))
 
 
 def cast(
@@ -34,8 +76,8 @@ def cast(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast ``x`` in blocks along its last dimension.
 
-    A block with a NaN gets a NaN scale. A block with an infinity decodes to infinity or NaN. (Both are torchao's
-    rules.) So a non-finite input never turns into a finite number.
+    A block with a NaN gets a NaN scale. A block with an infinity decodes to infinity or NaN. So a non-finite input
+    never turns into a finite number.
 
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of the block size.
@@ -45,13 +87,10 @@ def cast(
         codes: the format's dtype, shape of ``x``.
         scales: float8_e8m0fnu, [..., D / block_size].
     """
-    element, block_size = getattr(torch, fmt.element), block_size or fmt.block_size
-    if x.numel() == 0:
-        codes = torch.empty_like(x, dtype=element)
-        scales = torch.empty(*x.shape[:-1], x.shape[-1] // block_size, device=x.device, dtype=torch.float8_e8m0fnu)
-        return codes, scales
-    scales, codes = to_mx(x.contiguous(), element, block_size, scaling_mode=_TORCHAO_MODE[scale_rounding])
-    return codes, scales
+    x, block_size = x.contiguous(), block_size or fmt.block_size
+    scales = scale_codes(block_amax(x, block_size), fmt, scale_rounding)
+    y = at_least_fp32(split_blocks(x, block_size)) * _inverse_scales(scales, scale_rounding).unsqueeze(-1)
+    return _encode(y, fmt).view(x.shape), scales.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def dequantize(
@@ -62,7 +101,7 @@ def dequantize(
     An 8-bit code times a power of two is exact in bf16 and fp32, except below their smallest normal numbers.
     """
     blocks = split_blocks(_values(codes), fmt.block_size)
-    return (blocks * get_fp_scale(scales).unsqueeze(-1)).flatten(-2).to(dtype)
+    return (blocks * scale_values(scales.view(torch.uint8).int()).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:
@@ -94,19 +133,18 @@ def image(x: torch.Tensor, fmt: Format, scale_rounding: str, dim: int, dtype: to
 def rounded_amax(amax: torch.Tensor, fmt: Format, scale_rounding: str) -> torch.Tensor:
     """Return the block maximum that the rounded scale of ``amax`` stands for, fp32, shape of ``amax``.
 
-    For ``"rceil"`` this is scale * element_max (amax or more, up to rounding), for ``"floor"`` scale *
-    2^element_max_exponent (amax rounded down to a power of two). torchao computes the scale: each amax is cast as a
-    block of one element.
+    For "floor" this is scale * 2^element_max_exponent (amax rounded down to a power of two), otherwise scale *
+    element_max (amax or more; under "rceil_0_18" up to a rounding error).
     """
-    _, scales = cast(amax.unsqueeze(-1), fmt, scale_rounding, 1)
-    top = fmt.element_max if scale_rounding == "rceil" else 2.0**fmt.element_max_exponent
-    values = get_fp_scale(scales.squeeze(-1)) * top
-    # Zero blocks and tiny blocks share the smallest scale, but a zero block must not look like a nonzero one.
-    return torch.where(amax == 0, torch.zeros_like(values), values)
+    top = 2.0**fmt.element_max_exponent if scale_rounding == "floor" else fmt.element_max
+    values = scale_values(scale_codes(amax.float(), fmt, scale_rounding)) * top
+    # Zero blocks and tiny blocks share the smallest scale, but a zero block must not look like a nonzero one. Nor must
+    # an infinite block look like one with a NaN.
+    return torch.where((amax == 0) | amax.isinf(), amax.float(), values)
 
 
 class MXOps(FormatOps):
-    """What computes with a format of 8-bit elements and power-of-two scales, in plain PyTorch."""
+    """What computes with a format of power-of-two scales, in plain PyTorch."""
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
         return Codes(*cast(x, self.format, recipe.scale_rounding))
@@ -142,8 +180,7 @@ class MXOps(FormatOps):
         return rounded_amax(amax, self.format, recipe.scale_rounding)
 
     def block_scales(self, amax, recipe, tensor_scale=None):
-        # Each maximum is cast as a block of one element.
-        scales = cast(amax.unsqueeze(-1), self.format, recipe.scale_rounding, 1)[1].squeeze(-1).float()
+        scales = scale_values(scale_codes(amax, self.format, recipe.scale_rounding))
         return scales, scales * self.format.element_max
 
     def stored(self, linear: str, codes: Codes) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""MXFP8 cast of a matrix along its rows, its columns, or both, from one read.
+"""Cast of a matrix to an MX format, along its rows, its columns, or both, from one read.
 
 Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
 W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
@@ -31,7 +31,15 @@ from mxtrain.formats.cast_kernels import (
     scale_offset,
     tile_start,
 )
-from mxtrain.formats.mxfp8.arithmetic import STORAGE, e4m3_codes, e4m3_image, inverse_scale, scale_code, scale_value
+from mxtrain.formats.mx.arithmetic import (
+    STORAGE,
+    element_codes,
+    element_image,
+    element_of,
+    inverse_scale,
+    scale_code,
+    scale_value,
+)
 from mxtrain.formats.recipe import Recipe
 from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op
 
@@ -39,24 +47,24 @@ from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, regist
 @triton.jit
 def cast_along_rows(
     x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
 
-    x is fp32, holds numbers of DTYPE, and is zero outside of ``mask``. The matrix may be a part of a larger result:
+    x is fp32, and zero outside of ``mask``. The matrix may be a part of a larger result:
     first_row, column and offsets are positions in the whole result, end_row and end_column the ends of the part, and
     ``columns`` is the width of the whole.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
-    code = scale_code(block_amax(x, 2), RCEIL, DTYPE)
-    y = x * inverse_scale(code, RCEIL)[:, :, None]
+    code = scale_code(block_amax(x, 2), ROUNDING, ELEMENT)
+    y = x * inverse_scale(code, ROUNDING)[:, :, None]
     if FORM == "image":
-        image = e4m3_image(y, scale_value(code)[:, :, None], HARDWARE)
+        image = element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
     else:
-        tl.store(data_ptr + offsets, tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)), mask=mask)
+        tl.store(data_ptr + offsets, tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS)), mask=mask)
         block = (column // 32 + tl.arange(0, COLUMNS // 32))[None, :]
         scale_offsets = scale_offset(row[:, None], block, columns // 32, FORM)
         scale_mask = (row < end_row)[:, None] & (block < end_column // 32)
@@ -66,7 +74,7 @@ def cast_along_rows(
 @triton.jit
 def cast_along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
@@ -75,13 +83,13 @@ def cast_along_columns(
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
-    code = scale_code(block_amax(x, 1), RCEIL, DTYPE)
-    y = x * inverse_scale(code, RCEIL)[:, None, :]
+    code = scale_code(block_amax(x, 1), ROUNDING, ELEMENT)
+    y = x * inverse_scale(code, ROUNDING)[:, None, :]
     if FORM == "image":
-        image = e4m3_image(y, scale_value(code)[:, None, :], HARDWARE)
+        image = element_image(y, scale_value(code)[:, None, :], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
     else:
-        codes = tl.trans(tl.reshape(e4m3_codes(y, HARDWARE), (ROWS, COLUMNS)))
+        codes = tl.trans(tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS)))
         out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
         # The last block is padded with zeros.
         blocks, end_block = (rows + 31) // 32, (end_row + 31) // 32
@@ -100,8 +108,8 @@ def _cast_kernel(
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
     rows_before, columns_before, expert_rows, all_expert_rows, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr, RCEIL: tl.constexpr,
-    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr,
+    ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
@@ -116,7 +124,6 @@ def _cast_kernel(
     x = tl.load(x_ptr + x_offsets, mask=x_mask, other=0.0)
     if TO_BF16:
         x = rounded(x, tl.bfloat16)
-    DTYPE: tl.constexpr = tl.float32 if ROW_FACTOR or COLUMN_FACTOR else x.dtype
     x = x.to(tl.float32)
     if ROW_FACTOR:
         x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -134,12 +141,12 @@ def _cast_kernel(
     if ALONG_ROWS:
         cast_along_rows(
             x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
-            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
             x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
-            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -153,13 +160,15 @@ def _cast_tile(along_rows: bool, along_columns: bool, form: str) -> tuple[int, i
     return 32, 128, 1
 
 
-def results_for(rows: int, columns: int, along_rows: bool, along_columns: bool, form: str, device) -> tuple[Cast, Cast]:
+def results_for(
+    rows: int, columns: int, along_rows: bool, along_columns: bool, element: str, form: str, device: torch.device
+) -> tuple[Cast, Cast]:
     """Allocate the casts of a matrix along its rows and along its columns. A cast not wanted has no tensors."""
     by_row = by_column = Cast(None, None)
     if along_rows:
-        by_row = empty_cast(STORAGE, rows, columns, form, device)
+        by_row = empty_cast(STORAGE[element], rows, columns, form, device)
     if along_columns:
-        by_column = empty_column_cast(STORAGE, rows, columns, form, device)
+        by_column = empty_column_cast(STORAGE[element], rows, columns, form, device)
     return by_row, by_column
 
 
@@ -173,6 +182,7 @@ def _launches(
     experts: int,
     along_rows: bool,
     along_columns: bool,
+    element: str,
     scale_rounding: str,
     form: str,
 ) -> tuple[list[torch.Tensor], list[Launch]]:
@@ -184,7 +194,7 @@ def _launches(
     whole[axis] = sum(part.shape[axis] for part in parts)
     if source is not None:
         whole[0] = source.shape[0]
-    by_row, by_column = results_for(*whole, along_rows, along_columns, form, parts[0].device)
+    by_row, by_column = results_for(*whole, along_rows, along_columns, element, form, parts[0].device)
     rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
     launches, before = [], [0, 0]
     for x in parts:
@@ -200,7 +210,7 @@ def _launches(
                 ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
                 COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
                 TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, FORM=form,
-                RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x), ROWS=rows_at_once,
+                ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x), ROWS=rows_at_once,
                 COLUMNS=columns_at_once, num_warps=warps,
             ),
         )  # fmt: skip
@@ -212,7 +222,7 @@ def _launches(
 
 CAST = register_op(
     "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source, bool to_bf16,"
-    " int experts, bool along_rows, bool along_columns, str scale_rounding, str form) -> Tensor[]",
+    " int experts, bool along_rows, bool along_columns, str element, str scale_rounding, str form) -> Tensor[]",
     _launches,
 )
 
@@ -228,13 +238,13 @@ def cast(
     source: torch.Tensor | None = None,
     experts: int = 1,
 ) -> dict[int, Cast]:
-    """Return the MXFP8 casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
+    """Return the casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
 
     Args:
         x: bf16 or fp32 [R, C]; C a multiple of 32 for a cast along dimension 1. Along dimension 0 the last block may
             be incomplete: it is padded with zeros. Or several matrices of one dtype, all of them whole blocks along
             ``axis``: the results are those of ``torch.cat(x, axis)``, which is never stored. One launch for each.
-        recipe: an MXFP8 recipe; gives the scale rounding.
+        recipe: of an MX format.
         dims: (1,), (0,) or (1, 0).
         form: "codes": float8_e4m3fn codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple
             of 32] along dimension 0) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales flat in the
@@ -252,5 +262,6 @@ def cast(
     """
     parts = contiguous(*([x] if isinstance(x, torch.Tensor) else x))
     factors = contiguous(row_factor, column_factor)
-    results = CAST(parts, axis, *factors, source, False, experts, 1 in dims, 0 in dims, recipe.scale_rounding, form)
+    settings = 1 in dims, 0 in dims, element_of(recipe.format), recipe.scale_rounding, form
+    results = CAST(parts, axis, *factors, source, False, experts, *settings)
     return by_dim(results, dims, form)

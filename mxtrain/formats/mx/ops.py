@@ -1,17 +1,17 @@
-"""MXFP8's casts, by kernel or in PyTorch."""
+"""Casts to MX formats, by kernel or in PyTorch."""
 
 from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
-from mxtrain.formats.mx import MXOps
+from mxtrain.formats.mx.reference import MXOps
 from mxtrain.formats.ops import Fusions
 
 if HAS_TRITON:
-    from mxtrain.formats.mxfp8 import cast as kernels
-    from mxtrain.formats.mxfp8.norm import NORM, mxnorm_cast
-    from mxtrain.formats.mxfp8.swiglu_cast import swiglu_backward_cast, swiglu_cast
+    from mxtrain.formats.mx import cast as kernels
+    from mxtrain.formats.mx.norm import NORM, mxnorm_cast
+    from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
 
 
-class MXFP8Ops(MXOps):
+class MXKernelOps(MXOps):
     """``MXOps`` with kernels for casts, alone and after a norm or SwiGLU."""
 
     if HAS_TRITON:

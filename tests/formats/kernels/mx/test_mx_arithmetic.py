@@ -1,4 +1,4 @@
-"""MXFP8 arithmetic in kernels: scales against torchao's, E4M3 rounding against PyTorch's, the blocked layout."""
+"""Arithmetic in kernels: scales against the reference's, E4M3 rounding against PyTorch's, the blocked layout."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import scale_offset
-from mxtrain.formats.mx import to_blocked
-from mxtrain.formats.mxfp8.arithmetic import e4m3_codes, e4m3_image, scale_code
-from mxtrain.formats.mxfp8.cast import cast
+from mxtrain.formats.mx.arithmetic import element_codes, element_image, scale_code
+from mxtrain.formats.mx.cast import cast
+from mxtrain.formats.mx.reference import scale_codes, to_blocked
+from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.launch.launch import converts_fp8
 from tests.support.kernel_checks import RECIPES, assert_is_cast, assert_same_bits, bits, draw, kernel_tests
 
@@ -20,9 +21,9 @@ INF, NAN = float("inf"), float("nan")
 def amax_probes(rounding: str) -> torch.Tensor:
     """fp32 numbers of every exponent, denormals included, around each mantissa that a scale could depend on."""
     mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF])
-    if rounding == "rceil":
-        # Up to 23 numbers above 2^k have an fp32 logarithm of k, here divided by 448 = 1.75 * 2^8. The last such
-        # denormal number is 11 above 2^-127, which takes a maximum 37 to 40 above 448 * 2^-127.
+    if rounding != "floor":
+        # In torchao 0.18, up to 23 numbers above 2^k have a logarithm of k, here divided by 448 = 1.75 * 2^8. The last
+        # such denormal number is 11 above 2^-127, which takes a maximum 37 to 40 above 448 * 2^-127.
         around = torch.arange(-4, 48)
         mantissas = torch.cat([mantissas, around[4:], 0x600000 + around, 2 ** torch.arange(7, 23)])
     exponents = torch.arange(255)
@@ -47,20 +48,18 @@ def test_scales_and_codes_for_block_maxima_of_every_exponent(rounding):
 
 
 @triton.jit
-def _scale_code_kernel(amax_ptr, codes_ptr, N: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr):
+def _scale_code_kernel(amax_ptr, codes_ptr, N: tl.constexpr, ROUNDING: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(codes_ptr + i, scale_code(tl.load(amax_ptr + i), RCEIL, DTYPE))
+    tl.store(codes_ptr + i, scale_code(tl.load(amax_ptr + i), ROUNDING, "e4m3"))
 
 
 @pytest.mark.parametrize("rounding", RECIPES)
-def test_every_bf16_maximum_has_the_code_of_the_same_fp32_maximum(rounding):
+def test_the_scale_of_every_bf16_maximum(rounding):
     """NaN has 127 patterns, which are all 255."""
-    amax = (torch.arange(2**15, dtype=torch.int32) << 16).view(torch.float32)
-    as_fp32, as_bf16 = torch.zeros(2, 2**15, dtype=torch.int32)
-    for codes, dtype in ((as_fp32, tl.float32), (as_bf16, tl.bfloat16)):
-        _scale_code_kernel[(1,)](amax, codes, 2**15, rounding == "rceil", dtype)
-    assert torch.equal(as_bf16, as_fp32)
-    assert set(range(247)) <= set(as_fp32.tolist()) and (as_fp32[amax.isnan()] == 255).all()
+    amax, codes = (torch.arange(2**15).int() << 16).view(torch.float32), torch.zeros(2**15, dtype=torch.int32)
+    _scale_code_kernel[(1,)](amax, codes, 2**15, rounding)
+    assert torch.equal(codes, scale_codes(amax, MXFP8, rounding))
+    assert set(range(247)) <= set(codes.tolist()) and (codes[amax.isnan()] == 255).all()
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -99,8 +98,8 @@ def e4m3(y: torch.Tensor) -> torch.Tensor:
 def _rounding_kernel(y_ptr, scale_ptr, codes_ptr, image_ptr, N: tl.constexpr, HARDWARE: tl.constexpr):
     i = tl.arange(0, N)
     y = tl.load(y_ptr + i)
-    tl.store(codes_ptr + i, e4m3_codes(y, HARDWARE))
-    tl.store(image_ptr + i, e4m3_image(y, tl.load(scale_ptr + i), HARDWARE))
+    tl.store(codes_ptr + i, element_codes(y, "e4m3", HARDWARE))
+    tl.store(image_ptr + i, element_image(y, tl.load(scale_ptr + i), "e4m3", HARDWARE))
 
 
 def rounded_by_kernel(y: torch.Tensor, scale: torch.Tensor, hardware: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""SwiGLU and its gradients, cast to MXFP8 for the linear layers of a gated feed-forward and never stored themselves.
+"""SwiGLU and its gradients, cast to an MX format for the linears of a gated feed-forward, and never stored themselves.
 
 The forward kernel reads gate and up and writes casts of h = silu(gate) * up, the input of w2. The backward kernel reads
 dh, gate and up, and writes the casts of dgate and dup, the output gradients of w1 and w3, and on request the cast of h
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import as_bytes, flat, rounded, tile_start
-from mxtrain.formats.mxfp8.cast import cast_along_columns, cast_along_rows, results_for
+from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows, results_for
 from mxtrain.launch.launch import Launch, cdiv, converts_fp8, register_op
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -55,12 +55,12 @@ def _store_casts(
     x, first_row, column, mask, rows, columns, left, width,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width].
 
-    x and DTYPE as for ``cast_along_rows``.
+    x as for ``cast_along_rows``.
     """
     column += left
     row = first_row + tl.arange(0, ROWS)
@@ -68,12 +68,12 @@ def _store_casts(
     if ALONG_ROWS:
         cast_along_rows(
             x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
-            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
             x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
-            FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -82,7 +82,8 @@ def _swiglu_cast_kernel(
     gate_ptr, up_ptr, row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
     rows, columns, gate_stride, up_stride,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -94,7 +95,7 @@ def _swiglu_cast_kernel(
     _store_casts(
         h, first_row, column, mask, rows, columns, 0, columns,
         row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
 
 
@@ -105,7 +106,8 @@ def _swiglu_backward_cast_kernel(
     dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
-    FORM: tl.constexpr, RCEIL: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -120,7 +122,7 @@ def _swiglu_backward_cast_kernel(
     _store_casts(
         swiglu_dgate(silu, s, up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
         dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     dh = _load(dh_ptr, dh_stride, row, across, mask)
     if JOINED:
@@ -129,13 +131,13 @@ def _swiglu_backward_cast_kernel(
     _store_casts(
         swiglu(silu, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
         dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     if H_COLUMNS:
         up = _load(up_ptr, up_stride, row, across, mask)
         _store_casts(
             swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
-            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, RCEIL, DTYPE, HARDWARE, ROWS, COLUMNS,
+            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -149,34 +151,40 @@ def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int
     return (32, 64, 1) if backward else (32, 128, 1)
 
 
-def _launch(kernel, results, tensors, numbers, tile, form, scale_rounding, **constants) -> Launch:
+def _launch(kernel, results, tensors, numbers, tile, element, scale_rounding, form, **constants) -> Launch:
     """The launch of ``kernel`` over tiles of the matrix that ``tensors`` begins with."""
     x = tensors[0]
     rows_at_once, columns_at_once, warps = tile
     constants |= dict(
-        FORM=form, RCEIL=scale_rounding == "rceil", HARDWARE=converts_fp8(x),
+        FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x),
         ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
     )  # fmt: skip
     grid = (cdiv(x.shape[0], rows_at_once) * cdiv(x.shape[1], columns_at_once),)
     return Launch(kernel, grid, (*tensors, *map(as_bytes, results), *x.shape, *numbers), constants)
 
 
-def _casts(x: torch.Tensor, width: int, along_rows: bool, along_columns: bool, form: str) -> tuple:
+def _casts(x: torch.Tensor, width: int, along_rows: bool, along_columns: bool, element: str, form: str) -> tuple:
     """Allocate the casts of a matrix [T, width]: data and scales along rows, then along columns, None for no cast."""
-    by_row, by_column = results_for(x.shape[0], width, along_rows, along_columns, form, x.device)
+    by_row, by_column = results_for(x.shape[0], width, along_rows, along_columns, element, form, x.device)
     return *by_row, *by_column
 
 
 def _forward(
-    gate: torch.Tensor, up: torch.Tensor, along_rows: bool, along_columns: bool, scale_rounding: str, form: str
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    along_rows: bool,
+    along_columns: bool,
+    element: str,
+    scale_rounding: str,
+    form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     gate, up = _unit_stride(gate), _unit_stride(up)
-    results = _casts(gate, gate.shape[1], along_rows, along_columns, form)
+    results = _casts(gate, gate.shape[1], along_rows, along_columns, element, form)
     if gate.numel() == 0:
         return flat(*results), None
     return flat(*results), _launch(
         _swiglu_cast_kernel, results, (gate, up), (gate.stride(0), up.stride(0)),
-        _tile(along_columns, False, form), form, scale_rounding,
+        _tile(along_columns, False, form), element, scale_rounding, form,
         ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns,
     )  # fmt: skip
 
@@ -189,22 +197,23 @@ def _backward(
     along_columns: bool,
     h_columns: bool,
     joined: bool,
+    element: str,
     scale_rounding: str,
     form: str,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     dh, gate, up = _unit_stride(dh), _unit_stride(gate), _unit_stride(up)
     columns = gate.shape[1]
     left, width = (columns, 2 * columns) if joined else (0, columns)
-    dgate = _casts(gate, width, along_rows, along_columns, form)
-    dup = (None,) * 4 if joined else _casts(gate, width, along_rows, along_columns, form)
-    h = _casts(gate, columns, False, h_columns, form)[2:]
+    dgate = _casts(gate, width, along_rows, along_columns, element, form)
+    dup = (None,) * 4 if joined else _casts(gate, width, along_rows, along_columns, element, form)
+    h = _casts(gate, columns, False, h_columns, element, form)[2:]
     results = flat(*dgate, *dup, *h)
     if gate.numel() == 0:
         return results, None
     return results, _launch(
         _swiglu_backward_cast_kernel, (*dgate, *dup, *h), (dh, gate, up),
         (dh.stride(0), gate.stride(0), up.stride(0), left, width),
-        _tile(along_columns or h_columns, True, form), form, scale_rounding,
+        _tile(along_columns or h_columns, True, form), element, scale_rounding, form,
         ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns, JOINED=joined,
     )  # fmt: skip
 
@@ -215,8 +224,8 @@ def _unit_stride(x: torch.Tensor) -> torch.Tensor:
 
 
 swiglu_cast = register_op(
-    "swiglu_cast(Tensor gate, Tensor up, bool along_rows, bool along_columns, str scale_rounding, str form)"
-    " -> Tensor[]",
+    "swiglu_cast(Tensor gate, Tensor up, bool along_rows, bool along_columns, str element, str scale_rounding,"
+    " str form) -> Tensor[]",
     _forward,
 )
 """The casts of h = silu(gate) * up along its rows and along its columns, in this order where they are wanted.
@@ -225,7 +234,7 @@ gate, up: bf16 or fp32 [T, H], H a multiple of 32, both of one dtype, with any d
 """
 swiglu_backward_cast = register_op(
     "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns, bool h_columns,"
-    " bool joined, str scale_rounding, str form) -> Tensor[]",
+    " bool joined, str element, str scale_rounding, str form) -> Tensor[]",
     _backward,
 )
 """The casts of dgate, then of dup, then of h along its columns if ``h_columns``. dh: like gate.

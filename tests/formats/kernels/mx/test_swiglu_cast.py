@@ -9,7 +9,7 @@ import triton.language as tl
 
 from mxtrain.formats import swiglu as reference
 from mxtrain.formats.cast_kernels import FORMS, by_dim, casts_of
-from mxtrain.formats.mxfp8.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
+from mxtrain.formats.mx.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
 from tests.support.kernel_checks import (
     DTYPES,
     LAYOUTS,
@@ -60,12 +60,12 @@ def inputs(rows, columns, dtype=torch.bfloat16):
 
 def forward(gate, up, rounding="rceil", form="codes", dims=(1, 0)):
     """{dim: cast of h}"""
-    return by_dim(swiglu_cast(gate, up, 1 in dims, 0 in dims, rounding, form), dims, form)
+    return by_dim(swiglu_cast(gate, up, 1 in dims, 0 in dims, "e4m3", rounding, form), dims, form)
 
 
 def backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False):
     """Casts by dimension of dgate, or of [dgate, dup], and of dup; the cast of h along its columns."""
-    results = swiglu_backward_cast(dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, rounding, form)
+    results = swiglu_backward_cast(dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, "e4m3", rounding, form)
     casts, dims = casts_of(results, form), sorted(dims, reverse=True)
     assert len(casts) == (1 if joined else 2) * len(dims) + h_columns
     dup = {} if joined else dict(zip(dims, casts[len(dims) :]))

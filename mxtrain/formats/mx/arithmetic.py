@@ -1,0 +1,173 @@
+"""Arithmetic of MX formats inside kernels: E8M0 scales, and rounding to the elements.
+
+Every function returns the bits of ``mxtrain.formats.mx.reference``, special values included, so a kernel that
+multiplies, reduces and casts in one pass returns what separate PyTorch operations would.
+
+ELEMENT is the kind of elements, a key of ``STORAGE``: "e4m3" has 4 bits of exponent and 3 of mantissa. ROUNDING is the
+recipe's ``scale_rounding``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from mxtrain.formats.cast_kernels import Storage, magnitude_bits
+from mxtrain.formats.recipe import Format
+from mxtrain.launch.launch import INTERPRETED
+
+BLOCK = 32
+
+
+def element_of(fmt: Format) -> str:
+    """Return the kind of elements of a format: "e4m3" for float8_e4m3fn."""
+    return fmt.element.partition("_")[2][:4]
+
+
+STORAGE = {"e4m3": Storage(BLOCK, torch.float8_e4m3fn, 1, torch.float8_e8m0fnu)}
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# To divide a tensor by a number, PyTorch multiplies by the fp32 reciprocal on CUDA, and divides on a CPU. The quotients
+# sometimes differ in the last place, which changes about one scale in a million under "rceil_0_18".
+_ON_CPU = tl.constexpr(INTERPRETED)
+
+
+@triton.constexpr_function
+def largest(ELEMENT):
+    """The largest element."""
+    return {"e4m3": 448.0}[ELEMENT]
+
+
+@triton.constexpr_function
+def largest_exponent(ELEMENT):
+    """Exponent of the largest element."""
+    return int(largest(ELEMENT)).bit_length() - 1
+
+
+@triton.constexpr_function
+def smallest_exponent(ELEMENT):
+    """Exponent of the smallest normal element."""
+    return 2 - 2 ** (int(ELEMENT[1]) - 1)
+
+
+@triton.constexpr_function
+def mantissa_bits(ELEMENT):
+    """Width of an element's mantissa."""
+    return int(ELEMENT[3])
+
+
+@triton.constexpr_function
+def largest_bits(ELEMENT):
+    """Bits of the fp32 number whose scale is just 2^-127: the largest element times 2^-127."""
+    return ((largest_exponent(ELEMENT) - 1) << 23) + int(largest(ELEMENT) * 2 ** (23 - largest_exponent(ELEMENT)))
+
+
+@triton.jit
+def scale_code(amax, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr):
+    """E8M0 code (int32, 0 to 255) of the scale for blocks whose largest magnitude is ``amax`` (fp32)."""
+    bits = magnitude_bits(amax)
+    if ROUNDING == "floor":
+        # floor(log2(amax)) minus the largest exponent, which needs no special case for infinity.
+        code = tl.maximum((bits >> 23) - largest_exponent(ELEMENT), 0)
+        return tl.where(amax != amax, 255, code)
+    if ROUNDING == "rceil":
+        # The quotient is above a power of two where amax is above the largest element times it, with one exception:
+        # next to 2^-127, a denormal number, quotients are coarse, and that of the next amax rounds down to it.
+        above = bits - largest_bits(ELEMENT)
+        code = tl.where(above > 1, (above + 0x7FFFFF) >> 23, 0)
+        return tl.where(bits >= 0x7F800000, 255, code)
+    if _ON_CPU:
+        descale = tl.div_rn(amax, tl.full(amax.shape, largest(ELEMENT), tl.float32))
+    else:
+        descale = amax * (1.0 / largest(ELEMENT))
+    # torchao 0.18 takes the ceiling of an fp32 log2, which rounds to k for numbers just above 2^k. The same happens
+    # here: near 1, log2(1 + f) is f * log2(e), and adding k rounds that sum as the logarithm is rounded. Farther
+    # from 1 the sum is above k in any case, and the ceiling needs no more than that.
+    bits = magnitude_bits(descale)
+    code = bits >> 23
+    k = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + 127.0)
+    one_plus_f = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    log2 = k + (one_plus_f - 1.0) * _LOG2_E
+    # Denormal numbers: 2^-127 is bit 22, and the logarithms of the next 11 numbers above it still round to -127.
+    is_above = tl.where(code == 0, bits > 0x400000 + 11, log2 > k)
+    # Infinity and NaN have 255 in their exponent. Infinity gets code 254, and NaN, which is above it, 255.
+    return tl.minimum(code, 254) + is_above.to(tl.int32)
+
+
+@triton.jit
+def scale_value(code):
+    """Power of two (fp32) that an E8M0 code stands for. For 255 infinity, whose products with 0 and NaN are NaN."""
+    return tl.maximum(code << 23, 0x00400000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_scale(code, ROUNDING: tl.constexpr):
+    """Factor (fp32) for elements before rounding: one over the scale, with torchao 0.18's exceptions."""
+    bits = (254 - code) << 23
+    if ROUNDING == "rceil":
+        bits = tl.where(code == 255, 0x7FC00000, bits)
+    elif ROUNDING == "rceil_0_18":
+        # One over 2^127 is a denormal number, with the bits 0x00400000. A zero or tiny block is not scaled.
+        bits = tl.maximum(bits, 0x00400000)
+        bits = tl.where(code == 0, 0x3F800000, bits)
+        bits = tl.where(code == 255, 0x7FC00000, bits)
+    else:
+        # torchao divides by at least the smallest normal number, and divides a NaN block by infinity.
+        bits = tl.where(code == 0, 253 << 23, bits)
+        bits = tl.where(code == 255, 0, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded_amax(amax, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr):
+    """Block maximum (fp32) that the rounded scale of ``amax`` stands for; zero for zero, and NaN for NaN."""
+    scale = scale_value(scale_code(amax, ROUNDING, ELEMENT))
+    if ROUNDING == "floor":
+        top = scale * 2.0 ** largest_exponent(ELEMENT)
+    else:
+        top = scale * largest(ELEMENT)
+    return tl.where(amax > 0.0, top, amax)
+
+
+@triton.jit
+def round_to_element(y, ELEMENT: tl.constexpr):
+    """Nearest element to y (fp32) on any device: ties to even, saturated, NaN stays NaN.
+
+    Adding a number whose last place is the elements' step at y rounds to that step; subtracting it leaves rounded y.
+    """
+    magnitude = magnitude_bits(y)
+    size = magnitude.to(tl.float32, bitcast=True)
+    size = tl.where(size > largest(ELEMENT), largest(ELEMENT), size)
+    # Below the smallest normal element the step stays the same.
+    exponent = tl.maximum(magnitude >> 23, 127 + smallest_exponent(ELEMENT))
+    exponent = tl.minimum(exponent, 127 + largest_exponent(ELEMENT))
+    magic = ((exponent + (23 - mantissa_bits(ELEMENT))) << 23).to(tl.float32, bitcast=True)
+    rounded = ((size + magic) - magic).to(tl.int32, bitcast=True)
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return (rounded | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _by_hardware(y, ELEMENT: tl.constexpr):
+    if ELEMENT == "e4m3":
+        return y.to(tl.float8e4nv)
+
+
+@triton.jit
+def element_codes(y, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Codes of 8 bits (uint8) of y (fp32), rounded to nearest even and saturated. HARDWARE: use a GPU's instruction."""
+    if HARDWARE:
+        return _by_hardware(y, ELEMENT).to(tl.uint8, bitcast=True)
+    value = round_to_element(y, ELEMENT)
+    # The smallest normal element becomes fp32's, 2^-126, so that exponents have the elements' bias.
+    bits = (value * 2.0 ** (-126 - smallest_exponent(ELEMENT))).to(tl.int32, bitcast=True)
+    code = ((bits >> (23 - mantissa_bits(ELEMENT))) & 0x7F) | ((bits >> 24) & 0x80)
+    return tl.where(value != value, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def element_image(y, scale, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """y (fp32), rounded to the nearest element, times the block's scale, exact in bf16. HARDWARE: as above."""
+    if HARDWARE:
+        value = _by_hardware(y, ELEMENT).to(tl.float32)
+    else:
+        value = round_to_element(y, ELEMENT)
+    return (value * scale).to(tl.bfloat16)
