@@ -99,6 +99,24 @@ def test_all_modes_hold_the_same_values(recipe, tokens, dim, outputs):
         assert not got[:, used:].any(), "zeros pad the last block"
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+def test_all_modes_hold_the_same_values_beside_exact_tensor_scales(tiles):
+    recipe = get_recipe("nvfp4", four_over_six="both", weight_tiles=tiles)
+    reference, emulated, native = (
+        all_operands(recipe, mode, 17, D, 16) for mode in ("reference", "emulated", "native")
+    )
+    for key, of in reference.items():
+        assert torch.equal(emulated[key].data.float(), of.data) and emulated[key].data.dtype == torch.bfloat16
+        used = emulated[key].data.shape[1]
+        if key[0].startswith("dY"):
+            assert of.tensor_scale is None is emulated[key].tensor_scale
+            assert torch.equal(values(native[key], recipe)[:, :used], of.data)
+        else:
+            assert of.tensor_scale == emulated[key].tensor_scale == native[key].tensor_scale
+            scale_of_one = native[key]._replace(tensor_scale=torch.ones(()))
+            assert torch.equal(values(scale_of_one, recipe)[:, :used], of.data)
+
+
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
 def test_token_counts_from_zero(mode):
     counts = (0, 1, 16) if mode == "reference" else (0,)
@@ -156,6 +174,7 @@ CASES = [
     *itertools.product(("mxfp8", "nvfp4"), ("native", "emulated", "reference")),
     ("unquantized", "emulated"),
     ("nvfp4_dynamic", "reference"),
+    *((get_recipe("nvfp4", four_over_six="both"), mode) for mode in ("emulated", "reference")),
 ]
 
 
@@ -168,8 +187,8 @@ def test_codes_stand_for_the_operand(device, recipe, mode):
     operand, rho = recipe.ops.normalize(x, estimate, recipe, mode)
     codes, own_rho = recipe.ops.normalize(x, estimate, recipe, mode, as_codes=True)
     assert torch.equal(rho, own_rho)
-    assert_same_operand(recipe.ops.from_codes(codes, mode, 1), operand)
+    assert_same_operand(recipe.ops.from_codes(codes, mode, 1, recipe), operand)
 
     expected = gemms(recipe, mode).quantize_along_tokens(x, rho, signs())
     codes = cast([x], recipe, mode, (0,), row_factor=rho, signs=signs(), as_codes=True)[0]
-    assert_same_operand(recipe.ops.from_codes(codes, mode, 0), expected)
+    assert_same_operand(recipe.ops.from_codes(codes, mode, 0, recipe), expected)
