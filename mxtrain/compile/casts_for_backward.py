@@ -28,12 +28,15 @@ def compute_casts_in_backward(graph: Graph) -> None:
         return
     casts = {op for fmt in FORMATS.values() for op in fmt.ops.casts}
     weight_casts = {op for fmt in FORMATS.values() for op in fmt.ops.weight_casts}
+    fused_casts = {fmt.ops.fusions.swiglu for fmt in FORMATS.values() if fmt.ops.fusions}
     backward = that_depend_on_tangents(graph)
-    for calls in _equal_calls(graph, casts | weight_casts):
-        if len(calls[0].args[0]) > 1 and calls[0].target not in weight_casts:
+    for calls in _equal_calls(graph, casts | weight_casts | fused_casts):
+        readers = {reader for call in calls for reader in _readers(call)}
+        if calls[0].target in casts and len(calls[0].args[0]) > 1 and readers <= backward:
             continue  # casts of several matrices stay where PyTorch puts them, as when speed and memory were measured
-        if backward.isdisjoint(calls) and any(_is_read_by(call, backward) for call in calls):
-            for node in {n for call in calls for n in (call, *_swiglu_before(call))}:
+        if backward.isdisjoint(calls) and not backward.isdisjoint(readers):
+            fused = calls[0].target in fused_casts
+            for node in {n for call in calls for n in (call, *(() if fused else _swiglu_before(call)))}:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             for call in calls:
                 if call.target in weight_casts:
@@ -57,13 +60,10 @@ def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:
     return list(found.values())
 
 
-def _is_read_by(node: Node, readers: set[Node]) -> bool:
-    """Whether ``readers`` read results of a call or views of them."""
-    return any(
-        user in readers
-        or ((user.target is operator.getitem or getattr(user.target, "is_view", False)) and _is_read_by(user, readers))
-        for user in node.users
-    )
+def _readers(node: Node) -> set[Node]:
+    """Return the nodes that read results of a call or views of them."""
+    views = {u for u in node.users if u.target is operator.getitem or getattr(u.target, "is_view", False)}
+    return (node.users.keys() - views).union(*map(_readers, views))
 
 
 def _swiglu_before(cast: Node) -> set[Node]:

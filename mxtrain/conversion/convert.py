@@ -12,7 +12,7 @@ from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
 from mxtrain.formats.hardware import Mode
-from mxtrain.formats.recipe import FourOverSix, FourOverSixError, LinearRecipe, ScaleRounding, TensorScale
+from mxtrain.formats.recipe import Backward, FourOverSix, FourOverSixError, LinearRecipe, ScaleRounding, TensorScale
 from mxtrain.nn.group import LinearGroup
 from mxtrain.norms.row_norm import WhenCompiled
 
@@ -32,7 +32,9 @@ class Settings(TypedDict, total=False):
     stochastic_rounding: bool | None
     four_over_six: FourOverSix | None
     four_over_six_error: FourOverSixError | None
+    backward: Backward | None
     high_precision_share: float | None
+    high_precision_last: int | None
     mode: Mode | None
     seed: int | None
     graph_passes: bool | None

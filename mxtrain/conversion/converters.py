@@ -20,6 +20,7 @@ from mxtrain.formats.parse import SWITCHES, get_recipes
 from mxtrain.formats.recipe import (
     DEFAULT_RECIPE,
     HIGH_PRECISION_RECIPE,
+    Backward,
     FourOverSix,
     FourOverSixError,
     LinearRecipe,
@@ -106,10 +107,11 @@ class MXLinearConverter(Converter):
         recipe: what the operands of linears and experts are cast to: a name for all three GEMMs, or one for each as in
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" stay.
         recipes: pattern of linears or experts, or of modules that hold some -> their recipe in the place of ``recipe``.
-            The last pattern that matches wins. ``filter_fqns`` and ``high_precision_share`` come first.
+            The last pattern that matches wins. ``filter_fqns`` and the last blocks in high precision come first.
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, four_over_six, four_over_six_error,
-        high_precision_share: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks
-            (``conversion.layers``) the last share * n, rounded to nearest, stay.
+            high_precision_share, high_precision_last: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n
+            blocks (``conversion.layers``) the last share * n, rounded to nearest, or the last so many stay.
+        backward: "dequantized" gives dgrad and wgrad the recipe "dequantized"; None keeps the recipe's own.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
             them and computes complex products as real ones (``mxtrain.compile``).
@@ -131,7 +133,9 @@ class MXLinearConverter(Converter):
     stochastic_rounding: bool | None = None
     four_over_six: FourOverSix | None = None
     four_over_six_error: FourOverSixError | None = None
+    backward: Backward | None = None
     high_precision_share: float | None = None
+    high_precision_last: int | None = None
     mode: Mode = "auto"
     seed: int = 0
     graph_passes: bool = True
@@ -215,20 +219,24 @@ class MXLinearConverter(Converter):
         return recipe_of, kept
 
     def _last_blocks(self, survey: Survey) -> tuple[dict[str, str], str]:
-        """All modules of the last ``high_precision_share`` of the blocks -> the reason to stay; the share in words."""
-        share, blocks = self.default_recipe.high_precision_share, survey.blocks
-        setting = f"high_precision_share = {share}"
-        if share and not blocks:
+        """All modules of the last blocks that stay in high precision -> the reason; the setting in words."""
+        recipe, blocks = self.default_recipe, survey.blocks
+        name = "high_precision_last" if recipe.high_precision_last else "high_precision_share"
+        value = getattr(recipe, name)
+        setting = f"{name} = {value}"
+        if value and not blocks:
             names = f"name the modules to keep in filter_fqns{self._and_heads(survey)}"
             line = f"{setting} finds no blocks in this {survey.kind}: {names}"
-            if self.high_precision_share:
+            if getattr(self, name):
                 raise ConfigError(line)
             return {}, line
-        count = math.floor(share * len(blocks) + 0.5)
+        count = math.floor(value * len(blocks) + 0.5) if name == "high_precision_share" else value
+        if count > len(blocks):
+            raise ConfigError(f"{setting} is more than the {len(blocks)} blocks of this {survey.kind}")
         words = f"{count} of {len(blocks)} blocks"
         last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
         kept = [fqn for fqn in survey.fqns if f"{fqn}.".startswith(last)]
-        return dict.fromkeys(kept, f"in the last {words} ({setting})"), f"{setting} keeps {words}" if share else ""
+        return dict.fromkeys(kept, f"in the last {words} ({setting})"), f"{setting} keeps {words}" if value else ""
 
     def _plan_layers(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str]

@@ -61,7 +61,7 @@ class MeasuredCast:
 
     Attributes:
         image: [R, C], the values that the cast's codes and scales stand for.
-        recipe: of the cast; has a format.
+        recipe: of the cast.
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: square tiles share a scale.
         tensor_scale: exact, or known before the cast; None if it comes from the values, or the format has none.
@@ -176,7 +176,7 @@ def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradien
     found = {}
     for gemm, casts in _casts(gemms, given, weight, gradient).items():
         found[gemm] = product_totals(*casts.values())
-        found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items()}
+        found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items() if cast.recipe.format}
     return found
 
 
@@ -204,7 +204,7 @@ def _casts(
     """For each GEMM with a format: its two casts by name."""
     recipe, split = gemms.recipe, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
-    fprop, dgrad, wgrad = (of_gemm.format is not None for of_gemm in recipe.gemms)
+    fprop, dgrad, wgrad = (of_gemm.rounds for of_gemm in recipe.gemms)
     w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
 
@@ -222,7 +222,7 @@ def _casts(
         of_w = measured(w, weights[0], recipe.dgrad, 0, recipe.dgrad.weight_tiles)
         found["dgrad"] = {"grad": measured(grad, dy_rows, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
-        x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs)
+        x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs, estimate=given.estimate)
         casts = {"grad": (grad, dy_columns), "input": (given.matrix, x_columns)}
         found["wgrad"] = {
             name: measured(_along_tokens(matrix, recipe.wgrad, signs), operand, recipe.wgrad, 0)

@@ -105,7 +105,7 @@ def _products(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, of: Gradien
         x = fprop.ops.normalize(given.x, given.estimate, fprop, gemms.mode)[0]
     dy_rows, dy_columns = gemms.quantize_gradients([of.dy], True, True, of.signs, [of.draws])
     (y,) = gemms.fprop(x, [weight], dtype, given.gain)
-    x_columns = gemms.quantize_along_tokens(given.x, given.rho, of.signs)
+    x_columns = gemms.quantize_along_tokens(given.x, given.rho, of.signs, estimate=given.estimate)
     return y, gemms.dgrad(dy_rows, [weight], dtype, given.gain), gemms.wgrad(dy_columns, x_columns, dtype)
 
 

@@ -22,9 +22,10 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torc
 
     With ``scale``, fp32 [], the sum is multiplied by it before that.
     """
+    # b may be bf16 values that an fp32 gradient multiplies.
     # Autocast would round the fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.device.type, enabled=False):
-        return _product_of_values(a, b.t(), out_dtype, scale)
+        return _product_of_values(a, converted(b, a.dtype).t(), out_dtype, scale)
 
 
 def product_of_codes(
@@ -216,7 +217,7 @@ def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dty
         tiles = b.scales.view(1 if is_stacked else data.shape[1] // TILE_ROWS, experts, -1)
         scales = tiles.transpose(0, 1).reshape(experts, -1)
         return _grouped_codes(a.data, a.scales.view(a.data.shape[0], -1), data.contiguous(), scales, ends, out_dtype)
-    scales = scale_of_product(a, b)
+    data, scales = converted(data, a.data.dtype), scale_of_product(a, b)
     if _is_one_kernel(a, out_dtype, scales):
         return grouped_mm(a.data, data.transpose(1, 2), offs=ends)
     return _grouped_values(a.data, data, ends, out_dtype, scales)
@@ -226,10 +227,10 @@ def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.d
     """Multiply every expert's tokens, columns of a [N, P] and b [D, P] -> [E, N, D]."""
     if a.scales is not None:
         return _grouped_codes(a.data, _by_expert(a, ends), b.data, _by_expert(b, ends), ends, out_dtype)
-    scales = scale_of_product(a, b)
+    data, scales = converted(b.data, a.data.dtype), scale_of_product(a, b)
     if _is_one_kernel(a, out_dtype, scales):
-        return grouped_mm(a.data, b.data.t(), offs=ends)
-    return _grouped_values(a.data, b.data, ends, out_dtype, scales)
+        return grouped_mm(a.data, data.t(), offs=ends)
+    return _grouped_values(a.data, data, ends, out_dtype, scales)
 
 
 def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:

@@ -99,8 +99,15 @@ class FormatOps:
 
     def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int) -> Operand:
         """Return the operand of X [R, C] along ``dim``."""
-        data = x.to(image_dtype(x, mode))
+        data = x if recipe.dequantizes and mode != "reference" else x.to(image_dtype(x, mode))
         return Operand(data if dim == 1 else data.t())
+
+    def decoded(self, parts: Sequence[torch.Tensor], recipe: Recipe, mode: str, spec: CastSpec = PLAIN) -> torch.Tensor:
+        """Return the values [R, C] of the codes that ``cast`` along the rows gives: bf16, in mode "reference" fp32.
+
+        An image holds them where scales are powers of two. A format with other scales encodes and ``dequantize``s.
+        """
+        return self.cast(parts, recipe, "reference" if mode == "reference" else "emulated", (1,), spec)[1].data
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [R, K] of codes, which bf16 holds exactly."""
@@ -146,6 +153,11 @@ class FormatOps:
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
         """Return the tensor scale of a norm's output with rows of ``columns``, if it is known before the cast."""
         return None
+
+    def scale_after_norm(self, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, groups: int = 1):
+        """``static_scale`` of the output of a norm for x [T, D] in groups of features, fp32 [] on its device."""
+        scale = self.static_scale(x.shape[-1] // groups, estimate, recipe)
+        return None if scale is None else torch.full((), scale, dtype=torch.float32, device=x.device)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
         """Return the tensor scales of matrices with these largest magnitudes, fp32, same shape."""

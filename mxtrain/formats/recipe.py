@@ -23,6 +23,8 @@ FOUR_OVER_SIX = get_args(FourOverSix)
 _FOUR_OVER_SIX_OF = {"weight": "weights", "input": "activations"}
 FourOverSixError = Literal["mae", "mse"]
 FOUR_OVER_SIX_ERRORS = get_args(FourOverSixError)
+Backward = Literal["quantized", "dequantized"]
+BACKWARDS = get_args(Backward)
 LONGEST_BLOCK = 32
 """So many rows are whole blocks in every format."""
 
@@ -148,6 +150,8 @@ class LinearRecipe(Keyed):
         name: as in the TOML.
         fprop, dgrad, wgrad: the Recipe of each GEMM.
         high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
+        high_precision_last: their number, in the place of the share; 0 if the share counts.
+        own_name: the name of a MixedRecipe that has one.
     """
 
     name: str
@@ -155,6 +159,8 @@ class LinearRecipe(Keyed):
     dgrad: "Recipe"
     wgrad: "Recipe"
     high_precision_share: float
+    high_precision_last: int
+    own_name: str | None = None
 
     @property
     def gemms(self) -> "tuple[Recipe, Recipe, Recipe]":
@@ -178,7 +184,12 @@ class LinearRecipe(Keyed):
         tensor scale, and matrices have one each; so has an operand with an exact tensor scale.
         """
         one_scale = mode == "native" and self.tensor_scaled
-        return all(gemm.format and not gemm.error_for("weight") for gemm in self.gemms) and not one_scale
+        return all(gemm.rounds and not gemm.error_for("weight") for gemm in self.gemms) and not one_scale
+
+    @property
+    def input_of_wgrad(self) -> "tuple[Recipe, int]":
+        """The recipe that casts X for wgrad, and the dimension along which its blocks lie."""
+        return (self.fprop, 1) if self.wgrad.dequantizes else (self.wgrad, 0)
 
     @property
     def needs_signs(self) -> bool:
@@ -224,8 +235,10 @@ class Recipe(LinearRecipe):
             where the block loses less. These operands have exact tensor scales, which are not rounded to powers of two.
             Not for output gradients.
         four_over_six_error: what a block loses: the sum of its errors' magnitudes (``"mae"``) or squares (``"mse"``).
-        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change. Not
-            compared when recipes are: a layer computes the same.
+        dequantizes: for dgrad and wgrad, without a format: W and X are the decoded values of fprop's codes, and output
+            gradients are not rounded.
+        only: the GEMMs that the recipe is for. Not compared when recipes are: a layer computes the same.
+        high_precision_share, high_precision_last: as in ``LinearRecipe``. Not compared, either.
     """
 
     name: str
@@ -238,7 +251,10 @@ class Recipe(LinearRecipe):
     stochastic_rounding: bool = False
     four_over_six: FourOverSix = False
     four_over_six_error: FourOverSixError = "mae"
+    dequantizes: bool = False
+    only: tuple[str, ...] = field(default=GEMMS, compare=False)
     high_precision_share: float = field(default=0.0, compare=False)
+    high_precision_last: int = field(default=0, compare=False)
 
     def __post_init__(self):
         if self.format is not None and not isinstance(self.format, Format):
@@ -265,7 +281,15 @@ class Recipe(LinearRecipe):
         share = self.high_precision_share
         if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 <= share < 1:
             raise ConfigError(f"high_precision_share = {share!r} is not a number from 0 to less than 1")
+        last = self.high_precision_last
+        if not isinstance(last, int) or isinstance(last, bool) or last < 0:
+            raise ConfigError(f"high_precision_last = {last!r} is not a number of blocks, 0 or more")
         self._register()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the GEMM multiplies values of a format: of codes of its own, or of fprop's."""
+        return self.format is not None or self.dequantizes
 
     @property
     def sends_rows(self) -> bool:
@@ -300,7 +324,7 @@ class Recipe(LinearRecipe):
 
     def has(self, switch: str) -> bool:
         """Whether ``switch``, one of ``SWITCHES``, applies to this format."""
-        return switch == "high_precision_share" or switch in self._rules.settings
+        return switch.startswith("high_precision") or switch in self._rules.settings
 
     def __str__(self) -> str:
         if self.format is None:
@@ -314,31 +338,42 @@ class Recipe(LinearRecipe):
 
 @dataclass(frozen=True, eq=False)
 class MixedRecipe(LinearRecipe):
-    """A recipe for each GEMM of a linear layer. The three are not all equal."""
+    """A recipe for each GEMM of a linear layer. The three are not all equal.
+
+    One with a name of its own can be registered. Its parts have that name, too, unless they are registered themselves.
+    """
 
     fprop: Recipe
     dgrad: Recipe
     wgrad: Recipe
+    own_name: str | None = field(default=None, compare=False)
 
     def __post_init__(self):
         self._register()
 
     @property
     def name(self) -> str:
-        return ", ".join(f"{gemm}={recipe.name}" for gemm, recipe in zip(GEMMS, self.gemms))
+        return self.own_name or ", ".join(f"{gemm}={recipe.name}" for gemm, recipe in zip(GEMMS, self.gemms))
 
     @property
     def high_precision_share(self) -> float:
         """The largest of the three."""
         return max(recipe.high_precision_share for recipe in self.gemms)
 
+    @property
+    def high_precision_last(self) -> int:
+        """The largest of the three."""
+        return max(recipe.high_precision_last for recipe in self.gemms)
+
     def __str__(self) -> str:
         return ", ".join(f"{gemm}={recipe}" for gemm, recipe in zip(GEMMS, self.gemms))
 
 
-def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe) -> LinearRecipe:
+def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe, own_name: str | None = None) -> LinearRecipe:
     """Return the recipe of a linear with these recipes of its GEMMs."""
-    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad)
+    if fprop.format is None:  # there are no codes to decode
+        dgrad, wgrad = (fprop if gemm.dequantizes else gemm for gemm in (dgrad, wgrad))
+    return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad, own_name)
 
 
 def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
@@ -349,14 +384,15 @@ def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
     return max(fed, key=lambda recipe: recipe.needs_signs)
 
 
-RECIPES: dict[str, Recipe] = {}
+RECIPES: dict[str, LinearRecipe] = {}
 """By name; ``register_format`` adds to them"""
 DEFAULT_RECIPE = "mxfp8"
 # The recipe of a GEMM in high precision. ``mxtrain.convert`` does not swap a linear with this recipe for all GEMMs.
 HIGH_PRECISION_RECIPE = "bf16"
+DEQUANTIZED = Recipe("dequantized", None, LONGEST_BLOCK, dequantizes=True, only=("dgrad", "wgrad"))
 
 
-def register_format(format: Format | None, *recipes: Recipe) -> None:
+def register_format(format: Format | None, *recipes: LinearRecipe) -> None:
     """Make a format and recipes with it known by their names: in settings, and to ``mxtrain.convert``.
 
     A job calls this in a module that ``experimental.custom_import`` names.
@@ -378,4 +414,4 @@ def register_format(format: Format | None, *recipes: Recipe) -> None:
 
 def recipe_with(setting: str) -> str:
     """Return the first recipe that has a setting, in words."""
-    return f"recipe {next((name for name, recipe in RECIPES.items() if recipe.has(setting)), None)!r}"
+    return f"recipe {next((name for name, recipe in RECIPES.items() if recipe.fprop.has(setting)), None)!r}"

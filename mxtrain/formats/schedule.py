@@ -50,7 +50,7 @@ class RecipeChange:
                 "linears that it feeds in high precision: write two entries for different modules"
             )
         gemms = {} if recipe is None else parse_gemms(f"{name}.recipe", recipe)
-        return cls({gemm: with_switches(gemms[gemm], switches) for gemm in GEMMS if gemm in gemms}, norm)
+        return cls({gemm: with_switches(gemms[gemm], gemm, switches) for gemm in GEMMS if gemm in gemms}, norm)
 
     def of_recipe(self, base: LinearRecipe) -> LinearRecipe:
         """Return the recipe of a linear that had ``base``.
@@ -62,7 +62,7 @@ class RecipeChange:
         gemms = []
         for gemm in GEMMS:
             recipe = self.gemms.get(gemm, getattr(base, gemm))
-            gemms.append(replace(recipe, block_size=block_size) if recipe.format is None else recipe)
+            gemms.append(recipe if recipe.rounds else replace(recipe, block_size=block_size))
         return linear_recipe(*gemms)
 
     def __str__(self) -> str:

@@ -46,7 +46,7 @@ def normalize_shard(
     columns = None
     settings = (estimate.key, recipe.fprop.key, mode, split.key, torch.compiler.is_compiling())
     if gathers_codes(x, recipe, mode, split):
-        for_wgrad, columns = x.detach(), GatheredColumns.empty(split.key)
+        for_wgrad, columns = x.detach(), GatheredColumns(split.key, estimate.key, {})
         h, rho, *xhat = NormThenGather.apply(x, *settings, columns.for_function())
     else:
         h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, *settings)
@@ -68,7 +68,7 @@ def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: Split
         )
     if split.gather != "auto":
         return split.gather == "quantized"
-    fprop, wgrad = (_bytes_per_element(gemm, mode) for gemm in (recipe.fprop, recipe.wgrad))
+    fprop, wgrad = (_bytes_per_element(gemm, mode) for gemm in (recipe.fprop, recipe.input_of_wgrad[0]))
     return whole_blocks and split.forwards * fprop + wgrad < split.forwards * x.element_size()
 
 
@@ -188,23 +188,24 @@ class GatheredColumns:
 
     Attributes:
         split_key: the key of the SplitSequences.
+        estimate_key: the key of the norm's RMSEstimate.
         operands: the operands so far; None in a compiled graph.
     """
 
     split_key: str
+    estimate_key: str
     operands: dict[Recipe, Operand] | None
 
-    @classmethod
-    def empty(cls, split_key: str) -> "GatheredColumns":
-        """Return one without operands, for one forward and backward."""
-        return cls(split_key, {})
+    def empty(self) -> "GatheredColumns":
+        """Return one without operands, for linears that share none with others."""
+        return GatheredColumns(self.split_key, self.estimate_key, {})
 
     def for_function(self) -> "GatheredColumns":
         """Return itself; in a compiled graph one without operands, because a graph takes no dict."""
-        return GatheredColumns(self.split_key, None) if torch.compiler.is_compiling() else self
+        return GatheredColumns(self.split_key, self.estimate_key, None) if torch.compiler.is_compiling() else self
 
     def operand(
-        self, x: torch.Tensor, rho: torch.Tensor, signs: torch.Tensor | None, recipe: Recipe, mode: str
+        self, x: torch.Tensor, rho: torch.Tensor, signs: torch.Tensor | None, recipe: LinearRecipe, mode: str
     ) -> Operand:
         """The operand of whole sequences, from this process's shard x [B, S / P, D] and its rho [B S / P].
 
@@ -213,18 +214,22 @@ class GatheredColumns:
         """
         if self.operands is None:
             return self._gather(x, rho, signs, recipe, mode)
-        if recipe not in self.operands:
-            self.operands[recipe] = self._gather(x, rho, signs, recipe, mode)
-        return self.operands[recipe]
+        if recipe.wgrad not in self.operands:
+            self.operands[recipe.wgrad] = self._gather(x, rho, signs, recipe, mode)
+        return self.operands[recipe.wgrad]
 
     def release(self) -> None:
         """Forget the operands. The norm's backward calls this, after those of all its linears."""
         if self.operands is not None:
             self.operands.clear()
 
-    def _gather(self, x, rho, signs, recipe: Recipe, mode: str) -> Operand:
-        split = from_key(self.split_key)
+    def _gather(self, x, rho, signs, recipe: LinearRecipe, mode: str) -> Operand:
+        split, estimate, (recipe, dim) = from_key(self.split_key), from_key(self.estimate_key), recipe.input_of_wgrad
         rows = x.reshape(-1, x.shape[-1])
-        spec = CastSpec(row_factor=rho, signs=signs, group=split.group, as_codes=True)
-        codes = recipe.ops.cast([rows], recipe, mode, (0,), spec)[0]
-        return _gathered(codes, recipe, mode, split, x.shape[0], dim=0)
+        tensor_scale = recipe.ops.scale_after_norm(rows, estimate, recipe) if dim else None
+        spec = CastSpec(row_factor=rho, signs=signs, tensor_scale=tensor_scale, group=split.group, as_codes=True)
+        codes = recipe.ops.cast([rows], recipe, mode, (dim,), spec)[dim]
+        if dim == 0:
+            return _gathered(codes, recipe, mode, split, x.shape[0], dim)
+        codes = gather_codes(codes, 0, x.shape[0], split.group, split.processes)
+        return Operand(recipe.ops.dequantize(codes, values_dtype(mode)).t())

@@ -95,6 +95,7 @@ class _Constants(NamedTuple):
     rho: torch.Tensor
     signs: torch.Tensor | None
     gathered: GatheredColumns | None
+    estimate_key: str
     draws: Sequence[torch.Tensor | None]
     """Of every linear"""
 
@@ -111,6 +112,7 @@ class _MXNormLinearFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(of.x, gain, of.rho, of.signs, *weights)
         ctx.gemms, ctx.gathered, ctx.draws, ctx.ready, ctx.dtype = of.gemms, of.gathered, of.draws, of.ready, h.dtype
+        ctx.estimate_key = of.estimate_key
         return of.gemms.fprop(of.xhat, weights, of.dtype, gain, of.ready, of.joined)
 
     @staticmethod
@@ -130,9 +132,9 @@ class _MXNormLinearFunction(torch.autograd.Function):
             dxhat = gemms.dgrad(for_dgrad, weights, like.dtype, gain, ctx.ready).to(ctx.dtype)
         if for_wgrad is not None:
             if ctx.gathered is None:
-                for_x = gemms.quantize_along_tokens(x, rho, signs)
+                for_x = gemms.quantize_along_tokens(x, rho, signs, estimate=from_key(ctx.estimate_key))
             else:
-                for_x = ctx.gathered.operand(x, rho, signs, gemms.recipe.wgrad, gemms.mode)
+                for_x = ctx.gathered.operand(x, rho, signs, gemms.recipe, gemms.mode)
             dweight = gemms.wgrad(for_wgrad, for_x, like.dtype)
             dweights = [dweight] if len(weights) == 1 else dweight.split([weight.shape[0] for weight in weights])
             if gain is None:
@@ -154,10 +156,11 @@ def _multiply(
         # A norm whose own recipe has no transform hands on no signs. The linears' own differ, so each is alone here.
         (linear,) = linears
         signs = linear.signs(x.h.device)
-        gathered = None if gathered is None else GatheredColumns.empty(gathered.split_key)
+        gathered = None if gathered is None else gathered.empty()
     gathered = None if gathered is None else gathered.for_function()
     draws, weights = [linear.draws(x.h.device) for linear in linears], [linear.parts()[0] for linear in linears]
-    constants = _Constants(gemms, compute_dtype(x.h), ready, joined, x.xhat, x.x, x.rho, signs, gathered, draws)
+    tensors, estimate_key = (x.xhat, x.x, x.rho, signs), x.made_by.estimate.key
+    constants = _Constants(gemms, compute_dtype(x.h), ready, joined, *tensors, gathered, estimate_key, draws)
     return _MXNormLinearFunction.apply(x.h.reshape(-1, x.shape[-1]), x.gain, constants, *weights)
 
 

@@ -9,6 +9,9 @@ X is [T, D] (tokens, input features), W is [N, D], dY is [T, N]:
 Each GEMM casts both operands as its own recipe says, in blocks along the axis that it reduces over. Every cast reads
 high-precision values: an X quantized along its rows cannot be re-blocked along tokens exactly.
 
+With the recipe "dequantized", dgrad and wgrad multiply dY, which is not rounded, by the decoded values of fprop's W and
+X, as TransformerEngine does. No codes are saved: casts that round to nearest repeat.
+
 After an MXNorm, X stands for X diag(rho) and W for W diag(gain).
 """
 
@@ -21,6 +24,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
+from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
 from mxtrain.formats.matrices import CastSpec, Operand
 from mxtrain.formats.mxnorm import scale_rows
@@ -122,17 +126,26 @@ class ThreeGEMMs:
         signs: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
         ends: torch.Tensor | None = None,
+        estimate: RMSEstimate | None = None,
     ) -> Operand:
         """X as wgrad's operand [D, T]; with ``rho`` [T], or [T, groups] of features, each row or group times its rho.
 
         Args:
             signs: packed signs of the Hadamard transform, int64 []; None if the recipe has no transform.
             source, ends: as for ``quantize_activation``.
+            estimate: of the norm that ``rho`` comes from.
         """
+        groups = 1
         if rho is not None and rho.ndim == 2:
-            x, rho = scale_rows(x.unflatten(1, (rho.shape[1], -1)), rho).flatten(1), None
+            groups = rho.shape[1]
+            x, rho = scale_rows(x.unflatten(1, (groups, -1)), rho).flatten(1), None
         spec = CastSpec(row_factor=rho, signs=signs, group=self.split.x, source=source, ends=ends)
-        return self._cast([x], {0: self.recipe.wgrad}, spec)[0]
+        if not self.recipe.wgrad.dequantizes:
+            return self._cast([x], {0: self.recipe.wgrad}, spec)[0]
+        fprop = self.recipe.fprop
+        if estimate is not None:
+            spec = spec._replace(tensor_scale=fprop.ops.scale_after_norm(x, estimate, fprop, groups))
+        return Operand(fprop.ops.decoded([x], fprop, self.mode, spec).t())
 
     def quantize_weights(
         self, ws: Sequence[torch.Tensor], gain: torch.Tensor | None, dims: tuple[int, ...] = (1, 0)
@@ -145,10 +158,17 @@ class ThreeGEMMs:
                 N_i is whole blocks, so that no block holds two experts. The operands are [E N, D] and [D, E N].
         """
         experts = ws[0].shape[0] if ws[0].ndim == 3 else 1
-        recipes = {1: self.recipe.fprop, 0: self.recipe.dgrad}
-        recipes = {dim: recipes[dim] for dim in dims}
+        fprop, dgrad = self.recipe.fprop, self.recipe.dgrad
+        recipes = {dim: fprop if dim else dgrad for dim in dims if dim or not dgrad.dequantizes}
         spec = CastSpec("weight", column_factor=gain, group=self.split.w, experts=experts)
-        return self._cast([w.flatten(0, -2) for w in ws], recipes, spec)
+        parts = [w.flatten(0, -2) for w in ws]
+        operands = self._cast(parts, recipes, spec)
+        if 0 in dims and dgrad.dequantizes:
+            image, *others = operands.get(1, (None,))
+            if image is None or any(scale is not None for scale in others):
+                image = fprop.ops.decoded(parts, fprop, self.mode, spec)
+            operands[0] = Operand(image.t())
+        return operands
 
     def quantize_gradients(
         self,

@@ -15,7 +15,7 @@ from mxtrain.diagnostics.rehearsal import UNQUANTIZED, Rehearsal
 from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as
 from mxtrain.formats.hardware import default_device_type
-from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.parse import get_recipe, spec_of
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.parallel.initial_weights import draw_by_name
@@ -33,7 +33,8 @@ BITS = 16
 
 def candidates() -> dict[str, LinearRecipe]:
     """Every registered recipe that casts, by what a user writes for it."""
-    return {name: recipe for name, recipe in ((name, get_recipe(name)) for name in RECIPES) if recipe.quantizes}
+    recipes = {spec: get_recipe(spec) for spec in map(spec_of, RECIPES.values())}
+    return {spec: recipe for spec, recipe in recipes.items() if recipe.quantizes}
 
 
 def cost(recipe: LinearRecipe) -> float:

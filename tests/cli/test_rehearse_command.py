@@ -7,8 +7,8 @@ import tomli
 
 from mxtrain import cli
 from mxtrain.config import dump_config
-from mxtrain.formats.recipe import RECIPES
 from mxtrain.titan.job_config import parse_job_config
+from mxtrain.titan.rehearse import candidates
 from tests.support import saved_runs
 
 
@@ -24,9 +24,9 @@ def run(tmp_path, monkeypatch):
 def test_a_checkpoint(run, tmp_path, capsys):
     assert cli.main(["rehearse", str(run), "--bound", "0.045"]) == 0
     lines = capsys.readouterr().out
-    assert "step 3" in lines and all(f"\n{name} " in lines for name, r in RECIPES.items() if r.quantizes)
+    assert "step 3" in lines and all(f"\n{spec} " in lines for spec in candidates())
     rows = list(csv.DictReader((run / "rehearsal" / "errors.csv").open()))
-    assert len({row["layer"] for row in rows}) * sum(r.quantizes for r in RECIPES.values()) == len(rows)
+    assert len({row["layer"] for row in rows}) * len(candidates()) == len(rows)
     assert all(0 < float(row[gemm]) < 0.5 for row in rows for gemm in ("fprop", "dgrad", "wgrad"))
     own = tomli.loads((run / "rehearsal" / "recipes.toml").read_text())["mxnorm"]
     assert own["recipe"] == "mxfp8"

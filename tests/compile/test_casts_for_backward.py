@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import mxtrain
 from mxtrain.compile.casts_for_backward import compute_casts_in_backward
+from mxtrain.compile.swiglu import fuse_swiglu
 from tests.support.feed_forward import D, FeedForward, H, graphs_of, kept_for_backward
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -51,6 +52,38 @@ def test_the_forward_keeps_no_results_of_casts(recipe):
         assert calls(backward)[ours.nvfp4_tensor_scales.default] == OF_GRADIENTS + OF_INPUTS + again
 
 
+class Gate(nn.Module):
+    """A norm and the two linears that it feeds, which are one GEMM."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.norm, self.w1, self.w3 = nn.RMSNorm(D), *(nn.Linear(D, H, bias=False) for _ in range(2))
+        example = (torch.zeros(2, 17, D),)
+        mxtrain.convert(self, mode="emulated", high_precision_share=0.0, example_inputs=example, **settings)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.w1(h) * self.w3(h)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.sweep)])
+def test_a_dequantized_backward_keeps_no_images(recipe):
+    """Of weights, of inputs or of h, which the forward casts alike; with the kernel of SwiGLU and its cast, too."""
+
+    def kept(module, *passes):
+        (forward, _), _ = graphs_of(module, lambda graph: [rewrite(graph) for rewrite in passes])
+        (output,) = forward.find_nodes(op="output")
+        values = [node.meta["val"] for node in output.args[0] if node.op != "placeholder"]
+        return sorted(value.nbytes for value in values if value.numel() > 1)
+
+    spec = f"fprop={recipe}, dgrad=dequantized, wgrad=dequantized"
+    for passes in ([compute_casts_in_backward], [fuse_swiglu, compute_casts_in_backward]):
+        assert kept(FeedForward(recipe=spec), *passes) == kept(FeedForward(recipe=recipe), *passes)
+    gate = Gate(recipe=recipe, backward="dequantized")
+    assert kept(gate, compute_casts_in_backward) == kept(Gate(recipe=recipe), compute_casts_in_backward)
+    assert len(kept(gate)) > len(kept(gate, compute_casts_in_backward)), "PyTorch keeps images"
+
+
 @pytest.mark.sweep
 def test_outputs_and_gradients_stay_the_same():
     module = FeedForward(recipe="nvfp4")
@@ -83,18 +116,7 @@ def test_casts_of_gradients_and_for_the_forward_alone_are_not_marked():
 
 
 def test_weights_of_a_group_are_cast_again():
-    class Gate(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.w1, self.w3 = nn.RMSNorm(D), *(nn.Linear(D, H, bias=False) for _ in range(2))
-
-        def forward(self, x):
-            h = self.norm(x)
-            return self.w1(h) * self.w3(h)
-
-    module = Gate()
-    settings = dict(recipe="nvfp4", mode="emulated", high_precision_share=0.0)
-    mxtrain.convert(module, "mxnorm", **settings, example_inputs=(torch.zeros(2, 17, D),))
+    module = Gate(recipe="nvfp4")
     for rewrite, times in ((unchanged, 0), (compute_casts_in_backward, 1)):
         (forward, backward), _ = graphs_of(module, rewrite)
         assert calls(forward)[ours.nvfp4_weight.default] == 1

@@ -216,6 +216,16 @@ def test_a_share_of_the_blocks_is_rounded_to_nearest():
         assert result.notes[1:] == ((note,) if share else ())
 
 
+def test_a_number_of_blocks_takes_the_place_of_the_share():
+    result = plan(stack(12), "mx_linear", recipe="nvfp4", high_precision_last=4)
+    assert result.skipped == {
+        f"layers.{i}.wo": "in the last 4 of 12 blocks (high_precision_last = 4)" for i in range(8, 12)
+    }
+    assert result.notes[1] == "high_precision_last = 4 keeps 4 of 12 blocks"
+    with pytest.raises(ConfigError, match="^high_precision_last = 13 is more than the 12 blocks of this"):
+        plan(stack(12), "mx_linear", high_precision_last=13)
+
+
 def test_a_block_whose_name_begins_as_a_kept_one_is_not_kept():
     survey = stack(0)
     survey = replace(survey, blocks=("layers.10", "layers.1"), linears={"layers.10.wo": LINEAR, "layers.1.wo": LINEAR})

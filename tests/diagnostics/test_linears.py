@@ -25,7 +25,13 @@ from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.rng.rounding import set_rounding_step
 
-RECIPES = ("mxfp8", "nvfp4", "nvfp4_dynamic", "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16")
+RECIPES = (
+    "mxfp8",
+    "nvfp4",
+    "nvfp4_dynamic",
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16",
+    "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +64,12 @@ def test_errors_are_those_of_the_layers_own_results(recipe):
     expected = {"fprop": relative(y, x @ w.t()), "dgrad": relative(x.grad, dy @ w)}
     expected["wgrad"] = relative(linear.weight.grad, dy.t() @ x)
     figures = measured(linear, Input(x.detach()), dy)
-    formats = {gemm: getattr(linear.recipe, gemm).format for gemm in expected}
     for gemm, error in expected.items():
-        if formats[gemm] is None:
+        if not getattr(linear.recipe, gemm).rounds:
             assert not any(name.startswith(gemm) for name in figures) and error < 1e-5
         else:
             assert figures[f"{gemm}_error"] == pytest.approx(error, rel=1e-3)
-    if formats["wgrad"]:
+    if linear.recipe.wgrad.rounds:
         assert figures["grad_norm_to_noise"] == pytest.approx(1 / expected["wgrad"], rel=1e-3)
 
 
@@ -86,7 +91,7 @@ def test_errors_after_a_norm_are_those_of_the_layers_own_results(recipe):
     figures = measured(linear, Input(x, normed.rho, gain, norm.estimate), dy)
     assert figures["fprop_error"] == pytest.approx(expected["fprop"], rel=1e-3)
     assert figures["dgrad_error"] == pytest.approx(expected["dgrad"], rel=1e-3)
-    if linear.recipe.wgrad.format:  # the layer's gradient has the gain, the GEMM's result does not
+    if linear.recipe.wgrad.rounds:  # the layer's gradient has the gain, the GEMM's result does not
         assert figures["wgrad_error"] == pytest.approx(expected["wgrad"], rel=0.1)
 
 

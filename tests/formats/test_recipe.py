@@ -7,7 +7,7 @@ import torch
 from mxtrain import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
-from mxtrain.formats.recipe import GEMMS, RECIPES, MixedRecipe
+from mxtrain.formats.recipe import DEQUANTIZED, GEMMS, RECIPES, MixedRecipe
 from mxtrain.launch import _REGISTERED, from_key
 
 
@@ -34,7 +34,7 @@ def test_every_switch_of_nvfp4_is_one_setting(switch, value):
 
 def test_a_plain_recipe_applies_to_all_three_gemms():
     for recipe in RECIPES.values():
-        assert recipe.gemms == (recipe, recipe, recipe)
+        assert isinstance(recipe, MixedRecipe) or recipe.gemms == (recipe, recipe, recipe)
 
 
 def test_a_spec_names_a_recipe_for_every_gemm_in_any_order():
@@ -47,9 +47,47 @@ def test_a_spec_names_a_recipe_for_every_gemm_in_any_order():
         mixed.fprop = RECIPES["mxfp8"]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.fprop.only == GEMMS])
 def test_a_spec_with_one_name_three_times_is_that_recipe(name):
-    assert get_recipe(", ".join(f"{gemm}={name}" for gemm in GEMMS)) is RECIPES[name]
+    assert get_recipe(", ".join(f"{gemm}={name}" for gemm in GEMMS)) == RECIPES[name]
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """A recipe for each GEMM under the name "mine"; its fprop has settings of its own."""
+    fprop = dataclasses.replace(RECIPES["nvfp4_dynamic"], name="mine", high_precision_share=0.0)
+    recipe = MixedRecipe(fprop, DEQUANTIZED, RECIPES["mxfp8"], "mine")
+    monkeypatch.setitem(RECIPES, "mine", recipe)
+    return recipe
+
+
+def test_a_mixed_recipe_may_have_a_name(named):
+    assert get_recipe("mine") == get_recipe(named) == named and get_recipe("mine").name == "mine"
+    assert get_recipe("mine", hadamard=False).name == "mine" and get_recipe("mine").high_precision_share == 0
+    parts = get_recipe("fprop=mine, dgrad=mine, wgrad=mine")
+    assert parts == named and parts.name == "fprop=mine, dgrad=dequantized, wgrad=mxfp8"
+    assert get_recipe("fprop=bf16, dgrad=bf16, wgrad=mine").wgrad is RECIPES["mxfp8"]
+
+
+def test_a_backward_that_dequantizes_takes_the_place_of_formats():
+    recipe = get_recipe("nvfp4", backward="dequantized")
+    assert recipe == get_recipe("fprop=nvfp4, dgrad=dequantized, wgrad=dequantized") == get_recipe(recipe)
+    assert recipe.joins("emulated") and not recipe.needs_seeds and recipe.high_precision_share == 0.15
+    assert get_recipe("fprop=mxfp8, dgrad=bf16, wgrad=mxfp8", backward="dequantized").gemms == (
+        RECIPES["mxfp8"],
+        RECIPES["bf16"],
+        DEQUANTIZED,
+    )
+    high_precision = get_recipe("fprop=bf16, dgrad=dequantized, wgrad=dequantized")
+    assert high_precision is get_recipe("bf16", backward="dequantized") is RECIPES["bf16"], "with nothing to decode"
+    assert get_recipe("mxfp8", backward="quantized") == RECIPES["mxfp8"]
+
+
+def test_a_number_of_blocks_takes_the_place_of_a_share():
+    recipe = get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4", high_precision_last=4)
+    assert (recipe.high_precision_share, recipe.high_precision_last) == (0, 4)
+    again = get_recipe(recipe, high_precision_share=0.5)
+    assert (again.high_precision_share, again.high_precision_last) == (0.5, 0)
 
 
 def test_high_precision_share_if_any_gemm_is_nvfp4():
@@ -75,10 +113,13 @@ def test_switches_reach_the_gemms_whose_format_has_them():
 def test_switches_in_effect_come_from_the_gemms_that_they_change():
     off = ("weight_tiles", "hadamard", "stochastic_rounding", "four_over_six")
     none = dict.fromkeys(SWITCHES) | dict.fromkeys(off, False)
+    none["high_precision_last"] = 0
     forward = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8")
     expected = {"scale_rounding": "rceil", "tensor_scale": "static", "weight_tiles": True, "high_precision_share": 0.15}
-    expected["four_over_six_error"] = "mae"
+    expected |= {"backward": "quantized", "four_over_six_error": "mae"}
     assert switches_in_effect([forward]) == none | expected
+    assert switches_in_effect([get_recipe(forward, backward="dequantized")])["backward"] == "dequantized"
+    assert switches_in_effect([RECIPES["unquantized"]])["backward"] is None
     backward = get_recipe("fprop=bf16, dgrad=bf16, wgrad=nvfp4", stochastic_rounding=False)
     both = switches_in_effect([get_recipe("mxfp8", scale_rounding="floor"), forward, backward])
     assert both == none | expected | {"scale_rounding": "floor", "hadamard": True, "high_precision_share": 0.0}
@@ -140,6 +181,29 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
             r"^recipes.'layers' = {'0': 'bf16'} is not a string: wr",
         ),
         (lambda: get_recipes("mxfp8", "bf16"), r"^recipes = 'bf16' is not a table of lines"),
+        (
+            lambda: get_recipe("dequantized"),
+            r"^recipe = 'dequantized' is not for fprop: write 'fprop=mxfp8, dgrad=dequantized, wgrad=dequantized'$",
+        ),
+        (lambda: get_recipe(DEQUANTIZED), r"^recipe = 'dequantized' is not for fprop: write"),
+        (lambda: get_recipe("fprop=dequantized"), r"^recipe = 'fprop=dequantized': fprop = 'dequantized' is not for"),
+        (lambda: get_recipe("mxfp8", backward="bf16"), r"^backward = 'bf16' is not one of: 'quantized', 'dequantized'"),
+        (
+            lambda: get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=dequantized", backward="quantized"),
+            r"^backward = 'quantized' gives wgrad no format: name a recipe, as in 'wgrad=mxfp8'$",
+        ),
+        (
+            lambda: get_recipe("nvfp4", backward="dequantized", stochastic_rounding=True),
+            r"^stochastic_rounding = True needs recipe 'nvfp4' for dgrad or wgrad; the recipes are: 'fprop=nvfp4, dgr",
+        ),
+        (
+            lambda: get_recipe("nvfp4", high_precision_share=0.5, high_precision_last=4),
+            r"^high_precision_share = 0.5 and high_precision_last = 4 are both set: set one of them$",
+        ),
+        (
+            lambda: get_recipe("nvfp4", high_precision_last=-1),
+            r"^high_precision_last = -1 is not a number of blocks",
+        ),
     ],
 )
 def test_mistakes_name_the_field_and_the_choices(build, message):

@@ -41,6 +41,7 @@ class Block(nn.Module):
     [
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
+        ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", True),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
         pytest.param(FOUR_OVER_SIX, "reference", False, marks=pytest.mark.sweep),
         ("unquantized", "emulated", False),

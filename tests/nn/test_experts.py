@@ -112,6 +112,9 @@ CASES = [
     ("nvfp4", "reference", torch.float32, "few"),
     *(("nvfp4", "reference", torch.bfloat16, counts) for counts in ("uneven", "none", "64 experts")),
     *((recipe, "reference", torch.bfloat16, "uneven") for recipe in WITH_NVFP4),
+    ("fprop=nvfp4, dgrad=dequantized, wgrad=dequantized", "reference", torch.bfloat16, "uneven"),
+    ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", torch.bfloat16, "few"),
+    ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", torch.float32, "few"),
     # The interpreter takes half a minute; tests/formats/nvfp4/test_ops.py casts groups with it.
     *([("nvfp4", "emulated", torch.bfloat16, "few")] if torch.cuda.is_available() else []),
 ]

@@ -76,6 +76,16 @@ def test_operands_are_casts_of_the_rows_with_a_factor_for_each_group(recipe):
         assert (reference != kernels).sum() <= reference.numel() / 1000  # rho may differ in its last bit
 
 
+def test_a_dequantized_backward_decodes_the_rows_of_fprop():
+    block = Gated(get_recipe("nvfp4", backward="dequantized"))
+    x, gate = (draw(T, D, seed=seed) for seed in (0, 1))
+    x[:, ::32] *= 3e5  # other blocks get the smallest block scale, so that their values depend on the tensor scale
+    with recorded(found := []):
+        block(x, gate).backward(draw(T, N, seed=2))
+    of_fprop, _, _, of_wgrad = found
+    assert torch.equal(of_wgrad, of_fprop.t())
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_native_codes_are_those_of_whole_rows(recipe):
     norm = Gated(recipe, "reference").norm

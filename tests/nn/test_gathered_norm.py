@@ -39,6 +39,7 @@ RECIPES = {
     "nvfp4_dynamic": (NVFP4, NVFP4),
     "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8": (NVFP4, MXFP8),
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (MXFP8, FP32),
+    "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized": (NVFP4, NVFP4),
 }
 
 
@@ -193,6 +194,7 @@ def check_gathers(mesh) -> None:
 
 def check_graphs(mesh) -> None:
     check_compiled(mesh, "mxfp8", "selective")
+    check_compiled(mesh, [*RECIPES][-1], "none")
     check_compiled_kernels(mesh)
     check_graph_that_ends_after_the_norm(mesh)
 

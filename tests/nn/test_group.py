@@ -96,6 +96,7 @@ def assert_same_products(got, want):
         ("mxfp8", "reference"),
         ("mxfp8", "emulated"),
         ("nvfp4", "reference"),
+        ("fprop=nvfp4, dgrad=dequantized, wgrad=dequantized", "reference"),
         pytest.param(MIXED, "emulated", marks=pytest.mark.sweep),
     ],
 )

@@ -138,6 +138,7 @@ def sums_in_one_order():
         ("mxfp8", "reference", "checkpointed", {}, 2, 3),
         ("mxfp8", "reference", "checkpointed", ONE_BY_ONE, 2, 2),
         ("nvfp4", "reference", "eager", {}, 2, 2),
+        ("fprop=nvfp4, dgrad=dequantized, wgrad=dequantized", "reference", "eager", {}, 2, 2),
         # The casts of the kernels are single operations in a graph, those of plain PyTorch take long to trace.
         ("mxfp8", "emulated", "checkpointed inside what is compiled", {}, 1, 2),
         pytest.param("mxfp8", "emulated", "checkpointed and compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),

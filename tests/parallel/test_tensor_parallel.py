@@ -16,6 +16,7 @@ NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
     "unquantized": oracle.RECIPES["unquantized"],
     "mxfp8": [],
+    "dequantized": oracle.RECIPES["dequantized"],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
 }
@@ -32,6 +33,7 @@ QWEN3 = ["--model.name=qwen3", "--model.converters=mxnorm,fused_norm,decompose_k
 TWO_SWEEP = {
     "mxfp8, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
     "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
+    "dequantized, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
     "quantized head": oracle.layout(tensor=2),
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
 }

@@ -63,6 +63,7 @@ RECIPES = {
     "mx_linear": ["--model.converters=mx_linear"],
     "fused_norm": ["--model.converters=fused_norm"],
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
+    "dequantized": ["--mxnorm.recipe=nvfp4", "--mxnorm.backward=dequantized"],
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", NEAREST],
 }
 """Name -> flags. "bf16" is the model without a converter, here in float32."""

@@ -25,7 +25,9 @@ def test_active_settings():
         "stochastic_rounding": False,
         "four_over_six": False,
         "four_over_six_error": None,
+        "backward": "quantized",
         "high_precision_share": 0.0,
+        "high_precision_last": 0,
         "mode": "reference",
         "eps": None,
     }
@@ -55,7 +57,7 @@ def ffn_norms(modules) -> list[type]:
 def test_nvfp4_settings_reach_the_modules():
     """Each switch is one key, and signs and random bits follow from debug.seed."""
     flags = ["--mxnorm.recipe=nvfp4", "--mxnorm.mode=reference"]
-    switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_share=0.5"]
+    switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_last=3"]
     switches += ["--mxnorm.four_over_six=weights", "--mxnorm.four_over_six_error=mse"]
     switches += [f"--mxnorm.{name}=False" for name in ("weight_tiles", "hadamard", "stochastic_rounding")]
 
@@ -87,6 +89,15 @@ def mixed_config(tmp_path, *flags):
 [mxnorm.recipes]\n"layers.*.feed_forward.w2" = "mxfp8"\n"layers.0" = "bf16"\n"""
     (tmp_path / "job.toml").write_text(text)
     return parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}", "--mxnorm.mode=reference", *flags])
+
+
+def test_a_dequantized_backward_by_toml(tmp_path):
+    (tmp_path / "job.toml").write_text(
+        """[model]\nconverters = ["mx_linear"]\n[mxnorm]\nrecipe = "nvfp4"\nbackward = "dequantized"\n"""
+    )
+    job = parse_job_config([f"--job.config_file={tmp_path / 'job.toml'}", "--mxnorm.mode=reference"])
+    with converted(job) as modules:
+        assert modules["layers.0.attention.wq"].recipe.name == "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized"
 
 
 def test_mixed_recipes_reach_the_modules_from_a_file(tmp_path):

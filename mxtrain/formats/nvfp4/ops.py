@@ -54,10 +54,7 @@ class NVFP4Ops(FormatOps):
         """Each matrix of ``parts`` has a tensor scale of its own. Several are not for codes or mode "native", whose
         operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``.
         """
-        ends = spec.ends
-        if spec.experts > 1:
-            rows = parts[0].shape[0] // spec.experts
-            ends = torch.arange(rows, spec.experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
+        ends = _ends(parts, spec)
         if spec.source is not None:
             parts = [spec.joined(parts)]
         is_weight = spec.role == "weight"
@@ -109,6 +106,18 @@ class NVFP4Ops(FormatOps):
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
         return _in_pytorch(x, recipe, mode, (1,), CastSpec("weight", as_codes=True))[1]
+
+    def decoded(self, parts, recipe, mode, spec=PLAIN):
+        if not recipe.error_for(spec.role):
+            return super().decoded(parts, recipe, mode, spec)
+        mode = "reference" if mode == "reference" else "emulated"
+        codes, ends = self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1], _ends(parts, spec)
+        # The divisor is a sum of two powers of two, so this product is the dividend.
+        amax = codes.tensor_scale * FOUR_OVER_SIX_RANGE
+        if ends is not None:
+            groups = _group_of_rows(ends, codes.data.shape[0]).clamp(max=ends.shape[0] - 1)
+            amax = amax.view(-1)[groups].unsqueeze(1)
+        return reference.dequantize_by_amax(codes.data, codes.scales, amax, values_dtype(mode))
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         return reference.dequantize(*codes, dtype)
@@ -166,6 +175,14 @@ class NVFP4Ops(FormatOps):
                 return None
             changed.append(Codes(weight.data, scales, tensor_scale))
         return changed
+
+
+def _ends(parts: Sequence[torch.Tensor], spec: CastSpec) -> torch.Tensor | None:
+    """Return the ends of groups of rows, or of experts; None for a whole matrix."""
+    if spec.experts == 1:
+        return spec.ends
+    rows = parts[0].shape[0] // spec.experts
+    return torch.arange(rows, spec.experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
 
 
 def _in_pytorch(

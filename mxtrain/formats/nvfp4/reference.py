@@ -209,6 +209,13 @@ def dequantize(
     return converted((blocks * _as_tensor(tensor_scale, codes).unsqueeze(-1)).reshape(values.shape), dtype)
 
 
+def dequantize_by_amax(
+    codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the values of ``cast_four_over_six`` as TransformerEngine decodes them, rounded to ``dtype``."""
+    return dequantize(codes, scales.float() * amax * (1 / FOUR_OVER_SIX_RANGE), dtype=dtype)
+
+
 def _elements(device: torch.device) -> torch.Tensor:
     """The values of all codes, fp32 [16]."""
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=device)

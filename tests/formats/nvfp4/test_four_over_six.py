@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, RANGE
-from mxtrain.formats.nvfp4.reference import _encode, _pack, cast_four_over_six, dequantize
+from mxtrain.formats.nvfp4.reference import _encode, _pack, cast_four_over_six, dequantize, dequantize_by_amax
 from tests.support.nvfp4_blocks import draw
 
 RISING = [k / 4 for k in range(1, 17)]
@@ -70,6 +70,20 @@ def test_a_matrix_of_many_scales(amax, settings, expected):
     assert hashes(codes, scales) == expected
     values = dequantize(codes, scales, amax / settings.get("top", FOUR_OVER_SIX_RANGE))
     assert (values - X).abs().sum() < 0.1 * X.abs().sum()
+
+
+@pytest.mark.parametrize(
+    ("amax", "row", "first", "expected"),
+    [
+        (AMAX, 0, "BFFA BEA7 3FA7 BFA7 3EFA BFFA", "94a8f5cce9eb695e"),
+        (X.abs().amax(1, keepdim=True), 1, "BFBC 3E7A BFFA BE7A 3FBC BF3C", "1b9778ae01b81db4"),
+    ],
+    ids=["matrix", "rows"],
+)
+def test_values_in_bf16_are_transformer_engines(amax, row, first, expected):
+    values = dequantize_by_amax(*cast_four_over_six(X, amax), amax, torch.bfloat16).view(torch.int16)
+    assert [f"{bits & 0xFFFF:04X}" for bits in values[row, :6].tolist()] == first.split()
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == expected
 
 
 def test_390_of_640_blocks_take_four_and_no_block_does_in_transformer_engines_plain_cast():
