@@ -112,11 +112,13 @@ class NVFP4Ops(FormatOps):
             return super().decoded(parts, recipe, mode, spec)
         mode = "reference" if mode == "reference" else "emulated"
         codes, ends = self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1], _ends(parts, spec)
-        # The divisor is a sum of two powers of two, so this product is the dividend.
-        amax = codes.tensor_scale * FOUR_OVER_SIX_RANGE
-        if ends is not None:
-            groups = _group_of_rows(ends, codes.data.shape[0]).clamp(max=ends.shape[0] - 1)
-            amax = amax.view(-1)[groups].unsqueeze(1)
+        if spec.tensor_scale is not None:
+            amax = spec.tensor_scale * FOUR_OVER_SIX_RANGE
+        else:  # once more, because the tensor scale is rounded
+            x = spec.scaled(spec.joined(parts))
+            amax = reference.largest_magnitude(x) if ends is None else _amax_of_groups(x, 1, ends)
+            amax = largest(amax, spec.group)
+            amax = amax if ends is None else _of_blocks(amax, x, 1, ends)
         return reference.dequantize_by_amax(codes.data, codes.scales, amax, values_dtype(mode))
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:

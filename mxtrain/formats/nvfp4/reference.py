@@ -157,7 +157,8 @@ def cast_four_over_six(
         codes, scales: as from ``cast``. Values are element * block scale * (amax / top).
     """
     size = NVFP4.block_size
-    blocks = split_blocks(at_least_fp32(x), size)
+    # Contiguous, because in compiled graphs PyTorch has other strides for some of these operations on transposed ones.
+    blocks = split_blocks(at_least_fp32(x.contiguous()), size)
     largest = blocks.abs().amax(-1)
     if tiles:
         largest = _of_tiles(largest).amax(1).repeat_interleave(size, 0)[: len(largest)]
