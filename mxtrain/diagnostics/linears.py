@@ -65,6 +65,7 @@ class MeasuredCast:
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: square tiles share a scale.
         tensor_scale: exact, or known before the cast; None if it comes from the values, or the format has none.
+        by_row: each row has a tensor scale of its own.
     """
 
     matrix: Matrix
@@ -73,6 +74,7 @@ class MeasuredCast:
     dim: int
     tiles: bool = False
     tensor_scale: float | torch.Tensor | None = None
+    by_row: bool = False
 
     def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
         """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile.
@@ -95,8 +97,10 @@ class MeasuredCast:
         amax, tensor_scale = self.block_maxima(blocks), None
         if self.tensor_scale is not None:
             tensor_scale = torch.as_tensor(self.tensor_scale, dtype=amax.dtype, device=amax.device)
+            tensor_scale = tensor_scale.unsqueeze(1) if tensor_scale.ndim else tensor_scale
         elif recipe.tensor_scaled:
-            tensor_scale = recipe.ops.tensor_scales(largest(amax.amax(), self.matrix.group))
+            of_matrices = amax.amax(1, keepdim=True) if self.by_row else amax.amax()
+            tensor_scale = recipe.ops.tensor_scales(largest(of_matrices, self.matrix.group))
         scales, tops = recipe.ops.block_scales(amax, recipe, tensor_scale)
         is_used = amax > 0  # a block of zeros has the smallest scale there is
         counts = {"nonzero": values != 0, "saturated": blocks > tops.unsqueeze(self.dim + 1)}
@@ -234,13 +238,14 @@ def _casts(
 def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     """The cast of fprop's input."""
     fprop, estimate = gemms.recipe.fprop, given.estimate
+    by_row = fprop.tensor_scale == "row"
     if estimate is None:
         operand = gemms.quantize_activation(given.x)
-        return MeasuredCast(given.matrix, operand.values, fprop, 1, tensor_scale=operand.tensor_scale)
+        return MeasuredCast(given.matrix, operand.values, fprop, 1, False, operand.tensor_scale, by_row)
     operand = fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[0]
     static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
     static = operand.tensor_scale if static is None else static
-    return MeasuredCast(given.matrix, operand.values, fprop, 1, tensor_scale=static)
+    return MeasuredCast(given.matrix, operand.values, fprop, 1, False, static, by_row)
 
 
 def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:

@@ -63,17 +63,23 @@ def exchange_rows(x: torch.Tensor, received: Sequence[int], sent: Sequence[int],
 
 
 def gather_codes(codes: Codes, dim: int, batch: int, group: str, processes: int) -> Codes:
-    """Join codes of shards [batch, S / processes] of sequences to those of whole ones; all have one tensor scale.
+    """Join codes of shards [batch, S / processes] of sequences to those of whole ones.
+
+    All have one tensor scale, or with ``dim`` 0 each row has its own.
 
     Args:
         dim: 0 if the rows of ``codes`` are tokens, 1 if its columns are tokens (S / processes is whole blocks).
     """
-    own = [codes.data] if codes.scales is None else [codes.data, codes.scales]
-    # As bytes, because gloo knows no float8.
+    own, of_rows = [part for part in codes[:2] if part is not None], codes.tensor_scale
+    if of_rows is not None and of_rows.ndim == 1:
+        own.append(of_rows.unsqueeze(1).view(torch.uint8))
+    # As bytes, because gloo knows no float8, and gathers tensors of different dtypes wrongly.
     sent = [part.view(torch.uint8) if part.itemsize == 1 else part for part in own]
     joined = [_join(parts, dim, batch) for parts in gather_parts(sent, group, processes)]
     data, *scales = (whole.view(part.dtype) for whole, part in zip(joined, own))
-    return Codes(data, *scales or [None], codes.tensor_scale)
+    if len(own) == 3:
+        of_rows = scales.pop().view(of_rows.dtype).squeeze(1)
+    return codes._replace(data=data, scales=scales[0] if scales else None, tensor_scale=of_rows)
 
 
 def _join(parts: torch.Tensor, dim: int, batch: int) -> torch.Tensor:

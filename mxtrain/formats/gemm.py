@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, grouped_mm, scaled_grouped_mm, scaled_mm
 
-from mxtrain.formats.matrices import Operand, converted, scale_of_product
+from mxtrain.formats.matrices import Operand, converted
 from mxtrain.formats.recipe import LONGEST_BLOCK
 from mxtrain.launch.functions import define_op
 
@@ -20,7 +20,7 @@ from mxtrain.launch.functions import define_op
 def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``.
 
-    With ``scale``, fp32 [], the sum is multiplied by it before that.
+    With ``scale``, fp32 [] or [M], the sums are multiplied by it before that.
     """
     # b may be bf16 values that an fp32 gradient multiplies.
     # Autocast would round the fp32 operands of the reference mode to bf16.
@@ -53,7 +53,7 @@ def _guarded_mm(
     a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     if scale is not None:
-        return converted(wide_product(torch.mm, a, b).mul_(scale), out_dtype)
+        return converted(wide_product(torch.mm, a, b).mul_(scale.unsqueeze(-1)), out_dtype)
     if out_dtype.itemsize > a.dtype.itemsize:
         return converted(wide_product(torch.mm, a, b), out_dtype)
     with full_precision(a):
@@ -217,7 +217,7 @@ def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dty
         tiles = b.scales.view(1 if is_stacked else data.shape[1] // TILE_ROWS, experts, -1)
         scales = tiles.transpose(0, 1).reshape(experts, -1)
         return _grouped_codes(a.data, a.scales.view(a.data.shape[0], -1), data.contiguous(), scales, ends, out_dtype)
-    data, scales = converted(data, a.data.dtype), scale_of_product(a, b)
+    data, scales = converted(data, a.data.dtype), _scales_of_rows(a, b, ends)
     if _is_one_kernel(a, out_dtype, scales):
         return grouped_mm(a.data, data.transpose(1, 2), offs=ends)
     return _grouped_values(a.data, data, ends, out_dtype, scales)
@@ -227,10 +227,21 @@ def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.d
     """Multiply every expert's tokens, columns of a [N, P] and b [D, P] -> [E, N, D]."""
     if a.scales is not None:
         return _grouped_codes(a.data, _by_expert(a, ends), b.data, _by_expert(b, ends), ends, out_dtype)
-    data, scales = converted(b.data, a.data.dtype), scale_of_product(a, b)
+    data, scales = converted(b.data, a.data.dtype), b.tensor_scale
     if _is_one_kernel(a, out_dtype, scales):
         return grouped_mm(a.data, data.t(), offs=ends)
     return _grouped_values(a.data, data, ends, out_dtype, scales)
+
+
+def _scales_of_rows(a: Operand, b: Operand, ends: torch.Tensor) -> torch.Tensor | None:
+    """What every row of a product of a [P, K] is to be multiplied by, fp32 [P]; None for 1."""
+    rows = a.data.shape[0]
+    if a.tensor_scale is None and b.tensor_scale is None:
+        return None
+    groups = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True).clamp(max=len(ends) - 1)
+    found = [of.tensor_scale for of in (a, b) if of.tensor_scale is not None]
+    found = [scales if scales.shape[0] == rows else scales[groups] for scales in found]
+    return found[0] if len(found) == 1 else found[0] * found[1]
 
 
 def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:
@@ -252,13 +263,13 @@ def _one_by_one(
     a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype, scales: torch.Tensor | None
 ) -> torch.Tensor:
     stops = ends.tolist()
-    of_expert = [None] * len(stops) if scales is None else scales.expand(len(stops)).unbind()
     own = [slice(start, stop) for start, stop in zip([0, *stops], stops)]
     if b.ndim == 2:
+        of_expert = [None] * len(own) if scales is None else scales.unbind()
         return torch.stack([matmul(a[:, part], b[:, part], out_dtype, s) for part, s in zip(own, of_expert)])
     result = a.new_zeros(len(a), b.shape[1], dtype=out_dtype)
-    for part, w, scale in zip(own, b, of_expert, strict=True):
-        result[part] = matmul(a[part], w, out_dtype, scale)
+    for part, w in zip(own, b, strict=True):
+        result[part] = matmul(a[part], w, out_dtype, None if scales is None else scales[part])
     return result
 
 

@@ -114,6 +114,8 @@ def block_terms(x, amax, setting, P: tl.constexpr, ESTIMATOR: tl.constexpr):
 @triton.jit
 def _inverse_rms(row_sum, eps, FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr):
     """rho = 1 / sqrt(r^2 + eps) in fp32. FACTOR turns the sum over a row into r^2, or into r for P = 1."""
+    if ESTIMATOR == "none":
+        return tl.full(row_sum.shape, 1.0, tl.float32)
     mean_square = row_sum * FACTOR
     if P == 1 and ESTIMATOR != "exact":
         mean_square *= mean_square
@@ -127,17 +129,19 @@ def normalize_rows(
     HOLD: tl.constexpr, TERMS: tl.constexpr, STORE: tl.constexpr,
     FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, FORM: tl.constexpr, RESIDUAL: tl.constexpr,
     HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SETTING: tl.constexpr = None,
 ):  # fmt: skip
-    """rho of ROWS rows, and the cast of x * rho.
+    """rho of ROWS rows, and the cast of x * rho. ESTIMATOR "none": rho is 1, and not stored.
 
     A tensor in a kernel has a power of two of elements, so a row of 24 blocks is held as three PARTS of BLOCKS = 8.
 
     HOLD: as ``whole_blocks``. TERMS: as ``block_terms``. STORE(x, amax, rho, setting, row, rows, first_block, blocks,
     data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS): casts x * rho and stores it; rho and row are [ROWS].
+    SETTING(amax, setting, row, rows): the setting that STORE gets, from the largest |x * rho| of each row; None if the
+    setting does not depend on rows.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    sums = tl.zeros((ROWS, BLOCKS), tl.float64)
+    sums, largest = tl.zeros((ROWS, BLOCKS), tl.float64), tl.zeros((ROWS, BLOCKS), tl.int32)
     if PERSISTENT:
         # All loads come before the first store, across which the compiler moves no load. With a residual, NVFP4 codes
         # take 136 instead of 149 us at 32768 x 2048.
@@ -149,9 +153,15 @@ def normalize_rows(
         parts = ()
         for i in tl.static_range(PARTS):
             x, amax = HOLD(loaded[i], total_ptr, row, rows, i * BLOCKS, blocks, True, RESIDUAL, PIECES, BLOCKS, BLOCK)
-            sums += TERMS(x, amax, setting, P, ESTIMATOR)
+            if ESTIMATOR != "none":
+                sums += TERMS(x, amax, setting, P, ESTIMATOR)
+            if SETTING is not None:
+                largest = tl.maximum(largest, magnitude_bits(amax))
             parts = parts + ((x, amax),)
         rho = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR)
+        if SETTING is not None:
+            # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the row.
+            setting = SETTING(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
         for i in tl.static_range(PARTS):
             x, amax = parts[i]
             STORE(
@@ -161,13 +171,19 @@ def normalize_rows(
         for first in range(0, blocks, BLOCKS):
             loaded = load_blocks(x_ptr, residual_ptr, row, rows, first, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK)
             x, amax = HOLD(loaded, total_ptr, row, rows, first, blocks, False, RESIDUAL, PIECES, BLOCKS, BLOCK)
-            sums += TERMS(x, amax, setting, P, ESTIMATOR)
+            if ESTIMATOR != "none":
+                sums += TERMS(x, amax, setting, P, ESTIMATOR)
+            if SETTING is not None:
+                largest = tl.maximum(largest, magnitude_bits(amax))
         rho = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR)
+        if SETTING is not None:
+            setting = SETTING(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
         for first in range(0, blocks, BLOCKS):
             loaded = load_blocks(x_ptr, residual_ptr, row, rows, first, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK)
             x, amax = HOLD(loaded, total_ptr, row, rows, first, blocks, True, RESIDUAL, PIECES, BLOCKS, BLOCK)
             STORE(x, amax, rho, setting, row, rows, first, blocks, data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS)
-    tl.store(rho_ptr + row, rho, mask=row < rows)
+    if ESTIMATOR != "none":
+        tl.store(rho_ptr + row, rho, mask=row < rows)
 
 
 class RowTile(NamedTuple):
@@ -233,18 +249,21 @@ def norm_launch(
     form: str,
     arguments: tuple,
     constants: dict,
+    row_scales: torch.Tensor | None = None,
 ) -> tuple[list[torch.Tensor], Launch | None]:
     """Allocate the results of an MXNorm cast; return them with the launch for them.
 
     Args:
+        estimator: "none" casts x itself, without rho among the results.
         kernel: of the format; its first arguments and constants are those of ``normalize_rows``.
         arguments, constants: those of the format alone.
+        row_scales: [T], a result of the format alone, among its arguments.
     """
     rows, columns = x.shape
     data, scales = empty_cast(storage, rows, columns, form, x.device)
-    rho = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rho = None if estimator == "none" else torch.empty(rows, dtype=torch.float32, device=x.device)
     total = None if residual is None else torch.empty_like(x)
-    results = flat(data, scales, rho, total)
+    results = flat(data, scales, rho, row_scales, total)
     if x.numel() == 0:
         return results, None
     block, tile = storage.block_size, row_tile(columns, form, estimator)
@@ -271,12 +290,14 @@ class MXNormCast(NamedTuple):
         scales: the scales of the codes. None for an image.
         rho: the inverse RMS of every row, fp32.
         total: x + residual in the dtype of x. None without a residual.
+        row_scales: a scale of every row, fp32, where codes have one.
     """
 
     data: torch.Tensor
     scales: torch.Tensor | None
     rho: torch.Tensor
     total: torch.Tensor | None
+    row_scales: torch.Tensor | None = None
 
 
 def call_norm(
@@ -290,6 +311,6 @@ def call_norm(
     check_row_length(x)
     of_estimate = estimate.p, estimate.estimator, estimate.eps, estimate.constant
     data, *others = op(*contiguous(x, residual), *of_estimate, form, *settings)
-    if form == "image":
-        others = [None, *others]
-    return MXNormCast(data, others[0], others[1], None if residual is None else others[2])
+    scales = None if form == "image" else others.pop(0)
+    total = None if residual is None else others.pop()
+    return MXNormCast(data, scales, others[0], total, *others[1:])

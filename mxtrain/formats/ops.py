@@ -113,11 +113,8 @@ class FormatOps:
         """Return the values [R, K] of codes, which bf16 holds exactly."""
         return codes.data.to(dtype)
 
-    def from_codes(self, codes: Codes, mode: str, dim: int, recipe: Recipe | None = None) -> Operand:
-        """The operand that the codes stand for, with the bits and the memory layout of ``cast`` along ``dim``.
-
-        ``recipe``: of an input X, whose tensor scale may be exact; None for powers of two.
-        """
+    def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
+        """The operand that the codes stand for, with the bits and the memory layout of ``cast`` along ``dim``."""
         data = codes.data if codes.scales is None else self.dequantize(codes, values_dtype(mode))
         # Products in another memory layout may add up in another order.
         return Operand(data if dim == 1 else data.t().contiguous().t())
@@ -170,7 +167,7 @@ class FormatOps:
 
         Args:
             amax: the maxima of the blocks, fp32, any shape.
-            tensor_scale: of the matrix of each block, fp32, shape of ``amax`` or [].
+            tensor_scale: of the matrix of each block, fp32, in a shape that broadcasts to that of ``amax``.
 
         Returns:
             scales: fp32, shape of ``amax``, as stored: without the tensor scale.

@@ -16,7 +16,7 @@ from mxtrain.launch import Keyed
 
 ScaleRounding = Literal["rceil", "rceil_0_18", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)
-TensorScale = Literal["static", "dynamic"]
+TensorScale = Literal["static", "dynamic", "row"]
 TENSOR_SCALES = get_args(TensorScale)
 FourOverSix = Literal[False, "weights", "activations", "both"]
 FOUR_OVER_SIX = get_args(FourOverSix)
@@ -226,7 +226,8 @@ class Recipe(LinearRecipe):
             scales.
         tensor_scale: the source of the scale of a whole matrix, a power of two. ``"dynamic"`` takes the largest
             element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
-            other operands. None for a format without tensor scales.
+            other operands. ``"row"`` gives every row of fprop's X a scale of its own, from the row's largest element:
+            no row depends on other rows. Other operands are as with "dynamic". None for a format without tensor scales.
         weight_tiles: weights have one scale per square tile, so that fprop and dgrad see the same weight. If False,
             weights have blocks along the reduced axis, like all other operands.
         hadamard: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
@@ -293,7 +294,7 @@ class Recipe(LinearRecipe):
 
     @property
     def sends_rows(self) -> bool:
-        """Whether rows have codes that need no other rows, so that each can be sent alone."""
+        """Whether rows are codes and block scales, so that each can be sent alone."""
         return self.format is not None and not self.format.has_tensor_scale
 
     @property

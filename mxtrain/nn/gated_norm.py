@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from mxtrain.formats.hardware import mode_in_forward
 from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.formats.mxnorm import inverse_rms, scale_rows
 from mxtrain.formats.swiglu import swiglu, swiglu_backward
 from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
@@ -32,11 +33,17 @@ class _GatedNormFunction(torch.autograd.Function):
         ops, native = from_key(recipe_key).ops, mode == "native"
         u = swiglu(at_least_fp32(gate), x)
         rows = u.view(groups * x.shape[0], -1)
-        # Native scales lie in the order of whole rows.
-        xhat, rho = ops.normalize(rows, from_key(estimate_key), from_key(recipe_key), mode, as_codes=native)
-        data, scales = (None if t is None else t.view(x.shape[0], -1) for t in (xhat.data, xhat.scales))
-        xhat = xhat._replace(data=data, scales=scales)
-        xhat = ops.from_codes(xhat, mode, 1) if native else xhat
+        estimate, recipe = from_key(estimate_key), from_key(recipe_key)
+        if recipe.tensor_scale == "row" and groups > 1:
+            # The tensor scale of a token is that of all its groups.
+            rho = inverse_rms(rows, estimate, recipe)
+            xhat = ops.cast([scale_rows(rows, rho).view(x.shape)], recipe, mode, (1,))[1]
+        else:
+            # Native scales lie in the order of whole rows.
+            xhat, rho = ops.normalize(rows, estimate, recipe, mode, as_codes=native)
+            data, scales = (None if t is None else t.view(x.shape[0], -1) for t in (xhat.data, xhat.scales))
+            xhat = xhat._replace(data=data, scales=scales)
+            xhat = ops.from_codes(xhat, mode, 1) if native else xhat
         rho = rho.view(-1, groups)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gate, u, rho)

@@ -176,7 +176,7 @@ def _norm_backward(ctx, saved, dxhat: torch.Tensor) -> torch.Tensor:
 
 def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
     """Codes of a shard's tokens -> the operand of whole sequences; ``dim`` as for ``FormatOps.from_codes``."""
-    return recipe.ops.from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), mode, dim, recipe)
+    return recipe.ops.from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), mode, dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,7 +227,8 @@ class GatheredColumns:
         split, estimate, (recipe, dim) = from_key(self.split_key), from_key(self.estimate_key), recipe.input_of_wgrad
         rows = x.reshape(-1, x.shape[-1])
         tensor_scale = recipe.ops.scale_after_norm(rows, estimate, recipe) if dim else None
-        spec = CastSpec(row_factor=rho, signs=signs, tensor_scale=tensor_scale, group=split.group, as_codes=True)
+        group = None if dim and recipe.tensor_scale == "row" else split.group  # of other rows
+        spec = CastSpec(row_factor=rho, signs=signs, tensor_scale=tensor_scale, group=group, as_codes=True)
         codes = recipe.ops.cast([rows], recipe, mode, (dim,), spec)[dim]
         if dim == 0:
             return _gathered(codes, recipe, mode, split, x.shape[0], dim)

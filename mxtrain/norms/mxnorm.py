@@ -51,7 +51,8 @@ def mxnorm_cast(
     too large: squares are summed in fp64.
 
     NVFP4's tensor scale is a power of two. Recipe "nvfp4" takes it from the bound of the norm's output,
-    ``mxtrain.static_tensor_scale(D, p, estimator)``; "nvfp4_dynamic" takes it from the largest |x * rho|.
+    ``mxtrain.static_tensor_scale(D, p, estimator)``; "nvfp4_dynamic" takes it from the largest |x * rho|, and
+    "nvfp4_row" each row's own from the row.
 
     Source: arXiv 2603.13180; torchao ``to_mx`` for the cast.
 
@@ -73,7 +74,7 @@ def mxnorm_cast(
             half.
         scales: float8_e8m0fnu, [..., D / 32]; for NVFP4 float8_e4m3fn [..., D / 16].
         rho: fp32 [...], the inverse RMS estimate.
-        tensor_scale: fp32 [], only for "nvfp4_dynamic".
+        tensor_scale: fp32 [] for "nvfp4_dynamic", fp32 [...] for "nvfp4_row"; no result otherwise.
 
     Raises:
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.
@@ -92,5 +93,7 @@ def mxnorm_cast(
     rows = x.reshape(math.prod(leading), x.shape[-1])
     cast, rho = recipe.ops.normalize(rows, estimate, recipe, mode, as_codes=True)
     codes, scales = (t.view(*leading, t.shape[1]) for t in (cast.data, cast.scales))
-    tensor_scale = (cast.tensor_scale,) if recipe.tensor_scale == "dynamic" else ()
+    tensor_scale = ()
+    if recipe.tensor_scale in ("dynamic", "row"):
+        tensor_scale = (cast.scale.view(leading if recipe.tensor_scale == "row" else ()),)
     return codes, scales, rho.view(leading), *tensor_scale

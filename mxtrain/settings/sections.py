@@ -58,9 +58,9 @@ class MXNorm:
     """Exponent of the p-mean of block maxima that estimates the RMS: 1 or 2"""
     recipe: str = "mxfp8"
     """
-    Format of all operands: "mxfp8", "nvfp4", "nvfp4_dynamic" (scales from the values) or "unquantized" (the norm
-    alone); or one of these or "bf16" per product: "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". "bf16" for all three swaps
-    nothing
+    Format of all operands: "mxfp8", "nvfp4", "nvfp4_dynamic" (scales from the values), "nvfp4_row" (a scale per row of
+    inputs) or "unquantized" (the norm alone); or one of these or "bf16" per product: "fprop=nvfp4, dgrad=mxfp8,
+    wgrad=bf16". "bf16" for all three swaps nothing
     """
 
     recipes: Table = field(default_factory=dict)
@@ -85,7 +85,7 @@ class MXNorm:
     tensor_scale: Literal[TENSOR_SCALES] | None = None
     """
     NVFP4: the tensor scale of a norm's output is "static" (from MXNorm's bound) or "dynamic" (from the largest
-    element). Unset: the recipe's
+    element); "row": each row of inputs has one. Unset: the recipe's
     """
 
     weight_tiles: bool | None = None

@@ -93,7 +93,7 @@ def same_results(results, expected) -> bool:
 
 
 def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.nvfp4.norm import nvfp4_norm
+    from mxtrain.formats.nvfp4.norm import nvfp4_norm, nvfp4_rows
 
     x, gain = draw(shape, device), draw(shape[1:], device)
     peers = ("RMSNorm + torchao, compiled",)
@@ -102,8 +102,9 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
         rms = RMSEstimate.for_recipe(RECIPE, eps=EPS, **settings)
         return rms, static_tensor_scale(shape[1], rms.p, rms.estimator, rms.constant)
 
-    def entry(name: str, form: str, **settings) -> Entry:
+    def entry(name: str, form: str, of_rows: bool = False, **settings) -> Entry:
         rms, tensor_scale = estimated(**settings)
+        tensor_scale = None if of_rows else tensor_scale
         return ours(
             f"nvfp4_norm {name} {form}",
             lambda: nvfp4_norm(x, rms, tensor_scale, form),
@@ -111,6 +112,10 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
             lambda result: is_nvfp4_norm(result, x, rms, tensor_scale, form),
             peers,
         )
+
+    def rows(form: str) -> Entry:
+        check = partial(is_cast_of_rows, x, form)
+        return ours(f"nvfp4_rows {form}", lambda: nvfp4_rows(x, None, form), (x,), check, ())
 
     return [
         *compiled(
@@ -127,6 +132,8 @@ def norm_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
         entry("p=2", "blocked", p=2),
         entry("p=2", "image", p=2),
         entry("exact", "image", estimator="exact"),
+        *(entry("p=2, scales of rows", form, True, p=2) for form in ("codes", "image")),
+        *map(rows, ("codes", "image")),
     ]
 
 
@@ -156,9 +163,16 @@ def mxnorm_in_pytorch(estimate: RMSEstimate, tensor_scale: float, x: torch.Tenso
     return nvfp4.cast(scale_rows(x, rho), tensor_scale), rho
 
 
-def is_nvfp4_norm(result, x: torch.Tensor, estimate: RMSEstimate, tensor_scale: float, form: str) -> bool:
+def is_cast_of_rows(x: torch.Tensor, form: str, result) -> bool:
+    scales = nvfp4.power_of_two_tensor_scales(x.abs().amax(1).float()).unsqueeze(1)
+    return same_results(result[:2], cast_in_pytorch(x, scales, form))
+
+
+def is_nvfp4_norm(result, x: torch.Tensor, estimate: RMSEstimate, tensor_scale: float | None, form: str) -> bool:
     if not cases.within_ulps(result.rho, inverse_rms(x, estimate, RECIPE), 2):
         return False
+    if tensor_scale is None:
+        return is_cast_of_rows(scale_rows(x, result.rho), form, result)
     expected = cast_in_pytorch(scale_rows(x, result.rho), tensor_scale, form)
     return same_results((result.data, result.scales), expected)
 

@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 T, D = 70, 128
 LAUNCH = "triton_kernel_wrapper_functional"
 RECIPE = get_recipe("mxfp8").fprop
-ESTIMATE = RMSEstimate.for_recipe(RECIPE)
+ESTIMATE, ESTIMATE_16 = RMSEstimate.for_recipe(RECIPE), RMSEstimate.for_recipe(get_recipe("nvfp4_row").fprop)
 
 
 def kernels_of_each_kind(x, w, gain):
@@ -30,6 +30,7 @@ def kernels_of_each_kind(x, w, gain):
     from mxtrain.formats.mx.norm import mxnorm_cast
     from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast
     from mxtrain.formats.nvfp4.cast import nvfp4_cast
+    from mxtrain.formats.nvfp4.norm import nvfp4_norm, nvfp4_rows
     from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
     from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
     from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
@@ -44,7 +45,12 @@ def kernels_of_each_kind(x, w, gain):
     gradient = nvfp4_cast([w, w + 1], scales, "image", signs=signs, draws=draws, axis=1)
     of_weights = [nvfp4_tensor_scales([each], None, None, gain) for each in (w, w + 1)]
     weight = nvfp4_weight([w, w + 1], of_weights, "image", gain)
-    nvfp4 = [gradient[1].data, gradient[0].data, weight[1].data]
+    rows = [
+        *nvfp4_norm(x, ESTIMATE_16, None, "blocked", dx),
+        *nvfp4_rows(x, None, "codes"),
+        *nvfp4_rows(x, gain.narrow(0, 0, T)),
+    ]
+    nvfp4 = [gradient[1].data, gradient[0].data, weight[1].data, *rows]
     results = [*normed, *joined[1], *joined[0], dx, *fold_backward(w.float(), w, gain), *halves, *nvfp4]
     return [each.view(torch.uint8) if each.itemsize == 1 else each for each in results if each is not None]
 
@@ -59,7 +65,7 @@ def test_the_bits_are_those_of_the_ops(monkeypatch):
     names = operations(module)
     assert not any(name.startswith("mxtrain") for name in names)
     kernels = [node for node in module.graph.nodes if LAUNCH in str(node.target)]
-    assert len(kernels) == 14  # casts of two matrices have two
+    assert len(kernels) == 17  # casts of two matrices have two
     filled = [kernel.kwargs["kwargs"][name] for kernel in kernels for name in kernel.kwargs["tensors_to_clone"]]
     assert not any("view" in node.name or "alias" in node.name for node in filled)
     assert_same(module, kernels_of_each_kind, *inputs())
@@ -104,9 +110,9 @@ def test_inductor_compiles_the_kernels_for_a_gpu(device):
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert len(found["compiled"]) == 18 and not found["unwanted"], found
+    assert len(found["compiled"]) == 21 and not found["unwanted"], found
     assert "Encountered an exception" not in run.stderr, run.stderr  # then PyTorch would clone all tensors
-    assert found["analyses"] == 15, found  # some kernels are launched for several matrices
+    assert found["analyses"] == 18, found  # some kernels are launched for several matrices
     assert found["registers"] == ["168"] * 2, found
     # A product, over which Inductor writes what both casts read, and two images.
     assert found["allocated"] == [f"{T}, {D}"] * 3

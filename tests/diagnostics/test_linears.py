@@ -17,18 +17,22 @@ from mxtrain.diagnostics.linears import (
     product_totals,
 )
 from mxtrain.diagnostics.totals import Totals, combined, numbers
+from mxtrain.formats.matrices import CastSpec
 from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxnorm import block_amax
+from mxtrain.formats.nvfp4 import ops as nvfp4_ops
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
+from mxtrain.nn.split import SplitMatrices
 from mxtrain.rng.rounding import set_rounding_step
 
 RECIPES = (
     "mxfp8",
     "nvfp4",
     "nvfp4_dynamic",
+    "nvfp4_row",
     "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16",
     "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized",
 )
@@ -201,3 +205,19 @@ def test_a_tensor_scale_is_that_of_the_matrix_in_all_processes(monkeypatch):
         for group in (None, "others")
     ]
     assert exponents[0] - exponents[1] == 10
+
+
+@pytest.mark.parametrize(("group", "is_normed"), [(None, False), ("others", False), (None, True)])
+def test_scales_of_rows_are_those_of_the_cast(group, is_normed, monkeypatch):
+    """Other processes have other parts of the same rows."""
+    for module in (linears, nvfp4_ops):
+        monkeypatch.setattr(module, "largest", lambda found, group: found * {None: 1, "others": 1024}[group])
+    linear, norm = MXLinear(64, 96, recipe="nvfp4_row", mode="reference"), MXNorm(64, recipe="nvfp4_row")
+    linear.split = SplitMatrices(x=group)
+    x = torch.randn(32, 64) * torch.logspace(-6, 6, 32).unsqueeze(1)
+    rho, estimate = (norm(x).rho, norm.estimate) if is_normed else (None, None)
+    spec = CastSpec(row_factor=rho, group=group, as_codes=True)
+    scales = linear.recipe.ops.cast([x], linear.recipe, "reference", (1,), spec)[1].scales.float()
+    gradient = Gradient(torch.randn(32, 96), linear.signs(x.device), linear.draws(x.device))
+    totals = linear_totals(linear, Input(x, rho, None, estimate, group), gradient)["fprop_input"]
+    assert (totals.least["scale"], totals.largest["scale"]) == (scales.min(), scales.max())

@@ -11,12 +11,14 @@ from mxtrain import decompose_k_mm
 from mxtrain.formats import gemm
 from mxtrain.formats.gemm import full_precision, matmul, sum_bf16_products_in_fp32
 from mxtrain.formats.matrices import Operand
+from mxtrain.formats.mx.reference import from_blocked
+from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe
 from tests.support.casts import cast
 
 pytestmark = pytest.mark.usefixtures("device")
 
-MXFP8, NVFP4 = get_recipe("mxfp8"), get_recipe("nvfp4")
+MXFP8, NVFP4, ROWS = get_recipe("mxfp8"), get_recipe("nvfp4"), get_recipe("nvfp4_row")
 
 
 def draw(*shape, seed=0):
@@ -25,8 +27,8 @@ def draw(*shape, seed=0):
 
 
 def operands(m, n, k, recipe=MXFP8, mode="reference"):
-    x, w = (cast([draw(rows, k, seed=seed)], recipe, mode, (1,))[1] for seed, rows in enumerate((m, n)))
-    return x, w
+    x, w = draw(m, k, seed=0) * torch.exp2(torch.arange(m) % 32 - 16.0)[:, None], draw(n, k, seed=1)
+    return cast([x], recipe, mode, (1,))[1], cast([w], recipe, mode, (1,), role="weight")[1]
 
 
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
@@ -39,7 +41,7 @@ def test_product_of_the_dequantized_values(mode, out_dtype, tolerance):
         assert out.dtype == out_dtype and (out.double() - exact).norm() <= tolerance * exact.norm()
 
 
-@pytest.mark.parametrize(("recipe", "k"), [(MXFP8, 64), (NVFP4, 48)], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize(("recipe", "k"), [(MXFP8, 64), (NVFP4, 48), (ROWS, 48)], ids=["mxfp8", "nvfp4", "rows"])
 def test_native_operands_fit_pytorchs_scaled_mm(recipe, k):
     """PyTorch's own shape and dtype checks of ``scaled_mm``, run without a GPU on fake tensors."""
     native = operands(22, 32, k, recipe, "native")
@@ -47,6 +49,22 @@ def test_native_operands_fit_pytorchs_scaled_mm(recipe, k):
         a, b = (Operand(*(None if t is None else fake.from_tensor(t) for t in operand)) for operand in native)
         out = recipe.ops.matmul(a, b, torch.bfloat16)
     assert out.shape == (22, 32) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_scales_of_rows_multiply_the_fp32_product(out_dtype, monkeypatch):
+    def scaled_mm(a, b, *, scale_a, scale_b, output_dtype, **_):
+        assert output_dtype == torch.float32 and scale_a[1] == scale_b[1] == 1
+        codes = (a, scale_a[0]), (b.t(), scale_b[0])
+        values = [nvfp4.dequantize(data.view(torch.uint8), from_blocked(s, data.shape[0], 4)) for data, s in codes]
+        return values[0] @ values[1].t()
+
+    monkeypatch.setattr(gemm, "scaled_mm", scaled_mm)
+    native, values = operands(22, 32, 64, ROWS, "native"), operands(22, 32, 64, ROWS, "reference")
+    assert native[0].tensor_scale.shape == (22,) and native[1].tensor_scale.shape == ()
+    out, want = ROWS.ops.matmul(*native, out_dtype), matmul(values[0].data, values[1].data, out_dtype)
+    assert out.dtype == out_dtype
+    torch.testing.assert_close(out, want, rtol=1e-5 if out_dtype == torch.float32 else 2**-7, atol=0)
 
 
 SETTINGS = torch.backends.cuda.matmul

@@ -41,6 +41,7 @@ class Block(nn.Module):
     [
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
+        pytest.param("nvfp4_row", "emulated", True, marks=pytest.mark.sweep),
         ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", True),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
         pytest.param(FOUR_OVER_SIX, "reference", False, marks=pytest.mark.sweep),

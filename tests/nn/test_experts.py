@@ -39,12 +39,13 @@ MIXED = [
     for a, b, c in itertools.product(("mxfp8", "bf16"), repeat=3)
     if len({a, b, c}) == 2
 ]
-# The last one casts weights in blocks, and neither transforms nor rounds stochastically.
+# The third one casts weights in blocks, and neither transforms nor rounds stochastically.
 WITH_NVFP4 = [
     "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4",
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
     get_recipe("nvfp4_dynamic", weight_tiles=False, hadamard=False, stochastic_rounding=False),
     get_recipe("nvfp4", four_over_six="both", weight_tiles=False),
+    "fprop=nvfp4_row, dgrad=mxfp8, wgrad=bf16",
 ]
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -116,7 +117,7 @@ CASES = [
     ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", torch.bfloat16, "few"),
     ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", torch.float32, "few"),
     # The interpreter takes half a minute; tests/formats/nvfp4/test_ops.py casts groups with it.
-    *([("nvfp4", "emulated", torch.bfloat16, "few")] if torch.cuda.is_available() else []),
+    *((r, "emulated", torch.bfloat16, "few") for r in ("nvfp4", "nvfp4_row") if torch.cuda.is_available()),
 ]
 
 

@@ -54,7 +54,7 @@ def test_without_rounding_results_and_gradients_are_those_of_autograd(groups):
     assert_near(results(block, block, torch.float64), expected, 1e-12)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_row"])
 def test_operands_are_casts_of_the_rows_with_a_factor_for_each_group(recipe):
     recipe = get_recipe(recipe, stochastic_rounding=False)
     operands = {}
@@ -86,7 +86,7 @@ def test_a_dequantized_backward_decodes_the_rows_of_fprop():
     assert torch.equal(of_wgrad, of_fprop.t())
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "nvfp4_row"])
 def test_native_codes_are_those_of_whole_rows(recipe):
     norm = Gated(recipe, "reference").norm
     x, gate = (draw(T, D, seed=seed) for seed in (0, 1))

@@ -37,9 +37,11 @@ RECIPES = {
     "mxfp8": (MXFP8, MXFP8),
     "nvfp4": (NVFP4, NVFP4),
     "nvfp4_dynamic": (NVFP4, NVFP4),
+    "nvfp4_row": (NVFP4 + 4 / DIM, NVFP4),
     "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8": (NVFP4, MXFP8),
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (MXFP8, FP32),
     "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized": (NVFP4, NVFP4),
+    "fprop=nvfp4_row, dgrad=dequantized, wgrad=dequantized": (NVFP4 + 4 / DIM, NVFP4 + 4 / DIM),
 }
 
 

@@ -33,7 +33,10 @@ def block_of(recipe="nvfp4", mode="reference", linears=3, **kwargs):
 
 
 def values(x, tensor_scale=None, bits=None):
+    """tensor_scale: "row" gives each row the scale that it has alone."""
     x = x.float()
+    if tensor_scale == "row":
+        tensor_scale = torch.stack([nvfp4.power_of_two_tensor_scale(row) for row in x])[:, None]
     tensor_scale = nvfp4.power_of_two_tensor_scale(x) if tensor_scale is None else tensor_scale
     return nvfp4.dequantize(*nvfp4.cast(x, tensor_scale, bits), tensor_scale)
 
@@ -59,15 +62,21 @@ def gradient_values(dy, fqn=FQN, signs_of=FQN, step=5, rank=1, microbatch=2):
 PRECISIONS = [("reference", torch.float32, 1e-6), ("emulated", torch.bfloat16, 4e-3)]
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_row"])
 @pytest.mark.parametrize(("mode", "dtype", "tolerance"), PRECISIONS)
-def test_linear_is_the_composition_of_casts(mode, dtype, tolerance):
-    linear = layer(mode=mode, dtype=dtype)
+def test_linear_is_the_composition_of_casts(mode, dtype, tolerance, recipe):
+    linear = layer(recipe, mode=mode, dtype=dtype)
     w = weight_values(linear.weight.detach().float())
     for tokens in (T, 32) if mode == "reference" else (21,):
         x, dy = draw(tokens, D, seed=0, dtype=dtype), draw(tokens, N, seed=1, dtype=dtype)
+        x *= torch.exp2(torch.arange(tokens) % 32 - 16.0)[:, None]
         set_rounding_step(5, microbatch=2, rank=1)
         for_dgrad, for_wgrad = gradient_values(dy)
-        expected = [values(x) @ w.t(), for_dgrad @ w, for_wgrad @ values(along_tokens(x, FQN)).t()]
+        expected = [
+            values(x, "row" if recipe == "nvfp4_row" else None) @ w.t(),
+            for_dgrad @ w,
+            for_wgrad @ values(along_tokens(x, FQN)).t(),
+        ]
         results = results_of(linear, x, dy)
         assert all(got.dtype == dtype for got in results)
         assert_near(results, expected, tolerance)
@@ -104,8 +113,10 @@ def test_four_over_six_casts_weights_and_activations(mode, dtype, tolerance):
         (0, "nvfp4", 2, "pre_round"),
         (0, "nvfp4", 2, "exact"),
         (0, "nvfp4_dynamic", 2, "pre_round"),
+        (0, "nvfp4_row", 2, "pre_round"),
         (1, "nvfp4", 2, "pre_round"),
         (1, "nvfp4_dynamic", 1, "exact"),
+        (1, "nvfp4_row", 2, "exact"),
     ],
 )
 def test_norm_and_linears_are_the_composition_of_casts(precision, recipe, p, estimator):
@@ -113,9 +124,11 @@ def test_norm_and_linears_are_the_composition_of_casts(precision, recipe, p, est
     tokens = T if mode == "reference" else 5
     block = block_of(recipe, mode, linears=2, dtype=dtype, p=p, estimator=estimator)
     x, dys = draw(tokens, D, seed=0, dtype=dtype), [draw(tokens, N, seed=s, dtype=dtype) for s in (1, 2)]
+    if recipe == "nvfp4_row":
+        x[:, :16] *= 2.0**-13  # blocks of the smallest scale, whose values depend on the row's
     rho = block.norm(x).rho
     xhat = x.float() * rho[:, None]
-    tensor_scale = static_tensor_scale(D, p, estimator) if recipe == "nvfp4" else None
+    tensor_scale = {"nvfp4": static_tensor_scale(D, p, estimator), "nvfp4_row": "row"}.get(recipe)
     gain = block.norm.weight.detach().float()
     outputs, dxhat, dgain, dweights = [], 0, 0, []
     for i, (linear, dy) in enumerate(zip(block.linears, dys)):
@@ -129,6 +142,18 @@ def test_norm_and_linears_are_the_composition_of_casts(precision, recipe, p, est
         dgain = dgain + (weight * d_folded).sum(0)
     expected = [*outputs, norm_backward(dxhat, x, rho), dgain, *dweights]
     assert_near(results_of(block, x, *dys), expected, max(tolerance * 5, 1e-5))
+
+
+@pytest.mark.parametrize("mode", ["reference", "emulated"])
+def test_scales_of_rows_make_an_operand_independent_of_other_tokens(mode):
+    x = draw(T, D, seed=0) * torch.exp2(torch.arange(T) % 32 - 16.0)[:, None]
+    x[3, 5], x[4] = float("nan"), 0
+    norm, linear = block_of("nvfp4_row", mode).norm, layer("nvfp4_row", mode)
+    for cast in (lambda x: norm(x).xhat.data, lambda x: linear.gemms(x.device).quantize_activation(x).data):
+        together = cast(x)
+        assert together.isnan().all(1).nonzero().flatten().tolist() == [3] and not together[4].any()
+        for row in (0, 4, 5, T - 1):
+            assert torch.equal(cast(x[row : row + 1])[0], together[row])
 
 
 # What each switch changes of: Y, dX, dW.

@@ -116,7 +116,7 @@ def test_strides_and_no_rows():
     assert codes.shape == (0, 64) and scales.shape == (0, 2) and rho.shape == (0,)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_dynamic"])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_dynamic", "nvfp4_row"])
 @pytest.mark.parametrize(("p", "estimator"), [(1, "pre_round"), (2, "pre_round"), (2, "exact")])
 def test_mxnorm_cast_to_nvfp4(p, estimator, recipe):
     for shape, dtype in product(((48,), (5, 96), (2, 3, 256)), (torch.bfloat16, torch.float32)):
@@ -132,7 +132,9 @@ def check_nvfp4(shape, dtype, p, estimator, recipe):
         tensor_scale = mxtrain.static_tensor_scale(shape[-1], p, estimator)
     else:
         (tensor_scale,) = rest
-        assert torch.equal(tensor_scale, nvfp4.power_of_two_tensor_scale(xhat))
+        largest = xhat.abs().amax(-1) if recipe == "nvfp4_row" else xhat.abs().amax()
+        assert torch.equal(tensor_scale, nvfp4.power_of_two_tensor_scales(largest))
+        tensor_scale = tensor_scale.unsqueeze(-1)
     assert codes.dtype == torch.uint8 and codes.shape == (*shape[:-1], shape[-1] // 2)
     assert scales.dtype == torch.float8_e4m3fn and scales.shape == (*shape[:-1], shape[-1] // 16)
     assert rho.dtype == torch.float32 and rho.shape == shape[:-1]

@@ -19,6 +19,7 @@ FLAGS = {
     "dequantized": oracle.RECIPES["dequantized"],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
+    "scales of rows": ["--mxnorm.recipe=nvfp4_row", NEAREST],
 }
 AC = "--activation_checkpoint.mode="
 # The same graphs as in training, without the minutes that Inductor takes on a CPU.
@@ -36,11 +37,13 @@ TWO_SWEEP = {
     "dequantized, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
     "quantized head": oracle.layout(tensor=2),
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
+    "scales of rows, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
 }
 FOUR_SWEEP = {
     "unquantized, tp 4": oracle.layout(tensor=4),
     "mxfp8, tp 2 x fsdp 2, selective": [*oracle.layout(tensor=2, shard=2), f"{AC}selective"],
     "mxfp8, cp 2 x tp 2": oracle.layout(context=2, tensor=2),
+    "scales of rows, tp 2 x fsdp 2": oracle.layout(tensor=2, shard=2),
 }
 
 

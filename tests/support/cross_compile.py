@@ -26,7 +26,7 @@ from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
-from mxtrain.formats.nvfp4.norm import nvfp4_norm
+from mxtrain.formats.nvfp4.norm import nvfp4_norm, nvfp4_rows
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.formats.parse import get_recipe
@@ -182,6 +182,7 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
     for name, form in (*itertools.product(["bf16"], FORMS), ("fp32", "codes")):
         x = matrix(DTYPES[name])
         add(f"{name} {form}", nvfp4_norm, x, estimate(), 2.0**-8, form)
+        add(f"{name} {form}", nvfp4_rows, x, None, form)
         add(f"{name} {form}", nvfp4_weight, [x], [scale], form)
     draws = vector(4, torch.int64)
     gradient = dict(signs=number, draws=[draws])
@@ -194,6 +195,9 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add("bf16 exact", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8, "image")
         add("bf16 exact codes", nvfp4_norm, x, estimate(2, "exact"), 2.0**-8)
         add("bf16 codes residual", nvfp4_norm, x, estimate(), 2.0**-8, "codes", x)
+        add("bf16 codes scales of rows", nvfp4_norm, x, estimate(), None, "codes", x)
+        add("bf16 image given scales of rows", nvfp4_rows, x, vector(ROWS), "image")
+        add(f"bf16 {LOOPED} columns", nvfp4_rows, matrix(bf16, LOOPED), None, "blocked")
         add("bf16 stochastic (1,)", nvfp4_cast, [x], scale, "image", (1,), draws=[draws])
         add("bf16 column factor", nvfp4_weight, [x], [scale], "image", vector(4096, bf16))
     # These rows are held as three parts.

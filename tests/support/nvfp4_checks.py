@@ -67,7 +67,7 @@ def check_norm(x, tensor_scale=None, form="codes", residual=None, **estimate) ->
     if tensor_scale is None:
         tensor_scale = static_tensor_scale(x.shape[1], estimate.p, estimate.estimator)
     with careful_call(x, residual):
-        data, scales, rho, total = nvfp4_norm(x, estimate, tensor_scale, form, residual)
+        data, scales, rho, total, _ = nvfp4_norm(x, estimate, tensor_scale, form, residual)
     if residual is None:
         assert total is None
     else:

@@ -28,6 +28,7 @@ RECIPES = [
     "mxfp8",
     get_recipe("nvfp4", stochastic_rounding=False),
     get_recipe("nvfp4_dynamic", stochastic_rounding=False),
+    get_recipe("nvfp4_row", stochastic_rounding=False),
     get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=nvfp4", stochastic_rounding=False, hadamard=False),
 ]
 

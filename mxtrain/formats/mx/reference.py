@@ -161,7 +161,7 @@ class MXOps(FormatOps):
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         return dequantize(codes.data, codes.scales, self.format, dtype)
 
-    def from_codes(self, codes: Codes, mode: str, dim: int, recipe: Recipe | None = None) -> Operand:
+    def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
         if mode == "native" and self.format.is_native:
             return Operand(codes.data, to_blocked(codes.scales))
         return super().from_codes(codes, mode, dim)

@@ -68,6 +68,8 @@ NVFP4_STATIC = Recipe(
     high_precision_share=0.15,
 )
 NVFP4_DYNAMIC = replace(NVFP4_STATIC, name="nvfp4_dynamic", tensor_scale="dynamic")
+# As TransformerEngine's row-scaled activations, but with scales that are powers of two.
+NVFP4_ROW = replace(NVFP4_STATIC, name="nvfp4_row", tensor_scale="row")
 
 
 def static_tensor_scale(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import Storage, magnitude_bits
-from mxtrain.formats.nvfp4 import NVFP4, SCALE_MAX, SCALE_MIN
+from mxtrain.formats.nvfp4 import NVFP4, RANGE, SCALE_MAX, SCALE_MIN, TENSOR_SCALE_MIN
 from mxtrain.launch.launch import INTERPRETED
 
 BLOCK = NVFP4.block_size
@@ -25,6 +25,7 @@ STORAGE = Storage(BLOCK, torch.uint8, 2, torch.float8_e4m3fn)
 _E2M1_MAX = tl.constexpr(NVFP4.element_max)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
 _SCALE_MIN = tl.constexpr(SCALE_MIN)
+_RANGE, _TENSOR_SCALE_MIN = tl.constexpr(RANGE), tl.constexpr(TENSOR_SCALE_MIN)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 # The bits of 1.5 * 2^23, and the int32 sum of eight of them, shifted by 0, 4, ... 28 bits.
 _ABOVE_CODE = 0x4B400000
@@ -40,8 +41,17 @@ def rounded_product(a, b):
 
 
 @triton.jit
+def tensor_scale_bits(amax):
+    """The tensor scale, as int32 bits, of matrices or rows with this largest magnitude (fp32)."""
+    scale = tl.maximum(tl.div_rn(amax, _RANGE), _TENSOR_SCALE_MIN, propagate_nan=tl.PropagateNan.ALL)
+    # The next power of two: carry any mantissa into the exponent, then drop the mantissa.
+    bits = magnitude_bits(scale)
+    return tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
+
+
+@triton.jit
 def inverse_of(tensor_scale):
-    """1 / tensor_scale, an fp32 scalar; exact for a power of two."""
+    """1 / tensor_scale (fp32); exact for a power of two."""
     return tl.div_rn(1.0, tensor_scale)
 
 

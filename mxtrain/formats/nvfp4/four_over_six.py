@@ -78,6 +78,7 @@ def _loss(x, scale, factor, amax, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, E
     """What each block loses; x, BLOCKS: as for ``four_over_six``."""
     if BLOCKS == "last":
         axis: tl.constexpr = len(x.shape) - 1
+        amax = tl.expand_dims(amax + tl.zeros(scale.shape, tl.float32), axis)
         of_elements = _errors(x, tl.expand_dims(scale, axis), tl.expand_dims(factor, axis), amax, SQUARES, EXACT)
         return _sum(of_elements, EXACT)
     elif BLOCKS == "across":
@@ -111,7 +112,8 @@ def _unseen(x):
 def four_over_six(x, largest, amax, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
     """Choose the scale of each block: code (uint8), value (fp32), and the factor for elements before rounding.
 
-    largest: the largest magnitude of each block. amax: that of the matrix, one number. ERROR: "mae" or "mse".
+    largest: the largest magnitude of each block. amax: that of the matrix or of its rows, a number or in a shape that
+    broadcasts to that of ``largest``. ERROR: "mae" or "mse".
 
     BLOCKS: where the 16 elements of a block are in x (fp32). "last": in the last dimension. "across": in a tuple of 16
     tensors, each of the shape of ``largest``. "tiles": x is a strip, and a tile has 16 columns of all its rows.

@@ -1,7 +1,8 @@
 """MXNorm of every row and its cast to NVFP4, by one kernel. Bytes written per row: D/2 + D/16 for codes and scales.
 
 The tensor scale is given: MXNorm's output is bounded (``static_tensor_scale``), so the cast needs no maximum over the
-tensor.
+tensor. Or each row has a scale of its own (4 bytes more), from the block maxima that the estimate needs anyway. Without
+a norm, the same kernel casts rows with such scales: 2 D or 4 D bytes read per row, and the same written but for rho.
 """
 
 import torch
@@ -33,9 +34,10 @@ from mxtrain.formats.nvfp4.arithmetic import (
     pack_nearest_words,
     round_to_nearest,
     scale_of_block,
+    tensor_scale_bits,
 )
 from mxtrain.formats.nvfp4.four_over_six import four_over_six
-from mxtrain.launch.launch import Launch, converts_fp4, register_op
+from mxtrain.launch.launch import Launch, contiguous, converts_fp4, register_op
 
 _BLOCK, _FOUR_OVER_SIX = tl.constexpr(BLOCK), tl.constexpr(FOUR_OVER_SIX_RANGE)
 
@@ -76,21 +78,43 @@ def _terms_of_eighths(x, amax, setting, P: tl.constexpr, ESTIMATOR: tl.constexpr
 
 
 @triton.jit
+def _tensor_scales(amax, setting, row, rows):
+    """The tensor scale of each row, fp32 [ROWS]: the same for all, given for each, or from its largest magnitude.
+
+    For four over six, the largest magnitude itself, or of the matrix. Also returns the error.
+    """
+    tensor_scale, given_ptr, row_scales_ptr, error = setting
+    scales = amax
+    if tensor_scale is not None:
+        scales = tl.full(amax.shape, tl.cast(tensor_scale, tl.float32), tl.float32)
+        if error != "":
+            scales *= _FOUR_OVER_SIX
+    elif given_ptr is not None:
+        scales = tl.load(given_ptr + row, mask=row < rows, other=1.0)
+    elif error == "":
+        scales = tensor_scale_bits(amax).to(tl.float32, bitcast=True)
+    if row_scales_ptr is not None:
+        tl.store(row_scales_ptr + row, scales, mask=row < rows)
+    return scales, error
+
+
+@triton.jit
 def _store_image(
     x, amax, rho, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     _, offsets, _, mask = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scale, xhat = tl.cast(setting[0], tl.float32), x * rho[:, None, None]
-    if setting[1] != "":
-        _, scale, factor = four_over_six(xhat, amax * rho[:, None], tensor_scale * _FOUR_OVER_SIX, "last", setting[1])
-        tensor_scale = 1.0  # not in the image
+    tensor_scales, error = setting
+    xhat, amax = x * rho[:, None, None], amax * rho[:, None]
+    if error != "":
+        _, scale, factor = four_over_six(xhat, amax, tensor_scales[:, None], "last", error)
+        image = round_to_nearest(xhat * factor[:, :, None]) * scale[:, :, None]
     else:
-        inverse = inverse_of(tensor_scale)
-        _, scale = scale_of_block(amax * rho[:, None], inverse)
-        factor = multiplier(scale, inverse)
-    value = round_to_nearest(xhat * factor[:, :, None])
-    tl.store(data_ptr + offsets, image_of(value, scale[:, :, None], tensor_scale), mask=mask)
+        inverse = inverse_of(tensor_scales)[:, None]
+        _, scale = scale_of_block(amax, inverse)
+        value = round_to_nearest(xhat * multiplier(scale, inverse)[:, :, None])
+        image = image_of(value, scale[:, :, None], tensor_scales[:, None, None])
+    tl.store(data_ptr + offsets, image.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -99,14 +123,15 @@ def _store_codes(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, _, block_mask, _ = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scale, rho = tl.cast(setting[0], tl.float32), rho[:, None]
-    if setting[1] != "":
+    tensor_scales, error = setting
+    rho = rho[:, None]
+    if error != "":
         xhat = ()
         for i in tl.static_range(16):
             xhat = xhat + (x[i // 8][i % 8] * rho,)
-        code, _, factor = four_over_six(xhat, amax * rho, tensor_scale * _FOUR_OVER_SIX, "across", setting[1])
+        code, _, factor = four_over_six(xhat, amax * rho, tensor_scales[:, None], "across", error)
     else:
-        inverse = inverse_of(tensor_scale)
+        inverse = inverse_of(tensor_scales)[:, None]
         code, scale = scale_of_block(amax * rho, inverse)
         factor = multiplier(scale, inverse)
     first = pack_nearest_words(x[0], rho, factor, HARDWARE)
@@ -122,42 +147,60 @@ def _store_codes(
 
 @triton.jit
 def _nvfp4_norm_kernel(
-    x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, tensor_scale,
+    x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps,
+    tensor_scale, given_ptr, row_scales_ptr,
     FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, FORM: tl.constexpr, RESIDUAL: tl.constexpr,
     HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
     ERROR: tl.constexpr,
 ):  # fmt: skip
+    setting = tensor_scale, given_ptr, row_scales_ptr, ERROR
     if FORM == "image":
         normalize_rows(
-            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, (tensor_scale, ERROR),
+            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, setting,
             whole_blocks, block_terms, _store_image,
-            FACTOR, P, ESTIMATOR, FORM, RESIDUAL, HARDWARE, PERSISTENT, ROWS, PARTS, 1, BLOCKS, _BLOCK,
+            FACTOR, P, ESTIMATOR, FORM, RESIDUAL, HARDWARE, PERSISTENT, ROWS, PARTS, 1, BLOCKS, _BLOCK, _tensor_scales,
         )  # fmt: skip
     else:
         normalize_rows(
-            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, (tensor_scale, ERROR),
+            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, setting,
             _eighths, _terms_of_eighths, _store_codes,
-            FACTOR, P, ESTIMATOR, FORM, RESIDUAL, HARDWARE, PERSISTENT, ROWS, PARTS, 2, BLOCKS, _BLOCK,
+            FACTOR, P, ESTIMATOR, FORM, RESIDUAL, HARDWARE, PERSISTENT, ROWS, PARTS, 2, BLOCKS, _BLOCK, _tensor_scales,
         )  # fmt: skip
+
+
+def _launch_with(
+    x: torch.Tensor, *settings, tensor_scale: float | None = None, given: torch.Tensor | None = None, error: str
+) -> tuple[list[torch.Tensor], Launch | None]:
+    makes_scales = tensor_scale is None and given is None and (settings[-1] != "image" or error != "")
+    row_scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if makes_scales else None
+    scales, constants = (tensor_scale, given, row_scales), dict(HARDWARE=converts_fp4(x), ERROR=error)
+    return norm_launch(_nvfp4_norm_kernel, STORAGE, x, *settings, scales, constants, row_scales)
 
 
 def _launch(x: torch.Tensor, *settings) -> tuple[list[torch.Tensor], Launch | None]:
     *others, tensor_scale, error = settings
-    constants = dict(HARDWARE=converts_fp4(x), ERROR=error)
-    return norm_launch(_nvfp4_norm_kernel, STORAGE, x, *others, (tensor_scale,), constants)
+    return _launch_with(x, *others, tensor_scale=tensor_scale, error=error)
+
+
+def _launch_rows(
+    parts: list[torch.Tensor], given: torch.Tensor | None, form: str, error: str
+) -> tuple[list[torch.Tensor], Launch | None]:
+    (x,) = parts
+    return _launch_with(x, None, 2, "none", 0.0, 1.0, form, given=given, error=error)
 
 
 NORM = register_op(
     "nvfp4_norm(Tensor x, Tensor? residual, int p, str estimator, float eps, float constant, str form,"
-    " float tensor_scale, str error) -> Tensor[]",
+    " float? tensor_scale, str error) -> Tensor[]",
     _launch,
 )
+ROWS = register_op("nvfp4_rows(Tensor[] parts, Tensor? row_scales, str form, str error) -> Tensor[]", _launch_rows)
 
 
 def nvfp4_norm(
     x: torch.Tensor,
     estimate: RMSEstimate,
-    tensor_scale: float,
+    tensor_scale: float | None,
     form: str = "codes",
     residual: torch.Tensor | None = None,
     error: str = "",
@@ -170,14 +213,34 @@ def nvfp4_norm(
         estimate: "pre_round" or "exact", over blocks of 16. (The block scales that "post_round" reads would depend on
             the norm itself.)
         tensor_scale: a power of two, at least ``TENSOR_SCALE_MIN``. Elements beyond
-            6 * 448 * tensor_scale saturate, and with ``formats.nvfp4.static_tensor_scale`` none does.
+            6 * 448 * tensor_scale saturate, and with ``formats.nvfp4.static_tensor_scale`` none does. None: each row
+            has its own, ``reference.power_of_two_tensor_scale`` of the row, a result for "codes" and "blocked".
         form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
             scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
             tensor_scale, exact).
-        error: "mae" or "mse": the cast is that of four over six, whose ``error`` that is, for a largest magnitude of
-            6 * 256 * tensor_scale. An image is then element * block scale.
+        error: "mae" or "mse": the cast is that of four over six, whose ``error`` that is. The largest magnitude is then
+            6 * 256 * tensor_scale, or that of each row, a result in the place of its scale. An image is element *
+            block scale.
 
     Raises:
         ValueError: for longer rows.
     """
-    return call_norm(NORM, x, residual, estimate, form, float(tensor_scale), error)
+    number = None if tensor_scale is None else float(tensor_scale)
+    return call_norm(NORM, x, residual, estimate, form, number, error)
+
+
+def nvfp4_rows(
+    x: torch.Tensor, row_scales: torch.Tensor | None = None, form: str = "codes", error: str = ""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Return the NVFP4 cast of x along its rows, to nearest, and a tensor scale for each row. Rest as above.
+
+    Args:
+        x: bf16 or fp32 [T, D], D a multiple of 16.
+        row_scales: the tensor scales, powers of two, fp32 [T]; None takes each from the row's largest magnitude.
+
+    Returns:
+        data, scales, row_scales; for an image data, and row_scales for an ``error`` only.
+    """
+    data, *others = ROWS(contiguous(x), *contiguous(row_scales), form, error)
+    scales = None if form == "image" else others.pop(0)
+    return data, scales, others[0] if others else row_scales if error or scales is not None else None

@@ -6,8 +6,9 @@
 
 The recipe can turn off tiles, transform and stochastic rounding. The tensor scale comes from the largest magnitude
 that is cast, after factors and transform, and all parts of a matrix on several processes share it. Each expert of a
-mixture has one of its own. Only MXNorm's static scale is known beforehand. Tensor scales are powers of two, so bf16 and
-fp32 operands hold their values exactly, tensor scale included.
+mixture has one of its own. Only MXNorm's static scale is known beforehand. With tensor_scale = "row", each row of
+fprop's X has one of its own; if processes hold parts of rows, they share the scales. Tensor scales are powers of two,
+so bf16 and fp32 operands hold their values exactly, tensor scale included.
 
 Operands under four over six have exact tensor scales, amax / (6 * 256). Their bf16 and fp32 values are without it, and
 ``FormatOps.matmul`` multiplies it into the sums.
@@ -23,7 +24,16 @@ from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import product_of_codes
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
 from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
-from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
+from mxtrain.formats.matrices import (
+    KERNEL_FORM,
+    PLAIN,
+    CastSpec,
+    Codes,
+    Operand,
+    converted,
+    image_dtype,
+    values_dtype,
+)
 from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, reference, static_tensor_scale
@@ -36,7 +46,7 @@ if HAS_TRITON:
     from mxtrain.formats.nvfp4 import cast as cast_kernel
     from mxtrain.formats.nvfp4 import tensor_scale as scale_kernel
     from mxtrain.formats.nvfp4 import weight_cast as weight_kernel
-    from mxtrain.formats.nvfp4.norm import NORM, nvfp4_norm
+    from mxtrain.formats.nvfp4.norm import NORM, ROWS, nvfp4_norm, nvfp4_rows
 
 # The tensor cores read 16 bytes at a time along the reduced axis: 32 elements.
 NATIVE_MULTIPLE = 32
@@ -46,7 +56,7 @@ class NVFP4Ops(FormatOps):
     """What computes with NVFP4. Along dimension 0, operands have the rows of X rounded up to a multiple of 16."""
 
     if HAS_TRITON:
-        casts, norms = (cast_kernel.CAST,), (NORM,)
+        casts, norms = (cast_kernel.CAST, ROWS), (NORM,)
         weight_casts = (weight_kernel.CAST,)
         kept = (scale_kernel.TENSOR_SCALES,)
 
@@ -54,7 +64,14 @@ class NVFP4Ops(FormatOps):
         """Each matrix of ``parts`` has a tensor scale of its own. Several are not for codes or mode "native", whose
         operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``.
         """
-        ends = _ends(parts, spec)
+        if recipe.tensor_scale == "row" and spec.role == "input" and 1 in dims:
+            others = tuple(dim for dim in dims if dim != 1)
+            by_column = self.cast(parts, recipe, mode, others, spec) if others else {}
+            return {1: _cast_rows(spec.scaled(spec.joined(parts)), recipe, mode, spec)} | by_column
+        ends = spec.ends
+        if spec.experts > 1:
+            rows = parts[0].shape[0] // spec.experts
+            ends = torch.arange(rows, spec.experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
         if spec.source is not None:
             parts = [spec.joined(parts)]
         is_weight = spec.role == "weight"
@@ -62,9 +79,10 @@ class NVFP4Ops(FormatOps):
         draws = [bits for bits in spec.draws or () if bits is not None] if recipe.stochastic_rounding else []
         if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
             raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
+        tiles, error = is_weight and recipe.weight_tiles, recipe.error_for(spec.role)
         if not runs_kernels(mode, parts[0].device.type):
             results = [
-                _in_pytorch(x, recipe, mode, dims, spec, signs, of_x, ends)
+                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles, error)
                 for x, of_x in zip(parts, draws or [None] * len(parts))
             ]
             if len(results) == 1:
@@ -72,7 +90,6 @@ class NVFP4Ops(FormatOps):
             # The operand of dimension 0 is transposed.
             axis = spec.axis
             return {d: Operand(torch.cat([one[d].data for one in results], axis if d else 1 - axis)) for d in dims}
-        tiles, error = is_weight and recipe.weight_tiles, recipe.error_for(spec.role)
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
         if spec.tensor_scale is not None:
@@ -88,44 +105,45 @@ class NVFP4Ops(FormatOps):
         else:
             options = dict(signs=signs, draws=draws, axis=spec.axis, ends=ends, error=error, **factors)
             casts = cast_kernel.nvfp4_cast(parts, scales[0], form, dims, **options)
-        of_operand = reference.exact_tensor_scales(scales[0]) if error else scales[0]
-        return {dim: _from_kernel(casts[dim], dim, of_operand, mode, form, bool(error)) for dim in dims}
+        of_dim = {1: scales[0][:, 0], 0: scales[0][:, -1]}
+        if ends is None:
+            of_dim = {dim: of_matrix[0] for dim, of_matrix in of_dim.items()}
+        elif spec.as_codes:
+            of_dim = {1: of_dim[1][_group_of_rows(ends, casts[1].data.shape[0]).clamp(max=ends.shape[0] - 1)]}
+        return {dim: _from_kernel(casts[dim], dim, of_dim[dim], mode, form, error) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
-        error = recipe.error_for("input")
         static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
         if static is not None:
             tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
-            if runs_kernels(mode, x.device.type):
-                form = "codes" if as_codes else KERNEL_FORM[mode]
-                data, scales, rho, _ = nvfp4_norm(x, estimate, static, form, error=error)
-                return _from_kernel((data, scales), 1, tensor_scale.view(1, 1), mode, form, bool(error)), rho
+        if recipe.tensor_scale == "row":
+            group = None  # which holds other rows
+        if recipe.tensor_scale in ("static", "row") and runs_kernels(mode, x.device.type):
+            form = "codes" if as_codes else KERNEL_FORM[mode]
+            error = recipe.error_for("input")
+            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form, error=error)
+            if row_scales is None and tensor_scale is not None:
+                row_scales = tensor_scale * (FOUR_OVER_SIX_RANGE if error else 1)
+            return _from_kernel((data, scales), 1, row_scales, mode, form, error), rho
         rho = inverse_rms(x, estimate, recipe)
         spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        return _in_pytorch(x, recipe, mode, (1,), CastSpec("weight", as_codes=True))[1]
+        settings = recipe.weight_tiles, recipe.error_for("weight")
+        return _in_pytorch(x, mode, (1,), CastSpec("weight", as_codes=True), None, None, None, *settings)[1]
 
     def decoded(self, parts, recipe, mode, spec=PLAIN):
         if not recipe.error_for(spec.role):
             return super().decoded(parts, recipe, mode, spec)
         mode = "reference" if mode == "reference" else "emulated"
-        codes, ends = self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1], _ends(parts, spec)
-        if spec.tensor_scale is not None:
-            amax = spec.tensor_scale * FOUR_OVER_SIX_RANGE
-        else:  # once more, because the tensor scale is rounded
-            x = spec.scaled(spec.joined(parts))
-            amax = reference.largest_magnitude(x) if ends is None else _amax_of_groups(x, 1, ends)
-            amax = largest(amax, spec.group)
-            amax = amax if ends is None else _of_blocks(amax, x, 1, ends)
-        return reference.dequantize_by_amax(codes.data, codes.scales, amax, values_dtype(mode))
+        return _values(self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1], values_dtype(mode))
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
-        return reference.dequantize(*codes, dtype)
+        return _values(codes, dtype)
 
-    def from_codes(self, codes: Codes, mode: str, dim: int, recipe: Recipe | None = None) -> Operand:
-        operand = _from_codes(codes, values_dtype(mode), mode, recipe is not None and bool(recipe.error_for("input")))
+    def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
+        operand = _from_codes(codes, values_dtype(mode), mode)
         if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
             # The memory layout of a kernel's values, because products in another layout may add up in another order.
             return operand._replace(data=operand.data.t().contiguous().t())
@@ -134,7 +152,12 @@ class NVFP4Ops(FormatOps):
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         kinds = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
         a_data, b_data = (each.data.view(torch.float4_e2m1fn_x2) for each in (a, b))
-        return product_of_codes(a_data, [*a[1:]], b_data, [*b[1:]], kinds, out_dtype)
+        if a.tensor_scale.ndim == 0:
+            return product_of_codes(a_data, [*a[1:]], b_data, [*b[1:]], kinds, out_dtype)
+        # The tensor cores take one scale. As in TransformerEngine, the fp32 product is scaled, then rounded.
+        one = torch.ones_like(b.tensor_scale)
+        product = product_of_codes(a_data, [a.scales, one], b_data, [b.scales, one], kinds, torch.float32)
+        return converted(product * (a.tensor_scale * b.tensor_scale)[:, None], out_dtype)
 
     def trial(self, x: torch.Tensor) -> Codes:
         return _codes(x, reference.power_of_two_tensor_scale(x), None, False)
@@ -156,8 +179,8 @@ class NVFP4Ops(FormatOps):
         return {
             f"{linear}.weight_packed": codes.data,
             f"{linear}.weight_scale": codes.scales,
-            # A divisor, [1]. The inverse of a power of two is exact, others are rounded once.
-            f"{linear}.weight_global_scale": codes.tensor_scale.reciprocal().reshape(1),
+            # A divisor, [1]. The inverse of a power of two is exact, others are rounded.
+            f"{linear}.weight_global_scale": codes.scale.reciprocal().reshape(1),
         }
 
     def with_one_tensor_scale(self, weights: Sequence[Codes]) -> list[Codes] | None:
@@ -175,39 +198,47 @@ class NVFP4Ops(FormatOps):
             is_zero = (weight.data & 0x77).view(*scales.shape, -1).eq(0).all(-1)
             if not ((scales.float() == wanted) | is_zero).all():
                 return None
-            changed.append(Codes(weight.data, scales, tensor_scale))
+            changed.append(weight._replace(scales=scales, tensor_scale=tensor_scale))
         return changed
 
 
-def _ends(parts: Sequence[torch.Tensor], spec: CastSpec) -> torch.Tensor | None:
-    """Return the ends of groups of rows, or of experts; None for a whole matrix."""
-    if spec.experts == 1:
-        return spec.ends
-    rows = parts[0].shape[0] // spec.experts
-    return torch.arange(rows, spec.experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
-
-
 def _in_pytorch(
-    x, recipe: Recipe, mode: str, dims, spec: CastSpec, signs=None, draws=None, ends=None
+    x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool, error: str
 ) -> dict[int, Operand | Codes]:
-    """Cast one matrix, stochastically if there are draws."""
-    tiles, error = spec.role == "weight" and recipe.weight_tiles, recipe.error_for(spec.role)
+    """Cast one matrix, stochastically if there are draws, or by four over six if there is an ``error``."""
     results = {}
     for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
-        of_cast, tensor_scale = spec.tensor_scale, spec.tensor_scale
-        if tensor_scale is None:
+        scale = spec.tensor_scale
+        if scale is None:
             amax = reference.largest_magnitude(matrix) if ends is None else _amax_of_groups(matrix, dim, ends)
             amax = largest(amax, spec.group)
-            tensor_scale = (reference.exact_tensor_scales if error else reference.power_of_two_tensor_scales)(amax)
-            of_cast = amax if error else tensor_scale
-            if ends is not None:
-                of_cast = _of_blocks(of_cast, matrix, dim, ends)
-                tensor_scale = tensor_scale[:-1] if error else of_cast
+            scale = amax if error else reference.power_of_two_tensor_scales(amax)
         elif error:
-            of_cast = tensor_scale * FOUR_OVER_SIX_RANGE
-        codes = _codes(matrix, of_cast, bits, tiles, error)._replace(tensor_scale=tensor_scale)
-        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode, bool(error))
+            scale = scale * FOUR_OVER_SIX_RANGE
+        of_blocks = scale if ends is None else _of_blocks(scale, matrix, dim, ends)
+        codes = _codes(matrix, of_blocks, bits, tiles, error)
+        if spec.as_codes:
+            results[dim] = codes if ends is None else codes._replace(tensor_scale=of_blocks.squeeze(1))
+        elif error and ends is not None:
+            codes = codes._replace(tensor_scale=scale[:-1])
+            results[dim] = _from_codes(codes, image_dtype(matrix, mode), mode)
+        else:
+            results[dim] = _from_codes(codes, image_dtype(matrix, mode), mode)
     return results
+
+
+def _cast_rows(x: torch.Tensor, recipe: Recipe, mode: str, spec: CastSpec) -> Operand | Codes:
+    """Cast a matrix along its rows, each of which has a tensor scale of its own."""
+    is_kernel, row_scales, error = runs_kernels(mode, x.device.type), None, recipe.error_for("input")
+    if spec.group is not None or not is_kernel:
+        row_scales = largest(x.abs().amax(1).float(), spec.group)
+        row_scales = row_scales if error else reference.power_of_two_tensor_scales(row_scales)
+    if is_kernel:
+        form = "codes" if spec.as_codes else KERNEL_FORM[mode]
+        data, scales, row_scales = nvfp4_rows(x, row_scales, form, error)
+        return _from_kernel((data, scales), 1, row_scales, mode, form, error)
+    codes = _codes(x, row_scales.unsqueeze(1), None, False, error)._replace(tensor_scale=row_scales)
+    return codes if spec.as_codes else _from_codes(codes, image_dtype(x, mode), mode)
 
 
 def _matrices_and_bits(
@@ -248,21 +279,21 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 def _from_kernel(
     cast: tuple[torch.Tensor, torch.Tensor | None],
     dim: int,
-    tensor_scales: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
     mode: str,
     form: str,
-    exact: bool = False,
+    error: str,
 ) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
-    data, scales = cast
-    tensor_scale = tensor_scales[:, 0 if dim == 1 else -1].squeeze(0) if exact or form != "image" else None
+    codes = Codes(*cast, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
     if form == "codes":
-        return Codes(data, scales, tensor_scale)
+        return codes
+    (data, scales), tensor_scale = cast, None if form == "image" and not error else codes.scale
     return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
 
 
 def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool, error="") -> Codes:
-    """Cast x; by four over six if there is an error, with the largest magnitude in the place of a tensor scale."""
+    """Cast x; by four over six if there is an ``error``, with largest magnitudes in the place of tensor scales."""
     if x.numel() == 0:  # no tokens
         codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
         scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
@@ -272,15 +303,23 @@ def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | Non
         codes, scales = reference.cast_tiles(x, tensor_scale)
     else:
         codes, scales = reference.cast(x, tensor_scale, bits)
-    return Codes(codes, scales, tensor_scale)
+    return Codes(codes, scales, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
 
 
-def _from_codes(codes: Codes, dtype: torch.dtype, mode: str, exact: bool) -> Operand:
+def _from_codes(codes: Codes, dtype: torch.dtype, mode: str) -> Operand:
     if mode == "native":
-        return _operand(codes.data, to_blocked(codes.scales), codes.tensor_scale, mode)
-    if exact:
-        return Operand(reference.dequantize(codes.data, codes.scales, dtype=dtype), None, codes.tensor_scale)
-    return Operand(reference.dequantize(*codes, dtype))
+        return _operand(codes.data, to_blocked(codes.scales), codes.scale, mode)
+    if codes.top is not None:
+        return Operand(reference.dequantize(codes.data, codes.scales, dtype=dtype), None, codes.scale)
+    return Operand(_values(codes, dtype))
+
+
+def _values(codes: Codes, dtype: torch.dtype) -> torch.Tensor:
+    data, scales, tensor_scale, top = codes
+    tensor_scale = tensor_scale.unsqueeze(1) if tensor_scale.ndim == 1 else tensor_scale
+    if top is not None:
+        return reference.dequantize_by_amax(data, scales, tensor_scale, dtype)
+    return reference.dequantize(data, scales, tensor_scale, dtype)
 
 
 def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:

@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import magnitude_bits, tile_start
-from mxtrain.formats.nvfp4 import RANGE, TENSOR_SCALE_MIN
-from mxtrain.formats.nvfp4.arithmetic import BLOCK, amax_across
+from mxtrain.formats.nvfp4 import TENSOR_SCALE_MIN
+from mxtrain.formats.nvfp4.arithmetic import BLOCK, amax_across, tensor_scale_bits
 from mxtrain.formats.nvfp4.strip import WARPS, group_of, load_strip, quarter_hadamard, tile_columns
 from mxtrain.launch.launch import Launch, cdiv, contiguous, next_power_of_2, register_op
-
-_RANGE, _MIN = tl.constexpr(RANGE), tl.constexpr(TENSOR_SCALE_MIN)
 
 
 @triton.jit
@@ -26,20 +24,9 @@ def _raise_scale(scale_ptr, before, strip, FACTOR: tl.constexpr, EXACT: tl.const
     Bits of NaN are above all others.
     """
     amax = tl.max(amax_across(strip), 0).to(tl.float32, bitcast=True) * FACTOR
-    if EXACT:
-        bits = magnitude_bits(amax)
-    else:
-        bits = _power_of_two_bits(amax)
+    bits = magnitude_bits(amax) if EXACT else tensor_scale_bits(amax)
     # Atomic operations on one address take turns, but few of many scales are larger than all before.
     tl.atomic_max(scale_ptr, bits, mask=bits > before, sem="relaxed")
-
-
-@triton.jit
-def _power_of_two_bits(amax):
-    scale = tl.maximum(tl.div_rn(amax, _RANGE), _MIN, propagate_nan=tl.PropagateNan.ALL)
-    # The next power of two: carry any mantissa into the exponent, then drop the mantissa.
-    bits = scale.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0x7F800000, (bits + 0x7FFFFF) & 0x7F800000, bits)
 
 
 @triton.jit(do_not_specialize=["signs_ptr"])

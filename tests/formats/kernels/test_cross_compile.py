@@ -88,7 +88,9 @@ def faults(
         found.append("no hardware conversion to E4M3")
     if capability < 89 and "e4m3" in ptx:
         found.append("an E4M3 conversion that this GPU does not have")
-    packs = case.startswith(("nvfp4_norm", "nvfp4_weight", "nvfp4_cast")) and ("codes" in case or "blocked" in case)
+    packs = case.startswith(("nvfp4_norm", "nvfp4_rows", "nvfp4_weight", "nvfp4_cast")) and (
+        "codes" in case or "blocked" in case
+    )
     if (FP4_CONVERSION in ptx) != (capability >= 100 and packs and "gradient" not in case):
         found.append("hardware E2M1 conversion missing or unexpected")
     for kernel, instruction in MAY_FLUSH.items():
@@ -126,7 +128,7 @@ def test_every_case_compiles(capability, which, tmp_path):
     compiled = compile_kernels(capability, which, tmp_path)
     assert {case.split()[0] for case in compiled} == {
         "mxnorm_cast", "cast", "swiglu_cast", "swiglu_backward_cast", "norm_backward", "fold_backward", "rms_norm",
-        "rms_norm_backward", "layer_norm", "layer_norm_backward", "decompose_k", "nvfp4_norm", "nvfp4_cast",
-        "nvfp4_tensor_scales", "nvfp4_weight",
+        "rms_norm_backward", "layer_norm", "layer_norm_backward", "decompose_k", "nvfp4_norm", "nvfp4_rows",
+        "nvfp4_cast", "nvfp4_tensor_scales", "nvfp4_weight",
     }  # fmt: skip
     assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []

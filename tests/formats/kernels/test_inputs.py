@@ -84,7 +84,7 @@ def test_layouts(name, argument):
 @pytest.mark.parametrize("form", FORMS)
 def test_no_rows(form, dtype):
     x = torch.empty(0, 96, dtype=dtype)
-    data, scales, rho, total = mxnorm_cast(x, ESTIMATE, RECIPE, form, x)
+    data, scales, rho, total, _ = mxnorm_cast(x, ESTIMATE, RECIPE, form, x)
     image = form == "image"
     scales_shape = {"codes": (0, 3), "blocked": (0,)}.get(form)
     for got, got_scales in ((data, scales), cast(x, RECIPE, (1,), form)[1]):
@@ -124,7 +124,7 @@ def part(scales, rows, blocks=slice(None)):
 @gpu_only
 @pytest.mark.parametrize("form", FORMS)
 def test_mxnorm_cast_past_32_bit_offsets(huge, form):
-    data, scales, rho, _ = mxnorm_cast(huge, ESTIMATE, RECIPE, form)
+    data, scales, rho, *_ = mxnorm_cast(huge, ESTIMATE, RECIPE, form)
     if form == "blocked":
         scales, form = casts.from_blocked(scales, len(huge), huge.shape[1] // 32), "codes"
     for rows in some_rows(huge):

@@ -59,7 +59,11 @@ def test_every_group_has_the_bits_that_it_has_alone(recipe, settings, mode, monk
             assert want.isnan().all() if group == 1 else want.any() and not want.isnan().any()
 
 
-@pytest.mark.parametrize(("recipe", "settings"), [CASTS["gradient"], CASTS["weight"]], ids=["gradient", "weight"])
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [CASTS["gradient"], CASTS["weight"], (get_recipe("nvfp4_row"), dict(dims=(1, 0)))],
+    ids=["gradient", "weight", "input with scales of rows"],
+)
 def test_larger_parts_on_other_processes_raise_the_scale(recipe, settings, monkeypatch):
     monkeypatch.setattr(nvfp4, "largest", lambda found, group: found * 2**30 if group else found)
     x, settings = heavy_tailed(32, COLUMNS, seed=0), {**settings, "keys": settings.get("keys", ())[:1]}
