@@ -104,6 +104,9 @@ def test_four_over_six_casts_weights_and_activations(mode, dtype, tolerance):
     folded = block.linears[0].weight.detach().float() * block.norm.weight.detach().float()
     xhat = x.float() * block.norm(x).rho[:, None]
     assert_near(results_of(block, x, dy)[:1], [exact_values(xhat, bound) @ exact_values(folded).t()], tolerance)
+    by_row = block_of(get_recipe(recipe, tensor_scale="row"), mode, linears=1, dtype=dtype)
+    wanted = exact_values(xhat, xhat.abs().amax(1, keepdim=True)) @ exact_values(folded).t()
+    assert_near(results_of(by_row, x, dy)[:1], [wanted], tolerance)
 
 
 @pytest.mark.parametrize(

@@ -81,21 +81,22 @@ def _terms_of_eighths(x, amax, setting, P: tl.constexpr, ESTIMATOR: tl.constexpr
 def _tensor_scales(amax, setting, row, rows):
     """The tensor scale of each row, fp32 [ROWS]: the same for all, given for each, or from its largest magnitude.
 
-    For four over six, the largest magnitude itself, or of the matrix. Also returns the error.
+    For four over six, the largest magnitude itself, or of the matrix. Also returns by which error, if any.
     """
-    tensor_scale, given_ptr, row_scales_ptr, error = setting
+    tensor_scale, given_ptr, row_scales_ptr, by_magnitudes, by_squares = setting
+    is_plain: tl.constexpr = by_magnitudes is None and by_squares is None
     scales = amax
     if tensor_scale is not None:
         scales = tl.full(amax.shape, tl.cast(tensor_scale, tl.float32), tl.float32)
-        if error != "":
+        if not is_plain:
             scales *= _FOUR_OVER_SIX
     elif given_ptr is not None:
         scales = tl.load(given_ptr + row, mask=row < rows, other=1.0)
-    elif error == "":
+    elif is_plain:
         scales = tensor_scale_bits(amax).to(tl.float32, bitcast=True)
     if row_scales_ptr is not None:
         tl.store(row_scales_ptr + row, scales, mask=row < rows)
-    return scales, error
+    return scales, by_magnitudes, by_squares
 
 
 @triton.jit
@@ -104,7 +105,8 @@ def _store_image(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     _, offsets, _, mask = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scales, error = setting
+    tensor_scales, by_magnitudes, by_squares = setting
+    error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
     xhat, amax = x * rho[:, None, None], amax * rho[:, None]
     if error != "":
         _, scale, factor = four_over_six(xhat, amax, tensor_scales[:, None], "last", error)
@@ -123,7 +125,8 @@ def _store_codes(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, _, block_mask, _ = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scales, error = setting
+    tensor_scales, by_magnitudes, by_squares = setting
+    error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
     rho = rho[:, None]
     if error != "":
         xhat = ()
@@ -153,7 +156,9 @@ def _nvfp4_norm_kernel(
     HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
     ERROR: tl.constexpr,
 ):  # fmt: skip
-    setting = tensor_scale, given_ptr, row_scales_ptr, ERROR
+    # Triton keeps no text in a tuple, but it keeps None.
+    by_magnitudes, by_squares = 1 if ERROR == "mae" else None, 1 if ERROR == "mse" else None
+    setting = tensor_scale, given_ptr, row_scales_ptr, by_magnitudes, by_squares
     if FORM == "image":
         normalize_rows(
             x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, setting,

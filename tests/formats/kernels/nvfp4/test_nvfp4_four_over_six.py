@@ -10,7 +10,7 @@ from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.hadamard import hadamard, pad
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, static_tensor_scale
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
-from mxtrain.formats.nvfp4.norm import nvfp4_norm
+from mxtrain.formats.nvfp4.norm import nvfp4_norm, nvfp4_rows
 from mxtrain.formats.nvfp4.reference import cast_four_over_six, largest_magnitude
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
@@ -51,9 +51,20 @@ def check_weight(w, form, error="mae", gain=None, amax=None):
 def check_norm(x, form, error="mae", **estimate):
     estimate = estimate_16(**estimate)
     scale = static_tensor_scale(x.shape[1], estimate.p, estimate.estimator, top=FOUR_OVER_SIX_RANGE)
-    data, scales, rho, _ = nvfp4_norm(x, estimate, scale, form, error=error)
-    amax = torch.tensor(scale * FOUR_OVER_SIX_RANGE)
-    assert_is_nvfp4((data, scales), cast_four_over_six(mxnorm.scale_rows(x, rho), amax, error), 1.0, form)
+    data, scales, rho, *_ = nvfp4_norm(x, estimate, scale, form, error=error)
+    amax, xhat = torch.tensor(scale * FOUR_OVER_SIX_RANGE), mxnorm.scale_rows(x, rho)
+    assert_is_nvfp4((data, scales), cast_four_over_six(xhat, amax, error), 1.0, form)
+
+
+def check_rows(x, form, error="mae"):
+    """Each row with its own largest magnitude: a norm's output, and rows without a norm."""
+    data, scales, rho, _, by_norm = nvfp4_norm(x, estimate_16(), None, form, error=error)
+    codes, of_blocks, by_row = nvfp4_rows(x, None, form, error)
+    xhat = mxnorm.scale_rows(x, rho)
+    for got, matrix, found in (((data, scales), xhat, by_norm), ((codes, of_blocks), x.float(), by_row)):
+        amax = matrix.abs().amax(1)
+        assert torch.equal(found.nan_to_num(7), amax.nan_to_num(7))
+        assert_is_nvfp4(got, cast_four_over_six(matrix, amax.unsqueeze(1), error), 1.0, form)
 
 
 @pytest.mark.parametrize("error", ["mae", "mse"])
@@ -63,6 +74,7 @@ def test_every_form_and_error(form, error):
     check_casts(x.bfloat16(), form, error)
     check_weight(x, form, error)
     check_norm(x, form, error)
+    check_rows(x, form, error)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,6 +88,7 @@ def test_ugly_matrices(dtype):
     check_weight(x, "image", amax=1.0)
     check_norm(x, "codes")
     check_norm(x, "image")
+    check_rows(x, "codes")
 
 
 def test_losses_that_only_rounding_tells_apart():
