@@ -217,13 +217,9 @@ def _in_pytorch(
             scale = scale * FOUR_OVER_SIX_RANGE
         of_blocks = scale if ends is None else _of_blocks(scale, matrix, dim, ends)
         codes = _codes(matrix, of_blocks, bits, tiles, error)
-        if spec.as_codes:
-            results[dim] = codes if ends is None else codes._replace(tensor_scale=of_blocks.squeeze(1))
-        elif error and ends is not None:
-            codes = codes._replace(tensor_scale=scale[:-1])
-            results[dim] = _from_codes(codes, image_dtype(matrix, mode), mode)
-        else:
-            results[dim] = _from_codes(codes, image_dtype(matrix, mode), mode)
+        if error and ends is not None:
+            codes = codes._replace(tensor_scale=of_blocks.squeeze(1) if spec.as_codes else scale[:-1])
+        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
     return results
 
 

@@ -42,11 +42,6 @@ def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax().float() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
 
 
-def exact_tensor_scales(amax: torch.Tensor) -> torch.Tensor:
-    """Return the tensor scales of four over six for matrices with these largest magnitudes, fp32, same shape."""
-    return amax / amax.new_full((), FOUR_OVER_SIX_RANGE)
-
-
 def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two >= ``dynamic_tensor_scale(x)``, fp32 []. Multiplying by it is exact.
 
