@@ -121,11 +121,12 @@ def apply_settings(optimizers, lr_schedulers) -> tuple[float, float]:
 def _apply(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
     base = optimizer.defaults["lr"]
     for group, schedule in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
-        # ``defaults`` are the arguments of this process's optimizer. Loading a checkpoint leaves them alone.
-        group.update({name: value for name, value in optimizer.defaults.items() if name != "lr"})
+        # ``defaults`` are the arguments of this process's optimizer. Loading a checkpoint adds a name to them at most.
+        own = optimizer.defaults.items()
+        group.update({name: value for name, value in own if name in group and name != "lr"})
         group["initial_lr"] = base
         group["lr"] = base * schedule(scheduler.last_epoch)  # as LambdaLR computes it
-        if group["fused"]:  # the step counts must be where the parameters are; others keep them on the CPU
+        if group.get("fused"):  # the step counts must be where the parameters are; others keep them on the CPU
             for parameter in group["params"]:
                 if "step" in (state := optimizer.state.get(parameter, {})):
                     state["step"] = state["step"].to(parameter.device)

@@ -19,7 +19,7 @@ from mxtrain.errors import ConfigError
 PACKAGES = ("torch", "torchtitan", "torchao", "triton", "wandb")
 _NOT_TESTED = "; not tested"
 OPTIMIZER_STATES = 2
-"""Tensors of a weight's shape and dtype that Adam and AdamW keep: the means of the gradient and of its square"""
+"""Tensors of a weight's shape and dtype that Adam and AdamW keep: means of the gradient, as Muon, and of its square"""
 
 
 def add(commands) -> None:
@@ -160,6 +160,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.settings.read import read_settings
     from mxtrain.titan.converters import convert_on_meta
     from mxtrain.titan.job_config import check_model, check_model_layout
+    from mxtrain.titan.muon import NAME, is_matrix
     from mxtrain.titan.releases import engine
 
     settings = read_settings(words)
@@ -180,7 +181,9 @@ def _sections(words: list[str]) -> Iterator[str]:
     rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
     rows += [("used by one token", f"{round(total - idle):,}")] if idle else []
     size = 4 if job_config.training.dtype == "float32" else 2
-    gib = (2 + OPTIMIZER_STATES) * size * total / 2**30
+    matrices = sum(p.numel() for fqn, p in model.named_parameters() if is_matrix(fqn, p))
+    one_mean = matrices if job_config.optimizer.name == NAME else 0
+    gib = ((2 + OPTIMIZER_STATES) * total - one_mean) * size / 2**30
     rows.append(
         ("memory", f"{gib:,.1f} GiB of weights, gradients and {job_config.optimizer.name} states, which FSDP shards")
     )

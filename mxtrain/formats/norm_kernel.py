@@ -311,6 +311,7 @@ def call_norm(
     check_row_length(x)
     of_estimate = estimate.p, estimate.estimator, estimate.eps, estimate.constant
     data, *others = op(*contiguous(x, residual), *of_estimate, form, *settings)
-    scales = None if form == "image" else others.pop(0)
-    total = None if residual is None else others.pop()
-    return MXNormCast(data, scales, others[0], total, *others[1:])
+    # Dynamo makes a tuple of the list.
+    scales, (rho, *others) = (None, others) if form == "image" else (others[0], others[1:])
+    total, others = (None, others) if residual is None else (others[-1], others[:-1])
+    return MXNormCast(data, scales, rho, total, *others)

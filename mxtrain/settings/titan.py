@@ -73,7 +73,7 @@ NARROWER = {
     "metrics.save_tb_folder checkpoint.folder checkpoint.initial_load_path comm.save_traces_folder",
     OpOrPositive: "activation_checkpoint.selective_ac_option",
     Literal["default", "none"]: "activation_checkpoint.determinism_check",
-    Literal["Adam", "AdamW"]: "optimizer.name",
+    Literal["Adam", "AdamW", "Muon"]: "optimizer.name",
     Literal["for-loop", "foreach", "fused"]: "optimizer.implementation",
     list[Literal["model", "loss"]]: "compile.components",
     list[Literal[CHECKPOINT_PARTS]]: "checkpoint.exclude_from_loading",

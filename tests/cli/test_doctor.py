@@ -120,6 +120,12 @@ def test_the_report_of_8b_and_its_flags(capsys):
     assert "1 x  kept: output: is the output head" in text
 
 
+def test_muon_keeps_one_state_of_a_matrix(capsys):
+    assert cli.main(["doctor", "--model", "llama3_8b", "--model.converters=", "--optimizer.name=Muon"]) == 0
+    gib = (16 * 8_030_261_248 - 4 * 32 * 218_103_808) / 2**30
+    assert f"memory                   {gib:,.1f} GiB of weights, gradients and Muon states" in capsys.readouterr().out
+
+
 SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe = "wgrad=bf16"}']
 
 

@@ -74,7 +74,8 @@ def test_a_norm_computes_what_gemmas_computes(way, dtype, compile_backend):
         assert a.dtype == b.dtype
         # Kernels sum in another order, and Triton's interpreter rounds to bf16 towards zero.
         torch.testing.assert_close(a, b, rtol=torch.finfo(a.dtype).eps * 1.01, atol=1e-5)
-    assert way != "plain MXNorm" or torch.equal(got[0], want[0])
+    # On a GPU, PyTorch's own kernel of RMSNorm sums in another order than a mean.
+    assert way != "plain MXNorm" or x.is_cuda or torch.equal(got[0], want[0])
 
 
 def test_its_weight_starts_at_zero():

@@ -65,8 +65,9 @@ RECIPES = {
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
     "dequantized": ["--mxnorm.recipe=nvfp4", "--mxnorm.backward=dequantized"],
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", NEAREST],
+    "muon": ["--model.converters=", "--optimizer.name=Muon"],
 }
-"""Name -> flags. "bf16" is the model without a converter, here in float32."""
+"""Name -> flags. "bf16" and "muon" are the model without a converter, here in float32."""
 ALONE = "oracle of one process"
 HIGH_PRECISION = {"bf16", "unquantized", "fused_norm", "experts"}
 """Names of recipes that do not quantize: of ``RECIPES``, and DeepSeek's experts among the tests of pipelines"""

@@ -21,6 +21,7 @@ TWO = {
         *RECIPES["unquantized"],
     ],
     "cp 2, full, mixed": [*layout(context=2), FULL, *RECIPES["mixed"]],
+    "fsdp 2, muon": [*layout(shard=2), *RECIPES["muon"]],
     "ddp 2, accumulated, mxfp8": [*layout(replicate=2, accumulate=2), *RECIPES["mxfp8"]],
 }
 if RELEASE == "v03":  # which has no context parallelism for this attention

@@ -148,6 +148,8 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "unscheduled": [*SAVE_SECOND, steps(3)],
             "tied": [*TIED, steps(2)],
             "microbatches": [NVFP4, *ACCUMULATE, *SAVE_EACH, steps(2)],
+            "muon": ["--model.name=qwen3", "--optimizer.name=Muon", *SAVE_EACH, steps(2)],
+            "muon, resumed": Resumed("muon", 1),
             "microbatches, resumed": Resumed("microbatches", 1, [*NUMERICS, "--mxnorm.cache_weights=false"]),
             "changed": Resumed("mxnorm", 6, ["--optimizer.lr=2e-3", steps(8)]),
             "another p, allowed": Resumed("mxnorm", 6, ["--mxnorm.p=1", "--checkpoint.may_change=mxnorm.p", steps(7)]),

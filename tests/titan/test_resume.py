@@ -63,6 +63,19 @@ def test_a_resumed_run_draws_the_random_bits_of_every_microbatch(one):
     require_exact(one["microbatches, resumed"], one["microbatches"], 2)
 
 
+def test_muon_has_the_matrices_of_blocks_and_resumes_bit_for_bit(one):
+    """Of a model with experts: their weights, gates and attention. AdamW has the rest."""
+    require_exact(one["muon, resumed"], one["muon"], 2)
+    modules = {"momentum_buffer": set(), "exp_avg": set()}
+    for key in content(one["muon"], 2)["optimizer"]:
+        name, _, state = key.rpartition(".")
+        if state in modules:
+            modules[state].add(name.removesuffix(".weight").rpartition(".")[2])
+    assert modules["momentum_buffer"] == {"wq", "wk", "wv", "wo", "gate", "w1", "w2", "w3"}
+    norms = {"norm", "attention_norm", "ffn_norm", "q_norm", "k_norm"}
+    assert modules["exp_avg"] == {"tok_embeddings", "output", *norms}
+
+
 @pytest.mark.parametrize("name", ["fsdp", "nvfp4, fsdp", "mixed, fsdp", "experts, fsdp"])
 def test_two_processes_resume_bit_for_bit(several, name):
     require_exact(several[f"{name}, resumed"], several[name], 2)
@@ -84,9 +97,10 @@ def test_every_layout_resumes_bit_for_bit(base):
         name: [*flags, *(f"--parallelism.{kind}_degree={degree}" for kind, degree in degrees.items())]
         for name, degrees in layouts.items()
     }
-    runs |= {f"{name}, resumed": Resumed(name, 1) for name in layouts}
+    runs["muon"] = [*runs["tp x fsdp"], "--optimizer.name=Muon"]
+    runs |= {f"{name}, resumed": Resumed(name, 1) for name in [*runs]}
     found = done_once(base, "layouts that resume", 4, runs)
-    for name in layouts:
+    for name in [*layouts, "muon"]:
         require_exact(found[f"{name}, resumed"], found[name], 2)
 
 

@@ -1,10 +1,12 @@
 """Make known to TorchTitan 0.2.2: converters, and its models with mxtrain's flavors, data, metrics and checks."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing as build_balancing_optimizers
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import BaseValidator, Validator
@@ -23,6 +25,7 @@ from mxtrain.data.loader import Loader
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
+from mxtrain.titan.muon import NAME, give_matrices_to_muon
 from mxtrain.titan.v02.models import Flavors, Llama3, Llama3Adapter
 from mxtrain.titan.v02.parallelize import checked_parallelize, checked_pipeline
 
@@ -67,11 +70,21 @@ def _with_mxtrain(model: str | None, spec: TrainSpec) -> TrainSpec:
         model_args=Flavors(model, spec.model_args),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
         pipelining_fn=spec.pipelining_fn and checked_pipeline(spec.pipelining_fn),
+        build_optimizers_fn=functools.partial(build_optimizers, spec.build_optimizers_fn),
         build_dataloader_fn=build_dataloader,
         build_tokenizer_fn=build_tokenizer,
         build_validator_fn=build_validator,
         build_metrics_processor_fn=build_metrics_processor,
     )
+
+
+def build_optimizers(build: Callable, model_parts, optimizer_config, *others) -> OptimizersContainer:
+    """Return what a model's ``build_optimizers_fn`` does. "Muon" starts from its AdamW."""
+    if optimizer_config.name != NAME:
+        return build(model_parts, optimizer_config, *others)
+    optimizers = build(model_parts, replace(optimizer_config, name="AdamW"), *others)
+    give_matrices_to_muon(optimizers)
+    return optimizers
 
 
 def build_validator(

@@ -23,6 +23,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
+from mxtrain.titan.muon import NAME
+from mxtrain.titan.v03.muon import MuonContainer
+
 
 def built(kind: type, build: Callable) -> type:
     """A config class like ``kind`` whose component is what ``build`` returns."""
@@ -43,6 +46,7 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         parts: functions that build "metrics", "tokenizer", "dataloader", "checkpoint" and "validator".
     """
     job, optimizer, stages = job_config.job, job_config.optimizer, job_config.parallelism.module_fqns_per_model_part
+    is_muon = optimizer.name == NAME
     return Trainer.Config(
         model_spec=spec,
         hf_assets_path=job_config.model.hf_assets_path,
@@ -51,12 +55,12 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         metrics=same(built(MetricsProcessor.Config, parts["metrics"]), job_config.metrics),
         tokenizer=built(BaseTokenizer.Config, parts["tokenizer"])(),
         dataloader=built(BaseDataLoader.Config, parts["dataloader"])(),
-        optimizer=OptimizersContainer.Config(
+        optimizer=(MuonContainer if is_muon else OptimizersContainer).Config(
             implementation=optimizer.implementation,
             param_groups=[
                 ParamGroupConfig(
                     pattern=".*",
-                    optimizer_name=optimizer.name,
+                    optimizer_name="AdamW" if is_muon else optimizer.name,
                     optimizer_kwargs={
                         "lr": optimizer.lr,
                         "betas": (optimizer.beta1, optimizer.beta2),

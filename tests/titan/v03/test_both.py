@@ -6,6 +6,7 @@ from tests.support.both_releases import PYTHONS, REPOSITORY, in_both, steps_of
 
 CONFIGS = sorted(path.stem for path in (REPOSITORY / "train_configs").glob("*.toml"))
 DEBUG = ["llama3_debug", "qwen3_moe_debug", "deepseek_v3_debug"]
+CROSSED = {**{config: (config, []) for config in DEBUG}, "muon": ("qwen3_moe_debug", ["--optimizer.name=Muon"])}
 LAYOUTS = {
     "fsdp": [],
     "tp": ["--parallelism.tensor_parallel_degree=2"],
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.skipif(not PYTHONS["0.2.2"], reason="MXTRAIN_TITAN_02 n
 def first(base):
     """Every config with one process, and the debug configs with two, and in parts."""
     one = {config: (config, []) for config in CONFIGS}
-    saved = {f"{config} saved": (config, SAVE) for config in DEBUG}
-    whole = {f"{config} whole": (config, GO_ON) for config in DEBUG}
+    saved = {f"{name} saved": (config, [*SAVE, *flags]) for name, (config, flags) in CROSSED.items()}
+    whole = {f"{name} whole": (config, [*GO_ON, *flags]) for name, (config, flags) in CROSSED.items()}
     two = {f"{config} {layout}": (config, flags) for config in DEBUG for layout, flags in LAYOUTS.items()}
     return in_both(base, "first", dict.fromkeys(PYTHONS, {1: {**one, **saved, **whole}, 2: two}))
 
@@ -43,15 +44,16 @@ def second(base, first):
     """Each release goes on with the runs of the other one, in their folders."""
     plans = {}
     for release, other in (("0.2.2", "0.3"), ("0.3", "0.2.2")):
-        saved = {config: first[other] / "1" / f"{config} saved" for config in DEBUG}
-        plans[release] = {1: {c: (c, [*GO_ON, f"--job.dump_folder={run}"]) for c, run in saved.items()}}
+        folders = {name: f"--job.dump_folder={first[other] / '1' / f'{name} saved'}" for name in CROSSED}
+        runs = {name: (config, [*GO_ON, *flags, folders[name]]) for name, (config, flags) in CROSSED.items()}
+        plans[release] = {1: runs}
     in_both(base, "second", plans)
 
 
-@pytest.mark.parametrize("config", DEBUG)
+@pytest.mark.parametrize("name", CROSSED)
 @pytest.mark.parametrize("release", PYTHONS)
-def test_the_other_release_goes_on_with_a_run(release, config, first, second):
-    run, whole = (first[release] / "1" / f"{config} {kind}" for kind in ("saved", "whole"))
+def test_the_other_release_goes_on_with_a_run(release, name, first, second):
+    run, whole = (first[release] / "1" / f"{name} {kind}" for kind in ("saved", "whole"))
     require_same_steps(run, whole, count=4, tolerance=5e-4)
 
 
