@@ -100,15 +100,10 @@ class MXNorm:
     """
 
     four_over_six: Literal[FOUR_OVER_SIX] | None = None
-    """
-    NVFP4: the largest element of a block becomes 4 where that loses less than 6, for "weights" (with weight_tiles =
-    false: tiles hardly ever take 4), "activations" or "both"; exact tensor scales. Unset: false
-    """
+    """NVFP4: a block's maximum becomes 4 where that loses less, in "weights", "activations" or "both". Unset: false"""
 
     four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
-    """
-    What a block loses under mxnorm.four_over_six: "mae" (magnitudes of errors) or "mse" (squares). Unset: "mae"
-    """
+    """What it loses: errors' magnitudes ("mae", the default) or squares ("mse")"""
 
     backward: Literal[BACKWARDS] | None = None
     """Operands of dgrad and wgrad: "quantized" or "dequantized" (values of fprop's codes; dY stays as it is)"""
