@@ -247,5 +247,6 @@ def nvfp4_rows(
         data, scales, row_scales; for an image data, and row_scales for an ``error`` only.
     """
     data, *others = ROWS(contiguous(x), *contiguous(row_scales), form, error)
-    scales = None if form == "image" else others.pop(0)
-    return data, scales, others[0] if others else row_scales if error or scales is not None else None
+    if row_scales is None and (form != "image" or error):
+        row_scales = others[-1]
+    return (data, None, row_scales if error else None) if form == "image" else (data, others[0], row_scales)
