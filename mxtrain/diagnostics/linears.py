@@ -31,7 +31,7 @@ from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
-from mxtrain.formats.matrices import Operand, at_least_fp32
+from mxtrain.formats.matrices import Operand, at_least_fp32, tile_amax
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
 from mxtrain.nn.three_gemms import ThreeGEMMs
@@ -83,12 +83,7 @@ class MeasuredCast:
             blocks: magnitudes, of which dimension ``dim`` has become two. The second is the block.
         """
         amax = blocks.amax(self.dim + 1)
-        if not self.tiles:
-            return amax
-        across = 1 - self.dim
-        tiles = pad(amax, across).unflatten(across, (-1, self.recipe.block_size))
-        of_tiles = tiles.amax(across + 1, keepdim=True).expand_as(tiles).flatten(across, across + 1)
-        return of_tiles.narrow(across, 0, amax.shape[across])
+        return tile_amax(amax, self.recipe.block_size, 1 - self.dim) if self.tiles else amax
 
     @cached_property
     def totals(self) -> Totals:

@@ -12,7 +12,7 @@ from mxtrain.formats.recipe import FORMATS as FORMATS
 
 __all__ = ["FORMATS", "Format", "Recipe", "register_format", "static_tensor_scale"]
 
-register_format(MXFP8, Recipe("mxfp8", MXFP8))
+register_format(MXFP8, Recipe("mxfp8", MXFP8), Recipe("mxfp8_2d", MXFP8, weight_tiles=True))
 # No cast: only MXNorm's estimate, folding and backward. Separates the effects of norm and cast, and lets tests check
 # the gradients in float64.
 register_format(None, Recipe("unquantized", None, LONGEST_BLOCK))

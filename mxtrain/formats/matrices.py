@@ -155,6 +155,23 @@ def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
     return x.reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
 
 
+def tile_amax(amax: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Give the blocks of a square tile the largest of their maxima.
+
+    Args:
+        amax: maxima of blocks of ``size`` elements, any shape.
+        size: blocks of a tile along ``dim``. The last tile may be incomplete.
+        dim: the dimension across the blocks.
+
+    Returns:
+        The maxima of the tiles, shape of ``amax``. NaN if any block has NaN.
+    """
+    across = amax.movedim(dim, -1)
+    length = across.shape[-1]
+    tiles = split_blocks(torch.nn.functional.pad(across, (0, -length % size)), size).amax(-1)
+    return tiles.repeat_interleave(size, -1)[..., :length].movedim(-1, dim)
+
+
 def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:
     """Return the dtype in which ``mode`` multiplies values: bf16 if emulated, fp32 (fp64 for fp64) in reference."""
     return torch.promote_types(x.dtype, torch.float32) if mode == "reference" else torch.bfloat16

@@ -287,6 +287,10 @@ class Recipe(LinearRecipe):
             raise ConfigError(f"high_precision_last = {last!r} is not a number of blocks, 0 or more")
         self._register()
 
+    def has_tiles(self, role: str) -> bool:
+        """Whether matrices of this role ("input", "weight" or "gradient") have one scale per square tile."""
+        return role == "weight" and self.weight_tiles
+
     @property
     def rounds(self) -> bool:
         """Whether the GEMM multiplies values of a format: of codes of its own, or of fprop's."""

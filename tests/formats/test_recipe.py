@@ -101,7 +101,9 @@ def test_switches_reach_the_gemms_whose_format_has_them():
     assert mixed.dgrad == get_recipe("mxfp8", scale_rounding="floor")
     assert mixed.fprop == mixed.wgrad == get_recipe("nvfp4", hadamard=False)
     tiles = get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8", weight_tiles=True)
-    assert tiles.dgrad == RECIPES["nvfp4"], "whose operands are dY and W"
+    assert tiles.dgrad == RECIPES["nvfp4"] and tiles.fprop == get_recipe("mxfp8", weight_tiles=True)
+    assert str(RECIPES["mxfp8_2d"]) == "mxfp8_2d/rceil/weight_tiles"
+    assert [RECIPES["mxfp8_2d"].has_tiles(role) for role in ("input", "weight", "gradient")] == [False, True, False]
     default, others = get_recipes("mxfp8", {"wo": "nvfp4", "w2": mixed}, scale_rounding="floor", weight_tiles=False)
     assert default == get_recipe("mxfp8", scale_rounding="floor") and others["wo"] == get_recipe(
         "nvfp4", weight_tiles=False
@@ -122,13 +124,14 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
     assert switches_in_effect([RECIPES["unquantized"]])["backward"] is None
     backward = get_recipe("fprop=bf16, dgrad=bf16, wgrad=nvfp4", stochastic_rounding=False)
     both = switches_in_effect([get_recipe("mxfp8", scale_rounding="floor"), forward, backward])
-    assert both == none | expected | {"scale_rounding": "floor", "hadamard": True, "high_precision_share": 0.0}
+    first = {"scale_rounding": "floor", "weight_tiles": False, "hadamard": True, "high_precision_share": 0.0}
+    assert both == none | expected | first
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'unquantized'"),
+        (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'mxfp8_2d', 'unquantized'"),
         (
             lambda: get_recipe("mxfp8", scale_rounding="ceil"),
             r"scale_rounding = 'ceil' is not one of: 'rceil', 'rceil_0_18', 'floor'",
@@ -166,6 +169,10 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         (
             lambda: get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", hadamard=True),
             r"^hadamard = True needs recipe 'nvfp4' for wgrad; the recipes are: 'fprop=nvfp4, dgrad=mxfp8, wgrad=",
+        ),
+        (
+            lambda: get_recipe("fprop=bf16, dgrad=bf16, wgrad=mxfp8", weight_tiles=True),
+            r"^weight_tiles = True needs recipe 'mxfp8' for fprop or dgrad; the recipes are: 'fprop=bf16, ",
         ),
         (
             lambda: get_recipes("mxfp8", {"wo": "bf16"}, stochastic_rounding=True),

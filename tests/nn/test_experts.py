@@ -109,6 +109,8 @@ CASES = [
     ("mxfp8", "reference", torch.bfloat16, "all on one"),
     ("mxfp8", "emulated", torch.bfloat16, "few"),
     *((recipe, "reference", torch.bfloat16, "few") for recipe in MIXED),
+    ("mxfp8_2d", "reference", torch.float32, "few"),
+    pytest.param("mxfp8_2d", "emulated", torch.bfloat16, "few", marks=pytest.mark.sweep),
     ("bf16", "emulated", torch.bfloat16, "uneven"),
     ("nvfp4", "reference", torch.float32, "few"),
     *(("nvfp4", "reference", torch.bfloat16, counts) for counts in ("uneven", "none", "64 experts")),

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mx.cast import cast
+from mxtrain.formats.mx.cast import cast, cast_tiles
 from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
@@ -104,6 +104,9 @@ def cases(everything: bool) -> dict:
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
         found[f"cast experts {form}"] = lambda form=form: cast([matrix(bf16)] * 2, rceil, (1, 0), form, experts=4)
+    for name, form in itertools.product(DTYPES, ("blocked", "image")):
+        w = matrix(DTYPES[name])
+        found[f"cast tiles {name} {form}"] = lambda form=form, w=w: cast_tiles([w], rceil, form=form)
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(

@@ -14,7 +14,7 @@ stochastically. Easy to simplify wrongly:
 
 import torch
 
-from mxtrain.formats.matrices import at_least_fp32, converted, split_blocks
+from mxtrain.formats.matrices import at_least_fp32, converted, split_blocks, tile_amax
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, SCALE_MAX, SCALE_MIN, TENSOR_SCALE_MIN
 from mxtrain.formats.recipe import FourOverSixError
 
@@ -156,7 +156,7 @@ def cast_four_over_six(
     blocks = split_blocks(at_least_fp32(x.contiguous()), size)
     largest = blocks.abs().amax(-1)
     if tiles:
-        largest = _of_tiles(largest).amax(1).repeat_interleave(size, 0)[: len(largest)]
+        largest = tile_amax(largest, size, 0)
     top = amax.new_full((), top)
     up = (top / amax).clamp(max=torch.finfo(torch.float32).max)
     up = torch.where((amax == 0) | (up == 0), torch.ones_like(up), up)
