@@ -33,9 +33,14 @@ def pack(elements: torch.Tensor) -> torch.Tensor:
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
+def elements(device: torch.device) -> torch.Tensor:
+    """Return the values of all codes, fp32 [16]."""
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=device)
+    return torch.cat([magnitudes, -magnitudes])
+
+
 def decode(packed: torch.Tensor) -> torch.Tensor:
     """Return the values of packed codes, uint8 [..., D / 2] -> fp32 [..., D]."""
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=packed.device)
-    elements = torch.cat([magnitudes, -magnitudes])
-    pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], 1)  # the two elements of every byte
+    values = elements(packed.device)
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)  # the two elements of every byte
     return pairs.index_select(0, packed.flatten().int()).view(*packed.shape[:-1], 2 * packed.shape[-1])

@@ -16,7 +16,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import along_tokens
-from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
+from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, scale_of_product, values_dtype
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.recipe import Format, Recipe
 
@@ -134,7 +134,9 @@ class FormatOps:
         Operands with scales run on the MX tensor cores. Operands without scales hold their values: an ordinary product
         sums the same exact products in another order.
         """
-        return matmul(a.data, b.data, out_dtype) if a.scales is None else self.product_of_codes(a, b, out_dtype)
+        if a.scales is not None:
+            return self.product_of_codes(a, b, out_dtype)
+        return matmul(a.data, b.data, out_dtype, scale_of_product(a, b))
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         """``matmul`` of native operands."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
-from mxtrain.formats.recipe import BACKWARDS, SCALE_ROUNDINGS, TENSOR_SCALES
+from mxtrain.formats.recipe import BACKWARDS, FOUR_OVER_SIX, FOUR_OVER_SIX_ERRORS, SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,
@@ -98,6 +98,12 @@ class MXNorm:
     """
     NVFP4: output gradients are rounded stochastically, with bits from debug.seed, layer, step and rank. Unset: true
     """
+
+    four_over_six: Literal[FOUR_OVER_SIX] | None = None
+    """NVFP4: a block's maximum becomes 4 where that loses less, in "weights", "activations" or "both". Unset: false"""
+
+    four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
+    """What it loses: errors' magnitudes ("mae", the default) or squares ("mse")"""
 
     backward: Literal[BACKWARDS] | None = None
     """Operands of dgrad and wgrad: "quantized" or "dequantized" (values of fprop's codes; dY stays as it is)"""

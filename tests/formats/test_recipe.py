@@ -21,7 +21,12 @@ def test_scale_rounding_overrides_the_named_recipe_only_when_given():
 
 @pytest.mark.parametrize(
     ("switch", "value"),
-    [("tensor_scale", "dynamic"), *((s, False) for s in ("weight_tiles", "hadamard", "stochastic_rounding"))],
+    [
+        ("tensor_scale", "dynamic"),
+        ("four_over_six", "both"),
+        ("four_over_six_error", "mse"),
+        *((s, False) for s in ("weight_tiles", "hadamard", "stochastic_rounding")),
+    ],
 )
 def test_every_switch_of_nvfp4_is_one_setting(switch, value):
     recipe = get_recipe("nvfp4", **{switch: value}, **dict.fromkeys(set(SWITCHES) - {switch}))
@@ -125,11 +130,12 @@ def test_switches_reach_the_gemms_whose_format_has_them():
 
 
 def test_switches_in_effect_come_from_the_gemms_that_they_change():
-    none = dict.fromkeys(SWITCHES) | dict.fromkeys(("weight_tiles", "hadamard", "stochastic_rounding"), False)
+    off = ("weight_tiles", "hadamard", "stochastic_rounding", "four_over_six")
+    none = dict.fromkeys(SWITCHES) | dict.fromkeys(off, False)
     none["high_precision_last"] = 0
     forward = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8")
     expected = {"scale_rounding": "rceil", "tensor_scale": "static", "weight_tiles": True, "high_precision_share": 0.15}
-    expected["backward"] = "quantized"
+    expected |= {"backward": "quantized", "four_over_six_error": "mae"}
     assert switches_in_effect([forward]) == none | expected
     assert switches_in_effect([get_recipe(forward, backward="dequantized")])["backward"] == "dequantized"
     assert switches_in_effect([RECIPES["unquantized"]])["backward"] is None
@@ -156,6 +162,14 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         ),
         (lambda: get_recipe("mxfp8", tensor_scale="static"), r"tensor_scale = 'static' needs recipe 'nvfp4', not 'mx"),
         (lambda: get_recipe("mxfp8", hadamard=True), r"hadamard = True needs recipe 'nvfp4', not 'mxfp8'"),
+        (
+            lambda: get_recipe("nvfp4", four_over_six="gradients"),
+            r"= 'gradients' is not one of: False, 'weights', 'act",
+        ),
+        (
+            lambda: get_recipe("mxfp8", four_over_six="both"),
+            r"^four_over_six = 'both' needs recipe 'nvfp4', not 'mxfp8'$",
+        ),
         (lambda: get_recipe("nvfp4", high_precision_share=1), r"high_precision_share = 1 is not a number from 0 to"),
         (lambda: RMSEstimate.for_recipe(RECIPES["nvfp4"], 2, "post_round"), r"those of recipe = 'nvfp4' follow from"),
         (lambda: RMSEstimate(2, "mean", 1e-5, 32), r"estimator = 'mean' is not one of: 'pre_round'"),

@@ -18,6 +18,7 @@ from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear, 
 
 D, N, T = 64, 32, 5
 MIXED = "fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8"
+FOUR_OVER_SIX = get_recipe("nvfp4", four_over_six="both", weight_tiles=False)
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -46,6 +47,7 @@ class Block(nn.Module):
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
         ("mxfp4", "emulated", False),
         pytest.param("fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", "emulated", False, marks=pytest.mark.sweep),
+        pytest.param(FOUR_OVER_SIX, "reference", False, marks=pytest.mark.sweep),
         ("unquantized", "emulated", False),
     ],
 )

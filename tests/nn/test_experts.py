@@ -44,6 +44,7 @@ WITH_NVFP4 = [
     "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4",
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
     get_recipe("nvfp4_dynamic", weight_tiles=False, hadamard=False, stochastic_rounding=False),
+    *(get_recipe(name, four_over_six="both", weight_tiles=False) for name in ("nvfp4", "nvfp4_row")),
     "fprop=nvfp4_row, dgrad=mxfp8, wgrad=bf16",
 ]
 MXFP4, E5M2 = "mxfp4", "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2"

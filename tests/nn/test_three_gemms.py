@@ -134,6 +134,26 @@ def test_errors_of_products_are_those_of_their_elements(recipe):
         assert least < (got - want).norm() / want.norm() < most
 
 
+@pytest.mark.parametrize(("name", "tiles"), [("nvfp4", False), ("nvfp4_row", True)])
+def test_all_modes_hold_the_same_values_beside_exact_tensor_scales(name, tiles):
+    recipe = get_recipe(name, four_over_six="both", weight_tiles=tiles)
+    reference, emulated, native = (
+        all_operands(recipe, mode, 17, D, 16) for mode in ("reference", "emulated", "native")
+    )
+    for key, of in reference.items():
+        assert torch.equal(emulated[key].data.float(), of.data) and emulated[key].data.dtype == torch.bfloat16
+        used = emulated[key].data.shape[1]
+        if key[0].startswith("dY"):
+            assert of.tensor_scale is None is emulated[key].tensor_scale
+            assert torch.equal(values(native[key], recipe)[:, :used], of.data)
+        else:
+            assert of.tensor_scale.ndim == (name == "nvfp4_row" and key[0] in ("X", "norm"))
+            assert torch.equal(of.tensor_scale, emulated[key].tensor_scale)
+            assert torch.equal(of.tensor_scale, native[key].tensor_scale)
+            scale_of_one = native[key]._replace(tensor_scale=torch.ones(()))
+            assert torch.equal(values(scale_of_one, recipe)[:, :used], of.data)
+
+
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
 def test_token_counts_from_zero(mode):
     counts = (0, 1, 16) if mode == "reference" else (0,)
@@ -199,6 +219,8 @@ CASES = [
     *itertools.product(("mxfp8", "nvfp4"), ("native", "emulated", "reference")),
     ("unquantized", "emulated"),
     ("nvfp4_dynamic", "reference"),
+    *((get_recipe("nvfp4", four_over_six="both"), mode) for mode in ("emulated", "reference")),
+    (get_recipe("nvfp4_row", four_over_six="both"), "emulated"),
     *itertools.product(("nvfp4_row",), ("native", "emulated", "reference")),
 ]
 
