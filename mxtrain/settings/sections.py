@@ -78,7 +78,7 @@ class MXNorm:
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
-    MX formats: block scales rounded by "rceil" (up, the default), "rceil_0_18" (torchao 0.18's) or "floor" (OCP,
+    MX: block scales rounded by "rceil" (up, the default), "rceil_0_18" (torchao 0.18's) or "floor" (OCP,
     saturates)
     """
 
