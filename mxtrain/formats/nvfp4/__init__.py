@@ -11,12 +11,14 @@ from typing import Literal
 from mxtrain.errors import require_one_of, require_positive_integer
 from mxtrain.formats.estimate import P_VALUES, P, norm_constant
 from mxtrain.formats.recipe import (
+    DEQUANTIZED,
     FLAGS,
     FOUR_OVER_SIX,
     FOUR_OVER_SIX_ERRORS,
     TENSOR_SCALES,
     Format,
     Layout,
+    MixedRecipe,
     Recipe,
     quantization_args,
 )
@@ -71,6 +73,12 @@ NVFP4_STATIC = Recipe(
 NVFP4_DYNAMIC = replace(NVFP4_STATIC, name="nvfp4_dynamic", tensor_scale="dynamic")
 # As TransformerEngine's row-scaled activations, but with scales that are powers of two.
 NVFP4_ROW = replace(NVFP4_STATIC, name="nvfp4_row", tensor_scale="row")
+# In tiles of 16 x 16, 4 is almost never the better choice.
+NVFP4_4OVER6 = replace(NVFP4_STATIC, name="nvfp4_4over6", four_over_six="both", weight_tiles=False)
+# What reinforcement learning asks of TransformerEngine: a token's codes depend on no other token, and the backward sees
+# the weights and inputs of the forward.
+_RL = Recipe("nvfp4_rl", NVFP4, scale_rounding=None, tensor_scale="row", four_over_six="both")
+NVFP4_RL = MixedRecipe(_RL, DEQUANTIZED, DEQUANTIZED, own_name="nvfp4_rl")
 
 
 def static_tensor_scale(
