@@ -81,7 +81,7 @@ def _terms_of_eighths(x, amax, setting, P: tl.constexpr, ESTIMATOR: tl.constexpr
 def _tensor_scales(amax, setting, row, rows):
     """The tensor scale of each row, fp32 [ROWS]: the same for all, given for each, or from its largest magnitude.
 
-    For four over six, the largest magnitude itself, or of the matrix. Also returns by which error, if any.
+    For four over six, the largest magnitude itself, or of the matrix.
     """
     tensor_scale, given_ptr, row_scales_ptr, by_magnitudes, by_squares = setting
     is_plain: tl.constexpr = by_magnitudes is None and by_squares is None
@@ -96,7 +96,7 @@ def _tensor_scales(amax, setting, row, rows):
         scales = tensor_scale_bits(amax).to(tl.float32, bitcast=True)
     if row_scales_ptr is not None:
         tl.store(row_scales_ptr + row, scales, mask=row < rows)
-    return scales, by_magnitudes, by_squares
+    return scales
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _store_image(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     _, offsets, _, mask = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scales, by_magnitudes, by_squares = setting
+    tensor_scales, (_, _, _, by_magnitudes, by_squares) = setting
     error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
     xhat, amax = x * rho[:, None, None], amax * rho[:, None]
     if error != "":
@@ -125,7 +125,7 @@ def _store_codes(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, _, block_mask, _ = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scales, by_magnitudes, by_squares = setting
+    tensor_scales, (_, _, _, by_magnitudes, by_squares) = setting
     error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
     rho = rho[:, None]
     if error != "":
