@@ -31,9 +31,10 @@ from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
-from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.formats.matrices import Operand, at_least_fp32
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
+from mxtrain.nn.gated_norm import normalize_groups
 from mxtrain.nn.three_gemms import ThreeGEMMs
 
 
@@ -133,7 +134,7 @@ class Input:
 
     Attributes:
         x: [R, D]; the input of the norm if an MXNorm comes first.
-        rho: inverse RMS estimates, fp32 [R]; None without an MXNorm.
+        rho: inverse RMS estimates, fp32 [R], or [R, groups]; None without an MXNorm.
         gain: the norm's gain [D]; None without.
         estimate: the norm's estimate; None without an MXNorm.
         group: as in ``Matrix``.
@@ -150,6 +151,18 @@ class Input:
         """X [R, D], after the norm if there is one."""
         values = at_least_fp32(self.x) if self.rho is None else scale_rows(self.x, self.rho)
         return Matrix(values, self.group)
+
+    @property
+    def groups(self) -> int:
+        """How many groups of features have an RMS of their own."""
+        return 1 if self.rho is None or self.rho.ndim == 1 else self.rho.shape[1]
+
+    def normalized(self, gemms: ThreeGEMMs) -> tuple[Operand, torch.Tensor]:
+        """X, for which there is an estimate, as fprop's operand of these GEMMs, and its rho."""
+        settings = self.estimate, gemms.recipe.fprop, gemms.mode
+        if self.groups > 1:
+            return normalize_groups(self.x, self.groups, *settings)
+        return gemms.recipe.fprop.ops.normalize(self.x, *settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,9 +248,8 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     by_row = fprop.tensor_scale == "row"
     if estimate is None:
         return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1, by_row=by_row)
-    operand = fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[0]
-    static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
-    return MeasuredCast(given.matrix, operand.data, fprop, 1, tensor_scale=static, by_row=by_row)
+    static = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
+    return MeasuredCast(given.matrix, given.normalized(gemms)[0].data, fprop, 1, tensor_scale=static, by_row=by_row)
 
 
 def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:

@@ -86,7 +86,8 @@ def _estimated_by(given: Input, gemms: ThreeGEMMs) -> Input:
         return given
     old, fprop = given.estimate, gemms.recipe.fprop
     estimate = RMSEstimate.for_recipe(fprop, old.p, old.estimator, old.eps)
-    return replace(given, estimate=estimate, rho=fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[1])
+    given = replace(given, estimate=estimate)
+    return replace(given, rho=given.normalized(gemms)[1])
 
 
 def _exact_products(given: Input, weight: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -98,11 +99,8 @@ def _exact_products(given: Input, weight: torch.Tensor, dy: torch.Tensor) -> tup
 
 def _products(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, of: Gradient) -> tuple[torch.Tensor, ...]:
     """Y, dX and dW of the recipe's operands, in fp32."""
-    fprop, dtype = gemms.recipe.fprop, torch.float32
-    if given.estimate is None:
-        x = gemms.quantize_activation(given.x)
-    else:
-        x = fprop.ops.normalize(given.x, given.estimate, fprop, gemms.mode)[0]
+    dtype = torch.float32
+    x = gemms.quantize_activation(given.x) if given.estimate is None else given.normalized(gemms)[0]
     dy_rows, dy_columns = gemms.quantize_gradients([of.dy], True, True, of.signs, [of.draws])
     (y,) = gemms.fprop(x, [weight], dtype, given.gain)
     x_columns = gemms.quantize_along_tokens(given.x, given.rho, of.signs, estimate=given.estimate)
