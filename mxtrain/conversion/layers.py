@@ -297,7 +297,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     Mamba-2's (``_gated_norm``). Another module whose forward takes more than x is none.
     """
     name, parameters = type(module).__name__, dict(module.named_parameters())
-    has_bias = "bias" in parameters
+    has_bias, is_bare = "bias" in parameters, not dict(module.named_buffers()) and not state_of(module)
     for kind, fused in FUSED_NORMS.items():
         if type(module) in (kind, fused):
             shape = tuple(module.normalized_shape)
@@ -306,7 +306,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
         if (
             {"weight"} <= parameters.keys() <= {*fused.parameters_of}
             and all(parameter.shape == (parameters["weight"].numel(),) for parameter in parameters.values())
-            and _is_bare(module)
+            and is_bare
             and len(signature(module.forward).parameters) == 1
             and (found := _computed_by(module, _forms_of(kind))) is not None
         ):
@@ -316,7 +316,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
                 differs = "rounds 1 + weight to the dtype of its weight"
             recognised = f"{name} by results and gradients{' (gain 1 + weight)' if use == _OFFSET else ''}"
             return NormFacts(kind, shape, eps, True, has_bias, recognised, use == _OFFSET, differs)
-    if parameters.keys() == {"weight"} and _is_bare(module) and len(signature(module.forward).parameters) == 2:
+    if parameters.keys() == {"weight"} and is_bare and len(signature(module.forward).parameters) == 2:
         return _gated_norm_facts(module)
     return None
 
@@ -342,11 +342,6 @@ def _gated_norm(size: int, gates_first: bool, x, gate, weight, eps: float) -> to
     u = x * F.silu(gate) if gates_first else x
     y = F.rms_norm(u.unflatten(-1, (-1, size)), (size,), None, eps).flatten(-2) * weight
     return y if gates_first else y * F.silu(gate)
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a module has no buffers, hooks and methods of its own."""
-    return not dict(module.named_buffers()) and not state_of(module)
 
 
 def _forms_of(kind: NormKind) -> dict:
