@@ -43,10 +43,9 @@ class Rehearsal(Numerics):
     def _measure_linear(self, fqn: str, linear: QuantizedLinear, given: Input, dy: torch.Tensor, signs) -> None:
         weight, exact = linear.parts()[0].detach(), {}
         for name, recipe in self.recipes.items():
-            with _recipe_of(linear, recipe):
-                gemms = _emulated(linear.gemms(dy.device))
-                with torch.enable_grad():  # without, a layer takes no random bits
-                    gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
+            # Without gradients, a layer takes no random bits.
+            with _gemms_of(linear, recipe, dy.device) as gemms, torch.enable_grad():
+                gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
             own = _estimated_by(given, gemms)
             key = own.estimate and own.estimate.key
             if key not in exact:
@@ -55,11 +54,9 @@ class Rehearsal(Numerics):
             self.errors[fqn, name] = _errors(products, exact[key])
 
     def _measure_experts(self, fqn: str, experts: QuantizedExperts, rows, counts, dy) -> None:
-        plain = replace(experts.gemms(rows.device), runs_wgrad=True)
-        exact = expert_results(experts, plain, rows, counts, dy)
+        exact = expert_results(experts, replace(experts.gemms(rows.device), runs_wgrad=True), rows, counts, dy)
         for name, recipe in self.recipes.items():
-            with _recipe_of(experts, recipe):
-                gemms = replace(_emulated(experts.gemms(rows.device)), runs_wgrad=True)
+            with _gemms_of(experts, recipe, rows.device) as gemms:
                 products = expert_results(experts, gemms, rows, counts, dy)
             y, dx, *dws = zip(products, exact)
             of_weights = [torch.cat([part.flatten().float() for part in parts]) for parts in zip(*dws)]
@@ -67,17 +64,15 @@ class Rehearsal(Numerics):
 
 
 @contextmanager
-def _recipe_of(layer: QuantizedLayer, recipe: LinearRecipe) -> Iterator[None]:
+def _gemms_of(layer: QuantizedLayer, recipe: LinearRecipe, device: torch.device) -> Iterator[ThreeGEMMs]:
+    """Give a layer this recipe for the time of the context."""
     before = layer.recipe
     layer.take(LayerState(recipe))
     try:
-        yield
+        gemms = layer.gemms(device)
+        yield replace(gemms, mode="emulated" if gemms.mode == "native" else gemms.mode, runs_wgrad=True)
     finally:
         layer.take(LayerState(before))
-
-
-def _emulated(gemms: ThreeGEMMs) -> ThreeGEMMs:
-    return replace(gemms, mode="emulated") if gemms.mode == "native" else gemms
 
 
 def _estimated_by(given: Input, gemms: ThreeGEMMs) -> Input:
