@@ -3,7 +3,7 @@
 Casts of inputs for wgrad and of weights for dgrad do not depend on gradients. PyTorch would compute many of them in the
 forward, and hold the results of all layers at the same time. What they are made from is there in the backward anyway:
 
-    a weight                 the parameter. A cast in tiles serves both passes, and keeps its tensor scale. Under
+    a weight                 the parameter. A cast in tiles serves both passes, and keeps a tensor scale. Under
                              FSDP2, the results of all layers would be a second copy of the model, not sharded
     attention's output       its own backward reads it
     h = silu(gate) * up      the backward of SwiGLU reads gate and up, and computes h again beside their gradients
@@ -12,6 +12,7 @@ With activation checkpointing the graph says already what is computed again, and
 """
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -39,9 +40,9 @@ def compute_casts_in_backward(graph: Graph) -> None:
             for node in {n for call in calls for n in (call, *(() if fused else _swiglu_before(call)))}:
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             for call in calls:
-                if call.target in weight_casts:
-                    for scale in call.args[1]:
-                        scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                if call.target in weight_casts and isinstance(call.args[1], Sequence):
+                    for tensor_scale in call.args[1]:
+                        tensor_scale.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _equal_calls(graph: Graph, targets: set) -> list[list[Node]]:

@@ -12,7 +12,7 @@ from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
 from mxtrain.formats.hardware import Mode
-from mxtrain.formats.recipe import Backward, LinearRecipe, ScaleRounding, TensorScale
+from mxtrain.formats.recipe import Backward, FourOverSix, FourOverSixError, LinearRecipe, ScaleRounding, TensorScale
 from mxtrain.nn.group import LinearGroup
 from mxtrain.norms.row_norm import WhenCompiled
 
@@ -30,6 +30,8 @@ class Settings(TypedDict, total=False):
     weight_tiles: bool | None
     hadamard: bool | None
     stochastic_rounding: bool | None
+    four_over_six: FourOverSix | None
+    four_over_six_error: FourOverSixError | None
     backward: Backward | None
     high_precision_share: float | None
     high_precision_last: int | None

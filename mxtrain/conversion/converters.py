@@ -21,6 +21,8 @@ from mxtrain.formats.recipe import (
     DEFAULT_RECIPE,
     HIGH_PRECISION_RECIPE,
     Backward,
+    FourOverSix,
+    FourOverSixError,
     LinearRecipe,
     ScaleRounding,
     TensorScale,
@@ -106,9 +108,9 @@ class MXLinearConverter(Converter):
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" stay.
         recipes: pattern of linears or experts, or of modules that hold some -> their recipe in the place of ``recipe``.
             The last pattern that matches wins. ``filter_fqns`` and the last blocks in high precision come first.
-        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, high_precision_share,
-            high_precision_last: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n blocks
-            (``conversion.layers``) the last share * n, rounded to nearest, or the last so many stay.
+        scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, four_over_six, four_over_six_error,
+            high_precision_share, high_precision_last: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n
+            blocks (``conversion.layers``) the last share * n, rounded to nearest, or the last so many stay.
         backward: "dequantized" gives dgrad and wgrad the recipe "dequantized"; None keeps the recipe's own.
         mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
@@ -129,6 +131,8 @@ class MXLinearConverter(Converter):
     weight_tiles: bool | None = None
     hadamard: bool | None = None
     stochastic_rounding: bool | None = None
+    four_over_six: FourOverSix | None = None
+    four_over_six_error: FourOverSixError | None = None
     backward: Backward | None = None
     high_precision_share: float | None = None
     high_precision_last: int | None = None

@@ -45,10 +45,17 @@ class _ByExpert:
     def __init__(self, experts: int, expert_of_row: torch.Tensor):
         self.experts, self.expert_of_row, self.squares = experts, expert_of_row, {}
 
-    def add(self, name: str, values: torch.Tensor, image: torch.Tensor, owner: torch.Tensor | None) -> None:
-        """Add rows of ``values`` and what became of them. Without their experts, ``owner``, they are E equal parts."""
+    def add(
+        self, name: str, values: torch.Tensor, image: torch.Tensor, owner: torch.Tensor | None, scales=None
+    ) -> None:
+        """Add rows of ``values`` and what became of them. Without their experts, ``owner``, they are E equal parts.
+
+        ``scales``: of an image without its exact tensor scales, fp32 [E].
+        """
         if owner is None:
             owner = torch.arange(self.experts, device=values.device).repeat_interleave(len(values) // self.experts)
+        if scales is not None:
+            image = image * scales.view(-1)[owner.clamp(max=self.experts - 1)].unsqueeze(1)
         both = (values.flatten(1), (image - values).flatten(1))
         squares = torch.stack([torch.linalg.vector_norm(each, dim=1).double().square() for each in both])
         sums = squares.new_zeros(2, self.experts + 1).index_add_(1, owner, squares)[:, : self.experts]
@@ -77,7 +84,7 @@ class _MeasuredGEMMs(ThreeGEMMs):
             if recipes[dim].format is not None and not (dim == 0 and recipes[dim].hadamard):
                 image = operand.data if dim == 1 else operand.data.t()
                 owner = None if spec.role == "weight" else self.found.expert_of_row
-                self.found.add(_NAMES[spec.role, dim], values, image, owner)
+                self.found.add(_NAMES[spec.role, dim], values, image, owner, operand.tensor_scale)
         return operands
 
 

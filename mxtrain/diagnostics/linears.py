@@ -31,7 +31,7 @@ from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
-from mxtrain.formats.matrices import Operand, at_least_fp32
+from mxtrain.formats.matrices import Operand, at_least_fp32, tile_amax
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
 from mxtrain.nn.gated_norm import normalize_groups
@@ -65,7 +65,7 @@ class MeasuredCast:
         recipe: of the cast.
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
         tiles: square tiles share a scale.
-        tensor_scale: known before the cast; None if it comes from the values, or the format has none.
+        tensor_scale: exact, or known before the cast; None if it comes from the values, or the format has none.
         by_row: each row has a tensor scale of its own.
     """
 
@@ -74,7 +74,7 @@ class MeasuredCast:
     recipe: Recipe
     dim: int
     tiles: bool = False
-    tensor_scale: float | None = None
+    tensor_scale: float | torch.Tensor | None = None
     by_row: bool = False
 
     def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
@@ -84,12 +84,7 @@ class MeasuredCast:
             blocks: magnitudes, of which dimension ``dim`` has become two. The second is the block.
         """
         amax = blocks.amax(self.dim + 1)
-        if not self.tiles:
-            return amax
-        across = 1 - self.dim
-        tiles = pad(amax, across).unflatten(across, (-1, self.recipe.block_size))
-        of_tiles = tiles.amax(across + 1, keepdim=True).expand_as(tiles).flatten(across, across + 1)
-        return of_tiles.narrow(across, 0, amax.shape[across])
+        return tile_amax(amax, self.recipe.block_size, 1 - self.dim) if self.tiles else amax
 
     @cached_property
     def totals(self) -> Totals:
@@ -97,7 +92,8 @@ class MeasuredCast:
         blocks = values.abs().unflatten(self.dim, (-1, recipe.block_size))
         amax, tensor_scale = self.block_maxima(blocks), None
         if self.tensor_scale is not None:
-            tensor_scale = amax.new_tensor(self.tensor_scale)
+            tensor_scale = torch.as_tensor(self.tensor_scale, dtype=amax.dtype, device=amax.device)
+            tensor_scale = tensor_scale.unsqueeze(1) if tensor_scale.ndim else tensor_scale
         elif recipe.tensor_scaled:
             of_matrices = amax.amax(1, keepdim=True) if self.by_row else amax.amax()
             tensor_scale = recipe.ops.tensor_scales(largest(of_matrices, self.matrix.group))
@@ -223,20 +219,25 @@ def _casts(
     fprop, dgrad, wgrad = (of_gemm.rounds for of_gemm in recipe.gemms)
     w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
+
+    def measured(matrix: Matrix, operand: Operand, of_gemm: Recipe, dim: int, tiles: bool = False) -> MeasuredCast:
+        image = operand.values if dim == 1 else operand.values.t()
+        return MeasuredCast(matrix, image, of_gemm, dim, tiles, operand.tensor_scale)
+
     weights = gemms.quantize_weights([weight], given.gain)
     dy_rows, dy_columns = gemms.quantize_gradients([dy], dgrad, wgrad, signs, [draws])
     found = {}
     if fprop:
-        of_w = MeasuredCast(w, weights[1].data, recipe.fprop, 1, recipe.fprop.weight_tiles)
+        of_w = measured(w, weights[1], recipe.fprop, 1, recipe.fprop.weight_tiles)
         found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
-        of_w = MeasuredCast(w, weights[0].data.t(), recipe.dgrad, 0, recipe.dgrad.weight_tiles)
-        found["dgrad"] = {"grad": MeasuredCast(grad, dy_rows.data, recipe.dgrad, 1), "weight": of_w}
+        of_w = measured(w, weights[0], recipe.dgrad, 0, recipe.dgrad.weight_tiles)
+        found["dgrad"] = {"grad": measured(grad, dy_rows, recipe.dgrad, 1), "weight": of_w}
     if wgrad:
         x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs, estimate=given.estimate)
         casts = {"grad": (grad, dy_columns), "input": (given.matrix, x_columns)}
         found["wgrad"] = {
-            name: MeasuredCast(_along_tokens(matrix, recipe.wgrad, signs), operand.data.t(), recipe.wgrad, 0)
+            name: measured(_along_tokens(matrix, recipe.wgrad, signs), operand, recipe.wgrad, 0)
             for name, (matrix, operand) in casts.items()
         }
     return found
@@ -247,9 +248,12 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     fprop, estimate = gemms.recipe.fprop, given.estimate
     by_row = fprop.tensor_scale == "row"
     if estimate is None:
-        return MeasuredCast(given.matrix, gemms.quantize_activation(given.x).data, fprop, 1, by_row=by_row)
+        operand = gemms.quantize_activation(given.x)
+        return MeasuredCast(given.matrix, operand.values, fprop, 1, False, operand.tensor_scale, by_row)
+    operand, _ = given.normalized(gemms)
     static = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
-    return MeasuredCast(given.matrix, given.normalized(gemms)[0].data, fprop, 1, tensor_scale=static, by_row=by_row)
+    static = operand.tensor_scale if static is None else static
+    return MeasuredCast(given.matrix, operand.values, fprop, 1, False, static, by_row)
 
 
 def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:

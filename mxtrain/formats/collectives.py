@@ -79,7 +79,7 @@ def gather_codes(codes: Codes, dim: int, batch: int, group: str, processes: int)
     data, *scales = (whole.view(part.dtype) for whole, part in zip(joined, own))
     if len(own) == 3:
         of_rows = scales.pop().view(of_rows.dtype).squeeze(1)
-    return Codes(data, *scales or [None], of_rows)
+    return codes._replace(data=data, scales=scales[0] if scales else None, tensor_scale=of_rows)
 
 
 def _join(parts: torch.Tensor, dim: int, batch: int) -> torch.Tensor:

@@ -17,12 +17,15 @@ from mxtrain.formats.recipe import LONGEST_BLOCK
 from mxtrain.launch.functions import define_op
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``."""
+def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply a [M, K] by the transpose of b [N, K] -> [M, N], summed in fp32 and rounded once, to ``out_dtype``.
+
+    With ``scale``, fp32 [] or [M], the sums are multiplied by it before that.
+    """
     # b may be bf16 values that an fp32 gradient multiplies.
     # Autocast would round the fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.device.type, enabled=False):
-        return _product_of_values(a, converted(b, a.dtype).t(), out_dtype)
+        return _product_of_values(a, converted(b, a.dtype).t(), out_dtype, scale)
 
 
 def product_of_codes(
@@ -35,29 +38,37 @@ def product_of_codes(
     return scaled_mm(a, b.t(), **of_a, **of_b, output_dtype=out_dtype)
 
 
-def _product_of_values(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """a [M, K] times b [K, N] in ``out_dtype``."""
+def _product_of_values(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """a [M, K] times b [K, N], times scale, in ``out_dtype``."""
     # A plain torch.mm wherever it is right: TorchTitan's own selective activation checkpointing knows no other product.
     # Where the result is converted, one op does both, so that checkpointing keeps the result, not the larger product.
-    if out_dtype == a.dtype and is_full_precision(a.dtype, a.is_cuda):
+    if scale is None and out_dtype == a.dtype and is_full_precision(a.dtype, a.is_cuda):
         return torch.mm(a, b)
-    return guarded_mm(a, b, out_dtype)
+    return guarded_mm(a, b, out_dtype, scale)
 
 
-def _guarded_mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _guarded_mm(
+    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    if scale is not None:
+        return converted(wide_product(torch.mm, a, b).mul_(scale.unsqueeze(-1)), out_dtype)
     if out_dtype.itemsize > a.dtype.itemsize:
         return converted(wide_product(torch.mm, a, b), out_dtype)
     with full_precision(a):
         return converted(torch.mm(a, b), out_dtype)
 
 
-def _fake(a, b, out_dtype):
+def _fake(a, b, out_dtype, scale=None):
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
 # An op of its own, because no compiled graph can change PyTorch's settings around one of its products.
-guarded_mm = define_op("guarded_mm(Tensor a, Tensor b, ScalarType out_dtype) -> Tensor", _guarded_mm, _fake)
-"""a [M, K] b [K, N] in ``out_dtype`` with fp32 sums, without a gradient."""
+guarded_mm = define_op(
+    "guarded_mm(Tensor a, Tensor b, ScalarType out_dtype, Tensor? scale=None) -> Tensor", _guarded_mm, _fake
+)
+"""a [M, K] b [K, N], times scale, in ``out_dtype`` with fp32 sums, without a gradient."""
 
 
 # {dtype of the operands: settings, each as (where it is, its name, forbidden values, value to use instead)}
@@ -206,20 +217,31 @@ def matmul_rows(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dty
         tiles = b.scales.view(1 if is_stacked else data.shape[1] // TILE_ROWS, experts, -1)
         scales = tiles.transpose(0, 1).reshape(experts, -1)
         return _grouped_codes(a.data, a.scales.view(a.data.shape[0], -1), data.contiguous(), scales, ends, out_dtype)
-    data = converted(data, a.data.dtype)
-    if _is_one_kernel(a, out_dtype):
+    data, scales = converted(data, a.data.dtype), _scales_of_rows(a, b, ends)
+    if _is_one_kernel(a, out_dtype, scales):
         return grouped_mm(a.data, data.transpose(1, 2), offs=ends)
-    return _grouped_values(a.data, data, ends, out_dtype)
+    return _grouped_values(a.data, data, ends, out_dtype, scales)
 
 
 def matmul_tokens(a: Operand, b: Operand, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Multiply every expert's tokens, columns of a [N, P] and b [D, P] -> [E, N, D]."""
     if a.scales is not None:
         return _grouped_codes(a.data, _by_expert(a, ends), b.data, _by_expert(b, ends), ends, out_dtype)
-    data = converted(b.data, a.data.dtype)
-    if _is_one_kernel(a, out_dtype):
+    data, scales = converted(b.data, a.data.dtype), b.tensor_scale
+    if _is_one_kernel(a, out_dtype, scales):
         return grouped_mm(a.data, data.t(), offs=ends)
-    return _grouped_values(a.data, data, ends, out_dtype)
+    return _grouped_values(a.data, data, ends, out_dtype, scales)
+
+
+def _scales_of_rows(a: Operand, b: Operand, ends: torch.Tensor) -> torch.Tensor | None:
+    """What every row of a product of a [P, K] is to be multiplied by, fp32 [P]; None for 1."""
+    rows = a.data.shape[0]
+    if a.tensor_scale is None and b.tensor_scale is None:
+        return None
+    groups = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True).clamp(max=len(ends) - 1)
+    found = [of.tensor_scale for of in (a, b) if of.tensor_scale is not None]
+    found = [scales if scales.shape[0] == rows else scales[groups] for scales in found]
+    return found[0] if len(found) == 1 else found[0] * found[1]
 
 
 def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:
@@ -231,19 +253,23 @@ def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:
     return [Operand(part, scales.flatten()) for part, scales in zip(parts, tiles, strict=True)]
 
 
-def _is_one_kernel(a: Operand, out_dtype: torch.dtype) -> bool:
-    # PyTorch's grouped products of bf16 have fp32 sums and a bf16 result. Others are rare: one product per expert.
-    return a.data.dtype == out_dtype == torch.bfloat16
+def _is_one_kernel(a: Operand, out_dtype: torch.dtype, scales: torch.Tensor | None) -> bool:
+    # PyTorch's grouped products of bf16 have fp32 sums, and the result in bf16 only. Others are rare: one product per
+    # expert, which waits for the device.
+    return scales is None and a.data.dtype == out_dtype == torch.bfloat16
 
 
-def _one_by_one(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def _one_by_one(
+    a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, out_dtype: torch.dtype, scales: torch.Tensor | None
+) -> torch.Tensor:
     stops = ends.tolist()
     own = [slice(start, stop) for start, stop in zip([0, *stops], stops)]
     if b.ndim == 2:
-        return torch.stack([matmul(a[:, part], b[:, part], out_dtype) for part in own])
+        of_expert = [None] * len(own) if scales is None else scales.unbind()
+        return torch.stack([matmul(a[:, part], b[:, part], out_dtype, s) for part, s in zip(own, of_expert)])
     result = a.new_zeros(len(a), b.shape[1], dtype=out_dtype)
     for part, w in zip(own, b, strict=True):
-        result[part] = matmul(a[part], w, out_dtype)
+        result[part] = matmul(a[part], w, out_dtype, None if scales is None else scales[part])
     return result
 
 
@@ -279,7 +305,9 @@ def _fake_grouped(a, b, ends, out_dtype):
 # Ops of our own: only the device knows the sizes of the parts of the first, and PyTorch has no fake of
 # ``scaled_grouped_mm``. a [P, K] and b [E, R, K] -> [P, R], or a [N, P] and b [D, P] -> [E, N, D].
 _grouped_values = define_op(
-    "grouped_values(Tensor a, Tensor b, Tensor ends, ScalarType out_dtype) -> Tensor", _one_by_one, _fake_grouped
+    "grouped_values(Tensor a, Tensor b, Tensor ends, ScalarType out_dtype, Tensor? scales) -> Tensor",
+    _one_by_one,
+    lambda a, b, ends, out_dtype, scales: _fake_grouped(a, b, ends, out_dtype),
 )
 _grouped_codes = define_op(
     "grouped_codes(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor ends, ScalarType out_dtype) -> Tensor",

@@ -16,15 +16,27 @@ class Operand(NamedTuple):
 
     Attributes:
         data: native: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the exact values
-            of codes times scales, in bf16 (emulated) or fp32 (reference).
+            of codes times scales, in bf16 (emulated) or fp32 (reference), without ``tensor_scale``.
         scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
         tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 [], or one for each
-            row, fp32 [R]. Otherwise None.
+            row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact, and None if the
+            values contain a power of two.
     """
 
     data: torch.Tensor
     scales: torch.Tensor | None = None
     tensor_scale: torch.Tensor | None = None
+
+    @property
+    def values(self) -> torch.Tensor:
+        """What an emulated operand stands for, not one of groups, in the dtype of ``data`` or in fp32."""
+        return self.data if self.tensor_scale is None else self.data.float() * self.tensor_scale.unsqueeze(-1)
+
+
+def scale_of_product(a: Operand, b: Operand) -> torch.Tensor | None:
+    """Return what the product of operands without ``scales`` is to be multiplied by, fp32, as ``Operand``'s."""
+    found = [operand.tensor_scale for operand in (a, b) if operand.tensor_scale is not None]
+    return None if not found else found[0] if len(found) == 1 else found[0] * found[1]
 
 
 class Codes(NamedTuple):
@@ -34,12 +46,21 @@ class Codes(NamedTuple):
         data: codes [R, K], or uint8 [R, K / 2] of four bits, two per byte, the first in the low half. For a recipe
             without a format, the values [R, K].
         scales: row-major block scales [R, K / block size]; None without a format.
-        tensor_scale: as in ``Operand``, in every mode.
+        tensor_scale: of a format with tensor scales, in every mode: that of the whole matrix, fp32 [], or one for each
+            row, fp32 [R].
+        top: of exact tensor scales: ``tensor_scale`` is a largest magnitude instead, ``top`` times the scale.
     """
 
     data: torch.Tensor
     scales: torch.Tensor | None = None
     tensor_scale: torch.Tensor | None = None
+    top: float | None = None
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The tensor scales themselves."""
+        scale = self.tensor_scale
+        return scale if self.top is None else scale / scale.new_full((), self.top)
 
     def rows(self, order: torch.Tensor | None) -> "Codes":
         """Return the rows in another order, int64 [R]; None keeps the order."""
@@ -47,7 +68,7 @@ class Codes(NamedTuple):
             return self
         # Index bytes: not every PyTorch indexes 8-bit floats.
         data, scales = (t.view(torch.uint8)[order].view(t.dtype) for t in (self.data, self.scales))
-        return Codes(data, scales, self.tensor_scale)
+        return self._replace(data=data, scales=scales)
 
 
 class CastSpec(NamedTuple):
@@ -63,7 +84,7 @@ class CastSpec(NamedTuple):
         signs: packed signs of the Hadamard transform along dimension 0, int64 []; None without a transform.
         draws: for each matrix what its random bits come from (``mxtrain.rng.rounding.Draws``); None, or a recipe that
             rounds to nearest: round to nearest.
-        tensor_scale: fp32 [], a power of two; None takes it from the largest magnitude.
+        tensor_scale: fp32 [], a power of two. None takes it from the largest magnitude.
         group: name of the process group that holds X together; None for a whole X. The processes share a tensor scale;
             block scales need no communication.
         source: int64 [R]; row i of X is row source[i] of a single matrix, zero where source[i] is negative.
@@ -132,6 +153,23 @@ def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
     """[..., D] -> [..., D / block_size, block_size]."""
     # Not Tensor.unflatten: under torch.set_default_device, Dynamo cannot trace it.
     return x.reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
+
+
+def tile_amax(amax: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """Give the blocks of a square tile the largest of their maxima.
+
+    Args:
+        amax: maxima of blocks of ``size`` elements, any shape.
+        size: blocks of a tile along ``dim``. The last tile may be incomplete.
+        dim: the dimension across the blocks.
+
+    Returns:
+        The maxima of the tiles, shape of ``amax``. NaN if any block has NaN.
+    """
+    across = amax.movedim(dim, -1)
+    length = across.shape[-1]
+    tiles = split_blocks(torch.nn.functional.pad(across, (0, -length % size)), size).amax(-1)
+    return tiles.repeat_interleave(size, -1)[..., :length].movedim(-1, dim)
 
 
 def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:

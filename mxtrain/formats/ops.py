@@ -15,7 +15,7 @@ import torch
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
-from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, values_dtype
+from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, scale_of_product, values_dtype
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.recipe import Format, Recipe
 
@@ -47,8 +47,8 @@ class FormatOps:
     Attributes:
         casts: operations that cast matrices, which a compiled backward makes anew.
         norms: operations f(x, residual, *settings) -> [..., total] that normalize and cast x, or total = x + residual.
-        weight_casts: the same for operations "(Tensor[] weights, Tensor[] tensor_scales, ...)", of which a graph keeps
-            the tensor scales.
+        weight_casts: the same for operations "(Tensor[] weights, ...)" that cast weights in tiles. A graph keeps the
+            tensor scales, the second argument of formats that have them.
         kept: operations that read whole matrices for a few bytes, which activation checkpointing keeps.
         fusions: None for a format without fused kernels.
     """
@@ -74,8 +74,8 @@ class FormatOps:
         # Every block lies in one part, so its scale does not depend on other parts.
         x = spec.scaled(spec.joined(parts))
         if spec.as_codes:
-            return {dim: self.encode(x if dim == 1 else x.t(), recipe, mode) for dim in dims}
-        return {dim: self.operand(x, recipe, mode, dim) for dim in dims}
+            return {dim: self.encode(x if dim == 1 else x.t(), recipe, mode, spec.role) for dim in dims}
+        return {dim: self.operand(x, recipe, mode, dim, spec.role) for dim in dims}
 
     def normalize(
         self,
@@ -93,11 +93,14 @@ class FormatOps:
         rho = inverse_rms(x, estimate, recipe)
         return self.cast([x], recipe, mode, (1,), CastSpec(row_factor=rho, group=group, as_codes=as_codes))[1], rho
 
-    def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        """Return the codes of x [R, C], rounded to nearest, in blocks along C: the weight of fprop in every mode."""
+    def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference", role: str = "weight") -> Codes:
+        """Return the codes of x [R, C], rounded to nearest, in blocks along C: the weight of fprop in every mode.
+
+        ``role`` is that of ``CastSpec``.
+        """
         return Codes(x.to(image_dtype(x, mode)))
 
-    def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int) -> Operand:
+    def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int, role: str) -> Operand:
         """Return the operand of X [R, C] along ``dim``."""
         data = x if recipe.dequantizes and mode != "reference" else x.to(image_dtype(x, mode))
         return Operand(data if dim == 1 else data.t())
@@ -129,7 +132,9 @@ class FormatOps:
         Operands with scales run on the MX tensor cores. Operands without scales hold their values: an ordinary product
         sums the same exact products in another order.
         """
-        return matmul(a.data, b.data, out_dtype) if a.scales is None else self.product_of_codes(a, b, out_dtype)
+        if a.scales is not None:
+            return self.product_of_codes(a, b, out_dtype)
+        return matmul(a.data, b.data, out_dtype, scale_of_product(a, b))
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         """``matmul`` of native operands."""

@@ -8,9 +8,9 @@ from mxtrain.formats.recipe import (
     BACKWARDS,
     DEFAULT_RECIPE,
     DEQUANTIZED,
-    FLAGS,
     GEMMS,
     RECIPES,
+    UNSET,
     LinearRecipe,
     Recipe,
     linear_recipe,
@@ -24,6 +24,8 @@ _CHANGES = {
     "weight_tiles": ("fprop", "dgrad"),
     "hadamard": ("wgrad",),
     "stochastic_rounding": ("dgrad", "wgrad"),
+    "four_over_six": GEMMS,
+    "four_over_six_error": GEMMS,
 }
 SWITCHES = (*_CHANGES, "backward", "high_precision_share", "high_precision_last")
 
@@ -77,7 +79,7 @@ def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool 
     values = {}
     for switch, gemms in _CHANGES.items():
         found = [getattr(r, switch) for recipe in recipes for r in _named(recipe, gemms) if r.has(switch)]
-        values[switch] = found[0] if found else False if switch in FLAGS else None
+        values[switch] = found[0] if found else False if UNSET[switch] is False else None
     backward = [BACKWARDS[gemm.dequantizes] for recipe in recipes for gemm in recipe.gemms[1:] if gemm.rounds]
     values["backward"] = backward[0] if backward else None
     return values | {name: getattr(recipes[0], name) for name in SWITCHES[-2:]}
@@ -156,9 +158,9 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
 
 
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
-    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching a flag off is always allowed."""
+    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching something off is always allowed."""
     gemms = _CHANGES.get(switch)
-    if gemms is None or (value is False and switch in FLAGS):
+    if gemms is None or (value is False and UNSET[switch] is False):
         return
     if any(r.has(switch) and r.format is not None for recipe in recipes for r in _named(recipe, gemms)):
         return

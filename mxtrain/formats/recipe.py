@@ -18,6 +18,11 @@ ScaleRounding = Literal["rceil", "rceil_0_18", "floor"]
 SCALE_ROUNDINGS = get_args(ScaleRounding)
 TensorScale = Literal["static", "dynamic", "row"]
 TENSOR_SCALES = get_args(TensorScale)
+FourOverSix = Literal[False, "weights", "activations", "both"]
+FOUR_OVER_SIX = get_args(FourOverSix)
+_FOUR_OVER_SIX_OF = {"weight": "weights", "input": "activations"}
+FourOverSixError = Literal["mae", "mse"]
+FOUR_OVER_SIX_ERRORS = get_args(FourOverSixError)
 Backward = Literal["quantized", "dequantized"]
 BACKWARDS = get_args(Backward)
 LONGEST_BLOCK = 32
@@ -128,7 +133,14 @@ HIGH_PRECISION = Format(
 GEMMS = ("fprop", "dgrad", "wgrad")
 FLAGS = ("weight_tiles", "hadamard", "stochastic_rounding")
 """Settings of a recipe that are on or off"""
-_UNSET = {"scale_rounding": None, "tensor_scale": None, **dict.fromkeys(FLAGS, False)}
+UNSET = {
+    "scale_rounding": None,
+    "tensor_scale": None,
+    **dict.fromkeys(FLAGS, False),
+    "four_over_six": False,
+    "four_over_six_error": "mae",
+}
+"""Values of settings in the recipes of formats that do not have them"""
 
 
 class LinearRecipe(Keyed):
@@ -169,9 +181,10 @@ class LinearRecipe(Keyed):
         """Return whether one operand takes several matrices in this mode.
 
         A GEMM in high precision needs no cast, so that joining its operands would be a copy. A native operand has one
-        tensor scale, and matrices have one each.
+        tensor scale, and matrices have one each; so has an operand with an exact tensor scale.
         """
-        return all(gemm.rounds for gemm in self.gemms) and (mode != "native" or self.tensor_scaled is None)
+        one_scale = mode == "native" and self.tensor_scaled
+        return all(gemm.rounds and not gemm.error_for("weight") for gemm in self.gemms) and not one_scale
 
     @property
     def input_of_wgrad(self) -> "tuple[Recipe, int]":
@@ -211,7 +224,7 @@ class Recipe(LinearRecipe):
             error above a power of two times element_max saturates. ``"floor"`` is OCP's rule,
             2^(floor(log2 amax) - element_max_exponent); elements that overflow saturate. None for a format with other
             scales.
-        tensor_scale: the source of the scale of a whole matrix, always a power of two. ``"dynamic"`` takes the largest
+        tensor_scale: the source of the scale of a whole matrix, a power of two. ``"dynamic"`` takes the largest
             element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
             other operands. ``"row"`` gives every row of fprop's X a scale of its own, from the row's largest element:
             no row depends on other rows. Other operands are as with "dynamic". None for a format without tensor scales.
@@ -219,6 +232,10 @@ class Recipe(LinearRecipe):
             weights have blocks along the reduced axis, like all other operands.
         hadamard: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
         stochastic_rounding: output gradients are rounded stochastically, for dgrad and wgrad.
+        four_over_six: ``"weights"``, ``"activations"`` or ``"both"``: a block's largest element becomes 4 instead of 6
+            where the block loses less. These operands have exact tensor scales, which are not rounded to powers of two.
+            Not for output gradients.
+        four_over_six_error: what a block loses: the sum of its errors' magnitudes (``"mae"``) or squares (``"mse"``).
         dequantizes: for dgrad and wgrad, without a format: W and X are the decoded values of fprop's codes, and output
             gradients are not rounded.
         only: the GEMMs that the recipe is for. Not compared when recipes are: a layer computes the same.
@@ -233,6 +250,8 @@ class Recipe(LinearRecipe):
     weight_tiles: bool = False
     hadamard: bool = False
     stochastic_rounding: bool = False
+    four_over_six: FourOverSix = False
+    four_over_six_error: FourOverSixError = "mae"
     dequantizes: bool = False
     only: tuple[str, ...] = field(default=GEMMS, compare=False)
     high_precision_share: float = field(default=0.0, compare=False)
@@ -247,13 +266,13 @@ class Recipe(LinearRecipe):
             require_positive_integer("block_size", self.block_size)
         else:
             require_one_of("block_size", self.block_size, (self.format.block_size,))
-        for setting, unset in _UNSET.items():
+        for setting, unset in UNSET.items():
             value = getattr(self, setting)
             if setting in FLAGS:
                 require_one_of(setting, value, (True, False))
             if self.has(setting):
                 require_one_of(setting, value, self._rules.settings[setting])
-            elif value is not unset:
+            elif value != unset or type(value) is not type(unset):
                 if setting == "scale_rounding":
                     raise ConfigError(
                         f"scale_rounding = {value!r} does not apply to recipe {self.name!r}, whose block scales are "
@@ -267,6 +286,10 @@ class Recipe(LinearRecipe):
         if not isinstance(last, int) or isinstance(last, bool) or last < 0:
             raise ConfigError(f"high_precision_last = {last!r} is not a number of blocks, 0 or more")
         self._register()
+
+    def has_tiles(self, role: str) -> bool:
+        """Whether matrices of this role ("input", "weight" or "gradient") have one scale per square tile."""
+        return role == "weight" and self.weight_tiles
 
     @property
     def rounds(self) -> bool:
@@ -299,6 +322,11 @@ class Recipe(LinearRecipe):
     def wgrad(self) -> "Recipe":
         return self
 
+    def error_for(self, role: str) -> str:
+        """The error by which four over six casts operands of a role ("input", "weight", "gradient"); empty for none."""
+        takes_part = role in _FOUR_OVER_SIX_OF and self.four_over_six in ("both", _FOUR_OVER_SIX_OF[role])
+        return self.four_over_six_error if takes_part else ""
+
     def has(self, switch: str) -> bool:
         """Whether ``switch``, one of ``SWITCHES``, applies to this format."""
         return switch.startswith("high_precision") or switch in self._rules.settings
@@ -307,6 +335,9 @@ class Recipe(LinearRecipe):
         if self.format is None:
             return self.name
         values = {setting: getattr(self, setting) for setting in self.format.settings}
+        error = values.pop("four_over_six_error", None)
+        if self.four_over_six:
+            values["four_over_six"] = f"four over six of {self.four_over_six} by {error}"
         return "/".join((self.name, *(name if value is True else value for name, value in values.items() if value)))
 
 

@@ -197,9 +197,13 @@ class ThreeGEMMs:
     def quantize_ahead(self, ws: Sequence[torch.Tensor], norm: nn.Module | None, joined: bool = True) -> ReadyOperands:
         """W, or W diag(gain) behind an MXNorm, as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
         gain, weight = (None, None) if norm is None else (norm.gain(), norm.own_weight())
-        operands = self.quantize_weights(ws, gain, (1, 0) if joined else (0,))
-        fprop = (operands[1],) if joined else tuple(self._for_fprop(ws, gain, False))
-        return ReadyOperands(fprop, operands[0], (*ws, weight))
+        if self.mode == "native" and not joined:  # blocked scales are not sliced
+            operands, fprop = self.quantize_weights(ws, gain, (0,)), self._for_fprop(ws, gain, False)
+        else:
+            operands = self.quantize_weights(ws, gain)
+            heights = [w.shape[0] for w in ws]
+            fprop = (operands[1],) if joined else map(Operand, operands[1].data.split(heights))
+        return ReadyOperands(tuple(fprop), operands[0], (*ws, weight))
 
     def _for_fprop(self, ws, gain, joined: bool) -> Iterator[Operand]:
         for part in (ws,) if joined else ((w,) for w in ws):

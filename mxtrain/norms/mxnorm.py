@@ -95,5 +95,5 @@ def mxnorm_cast(
     codes, scales = (t.view(*leading, t.shape[1]) for t in (cast.data, cast.scales))
     tensor_scale = ()
     if recipe.tensor_scale in ("dynamic", "row"):
-        tensor_scale = (cast.tensor_scale.view(leading if recipe.tensor_scale == "row" else ()),)
+        tensor_scale = (cast.scale.view(leading if recipe.tensor_scale == "row" else ()),)
     return codes, scales, rho.view(leading), *tensor_scale

@@ -54,5 +54,13 @@ def without_effect(job) -> Iterator[str]:
     for name, value in (("diagnostics.every", every), ("schedule", job.mxnorm.schedule)):
         if value and not quantizes:
             yield f"mxnorm.{name} has no effect without the converter mxnorm or mx_linear"
+    if quantizes:
+        default, others = get_recipes(job.mxnorm.recipe, job.mxnorm.recipes, **switches_of(job.mxnorm))
+        gemms = [gemm for recipe in (default, *others.values()) for gemm in (recipe.fprop, recipe.dgrad)]
+        if any(gemm.weight_tiles and gemm.error_for("weight") for gemm in gemms):
+            yield (
+                f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} does nearly nothing for weights in tiles, of "
+                "which at most 4 % take 4: set mxnorm.weight_tiles = false"
+            )
     if quantizes and every > job.training.steps:
         yield f"nothing is measured: mxnorm.diagnostics.every = {every}, and the run has {job.training.steps} steps"

@@ -24,7 +24,7 @@ from mxtrain.settings.types import Resume
 
 FLAG = "--resume"
 BATCH = "training.global_batch_size"
-ROUNDING, OLD_RCEIL = "mxnorm.scale_rounding", "rceil_0_18"
+ROUNDING, OLD_RCEIL, TILES = "mxnorm.scale_rounding", "rceil_0_18", "mxnorm.weight_tiles"
 
 _ONCE = (
     "--checkpoint.load_step=-1",
@@ -162,15 +162,18 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
 
 
 def with_own_rounding(settings: Settings, versions: Mapping[str, str | None]) -> Settings:
-    """Return a run's settings with the rule by which it rounded scales.
+    """Return a run's settings with the rule by which it rounded scales, and with its tiles.
 
-    Until 0.1.0, "rceil", also the default, was what "rceil_0_18" is now.
+    Until 0.1.0, "rceil", also the default, was what "rceil_0_18" is now, and ``weight_tiles`` was NVFP4's alone, whose
+    recipes all have tiles.
 
     Args:
         versions: of packages, as the run kept them.
     """
-    is_old = (versions.get("mxtrain") or "0.1.0") == "0.1.0" and settings[ROUNDING] in (None, "rceil")
-    return settings.replaced({ROUNDING: OLD_RCEIL}) if is_old and _rounds(settings) else settings
+    if (versions.get("mxtrain") or "0.1.0") != "0.1.0" or not _rounds(settings):
+        return settings
+    own = {ROUNDING: OLD_RCEIL} if settings[ROUNDING] in (None, "rceil") else {}
+    return settings.replaced(own | ({TILES: None} if settings[TILES] else {}))
 
 
 def _rounds(settings: Settings) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
-from mxtrain.formats.recipe import BACKWARDS, SCALE_ROUNDINGS, TENSOR_SCALES
+from mxtrain.formats.recipe import BACKWARDS, FOUR_OVER_SIX, FOUR_OVER_SIX_ERRORS, SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
     Amount,
     FinitePositive,
@@ -58,9 +58,9 @@ class MXNorm:
     """Exponent of the p-mean of block maxima that estimates the RMS: 1 or 2"""
     recipe: str = "mxfp8"
     """
-    Format of all operands: "mxfp8", "nvfp4", "nvfp4_dynamic" (scales from the values), "nvfp4_row" (a scale per row of
-    inputs) or "unquantized" (the norm alone); or one of these or "bf16" per product: "fprop=nvfp4, dgrad=mxfp8,
-    wgrad=bf16". "bf16" for all three swaps nothing
+    Format of all operands: "mxfp8", "mxfp8_2d" (weights in tiles), "nvfp4", "nvfp4_dynamic" (scales from the values),
+    "nvfp4_row" (a scale per row of inputs) or "unquantized" (the norm alone); or one of these or "bf16" per product:
+    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". "bf16" for all three swaps nothing
     """
 
     recipes: Table = field(default_factory=dict)
@@ -89,7 +89,7 @@ class MXNorm:
     """
 
     weight_tiles: bool | None = None
-    """NVFP4: 16 x 16 tiles of a weight share a scale, so fprop and dgrad use the same codes. Unset: true"""
+    """Square tiles of a weight share a scale, so fprop and dgrad use the same codes. Unset: the recipe's"""
 
     hadamard: bool | None = None
     """NVFP4: random Hadamard transform of wgrad's operands along the tokens. Unset: true"""
@@ -98,6 +98,12 @@ class MXNorm:
     """
     NVFP4: output gradients are rounded stochastically, with bits from debug.seed, layer, step and rank. Unset: true
     """
+
+    four_over_six: Literal[FOUR_OVER_SIX] | None = None
+    """NVFP4: a block's maximum becomes 4 where that loses less, in "weights", "activations" or "both". Unset: false"""
+
+    four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
+    """What it loses: errors' magnitudes ("mae", the default) or squares ("mse")"""
 
     backward: Literal[BACKWARDS] | None = None
     """Operands of dgrad and wgrad: "quantized" or "dequantized" (values of fprop's codes; dY stays as it is)"""

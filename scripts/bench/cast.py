@@ -272,7 +272,7 @@ def column_image(x: torch.Tensor, rho: torch.Tensor):
 
 
 def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
-    from mxtrain.formats.mx.cast import cast
+    from mxtrain.formats.mx.cast import cast, cast_tiles
     from mxtrain.norms.mxnorm_backward import fold_backward
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
@@ -289,6 +289,27 @@ def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
                     is_cast(result, weight * gain, dim, form) for dim, result in results.items()
                 ),
                 (f"fold, {form} in PyTorch, compiled",),
+            )
+        )
+    for word, w in (("", weight), ("bf16 ", draw(shape, device))):
+        blocks = f"cast {word}W gain (0, 1) image"
+        if word:
+            entries.append(
+                ours(
+                    blocks,
+                    lambda w=w: cast([w], RECIPE, (1, 0), "image", column_factor=gain),
+                    (w, gain),
+                    lambda results, w=w: is_cast(results[1], w * gain, 1, "image"),
+                    (),
+                )
+            )
+        entries.append(
+            ours(
+                f"cast {word}W gain in tiles, image",
+                lambda w=w: cast_tiles([w], RECIPE, (1,), "image", gain)[1],
+                (w, gain),
+                lambda result, w=w: same_bits(result.data, image_of_tiles(w * gain)),
+                (blocks,),
             )
         )
     return entries + [
@@ -311,6 +332,11 @@ def folded_codes(weight: torch.Tensor, gain: torch.Tensor):
 def folded_images(weight: torch.Tensor, gain: torch.Tensor):
     """bf16 images of W diag(gain) along both dimensions, as PyTorch operations."""
     return two_images(weight * gain)
+
+
+def image_of_tiles(x: torch.Tensor) -> torch.Tensor:
+    """The bf16 image of x, cast in tiles."""
+    return casts.image(x, MXFP8, RECIPE.scale_rounding, 1, torch.bfloat16, tiles=True)
 
 
 def fold_backward_in_pytorch(d_folded: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor):

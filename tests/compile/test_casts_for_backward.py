@@ -36,15 +36,17 @@ def unchanged(graph):
     pass
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("mxfp8", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8_2d", pytest.param("mxfp8", marks=pytest.mark.sweep)])
 def test_the_forward_keeps_no_results_of_casts(recipe):
     module = FeedForward(recipe=recipe)
     (before, _), _ = graphs_of(module, unchanged)
     (forward, backward), _ = graphs_of(module, compute_casts_in_backward)
     assert kept_for_backward(before) == 3 and kept_for_backward(forward) == 2, "gate and up"
     # PyTorch 2.14 casts one weight again by itself, and looks for its largest magnitude again.
-    assert images_of_weights(module, before) in ((WEIGHTS - 1, WEIGHTS) if recipe == "nvfp4" else (0,))
+    assert images_of_weights(module, before) in ((0,) if recipe == "mxfp8" else (WEIGHTS - 1, WEIGHTS))
     assert images_of_weights(module, forward) == 0
+    if recipe == "mxfp8_2d":
+        assert calls(forward)[ours.cast_tiles.default] == calls(backward)[ours.cast_tiles.default] == WEIGHTS
     if recipe == "nvfp4":
         assert calls(forward)[ours.nvfp4_weight.default] == calls(backward)[ours.nvfp4_weight.default] == WEIGHTS
         # The tensor scales of weights are kept.
@@ -85,8 +87,9 @@ def test_a_dequantized_backward_keeps_no_images(recipe):
 
 
 @pytest.mark.sweep
-def test_outputs_and_gradients_stay_the_same():
-    module = FeedForward(recipe="nvfp4")
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8_2d"])
+def test_outputs_and_gradients_stay_the_same(recipe):
+    module = FeedForward(recipe=recipe)
     results = []
     for rewrite in (unchanged, compute_casts_in_backward):
         mxtrain.set_rounding_step(1)
@@ -115,12 +118,13 @@ def test_casts_of_gradients_and_for_the_forward_alone_are_not_marked():
     assert marks[0][ours.nvfp4_tensor_scales.default, again] == 0
 
 
-def test_weights_of_a_group_are_cast_again():
-    module = Gate(recipe="nvfp4")
+@pytest.mark.parametrize(("recipe", "cast"), [("nvfp4", "nvfp4_weight"), ("mxfp8_2d", "cast_tiles")])
+def test_weights_of_a_group_are_cast_again(recipe, cast):
+    module = Gate(recipe=recipe)
     for rewrite, times in ((unchanged, 0), (compute_casts_in_backward, 1)):
         (forward, backward), _ = graphs_of(module, rewrite)
-        assert calls(forward)[ours.nvfp4_weight.default] == 1
-        assert calls(backward)[ours.nvfp4_weight.default] == times
+        assert calls(forward)[getattr(ours, cast).default] == 1
+        assert calls(backward)[getattr(ours, cast).default] == times
 
 
 def test_other_functions_than_swiglu_are_not_computed_again():

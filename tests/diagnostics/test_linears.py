@@ -30,6 +30,7 @@ from mxtrain.rng.rounding import set_rounding_step
 
 RECIPES = (
     "mxfp8",
+    "mxfp8_2d",
     "nvfp4",
     "nvfp4_dynamic",
     "nvfp4_row",
@@ -157,6 +158,12 @@ def test_mxfp8_scales_are_those_of_the_cast(recipe):
     assert torch.equal(scales, casts.cast(values, recipe.format, recipe.scale_rounding)[1].float())
     assert torch.equal(tops, scales * 448)
     assert (values.view(16, 4, 32).abs() <= tops.unsqueeze(-1)).all() == (recipe is RCEIL)
+    codes, expected = casts.cast(values, recipe.format, recipe.scale_rounding, tiles=True)
+    image = casts.dequantize(codes, expected, recipe.format)
+    for dim, x, of_x in ((1, values, image), (0, values.t(), image.t())):
+        cast = MeasuredCast(Matrix(x), of_x, recipe, dim, tiles=True)
+        found, _ = recipe.ops.block_scales(cast.block_maxima(x.abs().unflatten(dim, (-1, 32))), recipe)
+        assert torch.equal(found if dim else found.t(), expected.float())
 
 
 @pytest.mark.parametrize("tiles", (False, True))

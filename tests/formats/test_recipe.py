@@ -20,7 +20,12 @@ def test_scale_rounding_overrides_the_named_recipe_only_when_given():
 
 @pytest.mark.parametrize(
     ("switch", "value"),
-    [("tensor_scale", "dynamic"), *((s, False) for s in ("weight_tiles", "hadamard", "stochastic_rounding"))],
+    [
+        ("tensor_scale", "dynamic"),
+        ("four_over_six", "both"),
+        ("four_over_six_error", "mse"),
+        *((s, False) for s in ("weight_tiles", "hadamard", "stochastic_rounding")),
+    ],
 )
 def test_every_switch_of_nvfp4_is_one_setting(switch, value):
     recipe = get_recipe("nvfp4", **{switch: value}, **dict.fromkeys(set(SWITCHES) - {switch}))
@@ -96,7 +101,9 @@ def test_switches_reach_the_gemms_whose_format_has_them():
     assert mixed.dgrad == get_recipe("mxfp8", scale_rounding="floor")
     assert mixed.fprop == mixed.wgrad == get_recipe("nvfp4", hadamard=False)
     tiles = get_recipe("fprop=mxfp8, dgrad=nvfp4, wgrad=mxfp8", weight_tiles=True)
-    assert tiles.dgrad == RECIPES["nvfp4"], "whose operands are dY and W"
+    assert tiles.dgrad == RECIPES["nvfp4"] and tiles.fprop == get_recipe("mxfp8", weight_tiles=True)
+    assert str(RECIPES["mxfp8_2d"]) == "mxfp8_2d/rceil/weight_tiles"
+    assert [RECIPES["mxfp8_2d"].has_tiles(role) for role in ("input", "weight", "gradient")] == [False, True, False]
     default, others = get_recipes("mxfp8", {"wo": "nvfp4", "w2": mixed}, scale_rounding="floor", weight_tiles=False)
     assert default == get_recipe("mxfp8", scale_rounding="floor") and others["wo"] == get_recipe(
         "nvfp4", weight_tiles=False
@@ -106,23 +113,25 @@ def test_switches_reach_the_gemms_whose_format_has_them():
 
 
 def test_switches_in_effect_come_from_the_gemms_that_they_change():
-    none = dict.fromkeys(SWITCHES) | dict.fromkeys(("weight_tiles", "hadamard", "stochastic_rounding"), False)
+    off = ("weight_tiles", "hadamard", "stochastic_rounding", "four_over_six")
+    none = dict.fromkeys(SWITCHES) | dict.fromkeys(off, False)
     none["high_precision_last"] = 0
     forward = get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8")
     expected = {"scale_rounding": "rceil", "tensor_scale": "static", "weight_tiles": True, "high_precision_share": 0.15}
-    expected["backward"] = "quantized"
+    expected |= {"backward": "quantized", "four_over_six_error": "mae"}
     assert switches_in_effect([forward]) == none | expected
     assert switches_in_effect([get_recipe(forward, backward="dequantized")])["backward"] == "dequantized"
     assert switches_in_effect([RECIPES["unquantized"]])["backward"] is None
     backward = get_recipe("fprop=bf16, dgrad=bf16, wgrad=nvfp4", stochastic_rounding=False)
     both = switches_in_effect([get_recipe("mxfp8", scale_rounding="floor"), forward, backward])
-    assert both == none | expected | {"scale_rounding": "floor", "hadamard": True, "high_precision_share": 0.0}
+    first = {"scale_rounding": "floor", "weight_tiles": False, "hadamard": True, "high_precision_share": 0.0}
+    assert both == none | expected | first
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'unquantized'"),
+        (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'mxfp8_2d', 'unquantized'"),
         (
             lambda: get_recipe("mxfp8", scale_rounding="ceil"),
             r"scale_rounding = 'ceil' is not one of: 'rceil', 'rceil_0_18', 'floor'",
@@ -133,6 +142,14 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         ),
         (lambda: get_recipe("mxfp8", tensor_scale="static"), r"tensor_scale = 'static' needs recipe 'nvfp4', not 'mx"),
         (lambda: get_recipe("mxfp8", hadamard=True), r"hadamard = True needs recipe 'nvfp4', not 'mxfp8'"),
+        (
+            lambda: get_recipe("nvfp4", four_over_six="gradients"),
+            r"= 'gradients' is not one of: False, 'weights', 'act",
+        ),
+        (
+            lambda: get_recipe("mxfp8", four_over_six="both"),
+            r"^four_over_six = 'both' needs recipe 'nvfp4', not 'mxfp8'$",
+        ),
         (lambda: get_recipe("nvfp4", high_precision_share=1), r"high_precision_share = 1 is not a number from 0 to"),
         (lambda: RMSEstimate.for_recipe(RECIPES["nvfp4"], 2, "post_round"), r"those of recipe = 'nvfp4' follow from"),
         (lambda: RMSEstimate(2, "mean", 1e-5, 32), r"estimator = 'mean' is not one of: 'pre_round'"),
@@ -152,6 +169,10 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         (
             lambda: get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", hadamard=True),
             r"^hadamard = True needs recipe 'nvfp4' for wgrad; the recipes are: 'fprop=nvfp4, dgrad=mxfp8, wgrad=",
+        ),
+        (
+            lambda: get_recipe("fprop=bf16, dgrad=bf16, wgrad=mxfp8", weight_tiles=True),
+            r"^weight_tiles = True needs recipe 'mxfp8' for fprop or dgrad; the recipes are: 'fprop=bf16, ",
         ),
         (
             lambda: get_recipes("mxfp8", {"wo": "bf16"}, stochastic_rounding=True),

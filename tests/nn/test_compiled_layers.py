@@ -18,6 +18,7 @@ from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear, 
 
 D, N, T = 64, 32, 5
 MIXED = "fprop=nvfp4_dynamic, dgrad=bf16, wgrad=mxfp8"
+FOUR_OVER_SIX = get_recipe("nvfp4", four_over_six="both", weight_tiles=False)
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -40,9 +41,11 @@ class Block(nn.Module):
     [
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
+        pytest.param("mxfp8_2d", "emulated", True, marks=pytest.mark.sweep),
         pytest.param("nvfp4_row", "emulated", True, marks=pytest.mark.sweep),
         ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", True),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
+        pytest.param(FOUR_OVER_SIX, "reference", False, marks=pytest.mark.sweep),
         ("unquantized", "emulated", False),
     ],
 )
@@ -104,7 +107,7 @@ def test_compiled_consumers_share_casts(device):
         assert not any("norm_backward" in str(node.target) for node in graph.graph.nodes)
         casts = [node.args for node in graph.graph.nodes if node.target is torch.ops.mxtrain.cast.default]
         # (with a row factor, with a column factor, along rows, along columns)
-        graphs.append(Counter((a[2] is not None, a[3] is not None, *a[-4:-2]) for a in casts))
+        graphs.append(Counter((a[2] is not None, a[3] is not None, *a[7:9]) for a in casts))
         return make_boxed_func(graph)
 
     torch._dynamo.reset()

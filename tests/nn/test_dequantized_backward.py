@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mxtrain.formats.gemm import matmul
+from mxtrain.formats.matrices import values_dtype
 from mxtrain.formats.mxnorm import scale_rows
+from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.split import WHOLE
@@ -75,6 +77,26 @@ def test_fp32_gradients_are_not_rounded_by_images_of_bf16(recipe):
     assert w[0].data.dtype == torch.bfloat16 and w[0].data.data_ptr() == w[1].data.data_ptr(), "one image"
     assert_rounded_once(dx, dy, w[1].data)
     assert_rounded_once(dw, dy.t(), gemms.quantize_activation(x).data)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [MODES[0], pytest.param(*MODES[2], marks=pytest.mark.sweep)])
+def test_values_with_exact_tensor_scales(mode, dtype):
+    recipe = get_recipe("nvfp4", four_over_six="both", weight_tiles=False, backward="dequantized")
+    linear, x, dy = (
+        mx_linear(D, N, recipe, mode, dtype),
+        draw(T, D, seed=0, dtype=dtype),
+        draw(T, N, seed=1, dtype=dtype),
+    )
+    experts = ThreeGEMMs(recipe.key, mode, WHOLE).quantize_weights([linear.weight.view(3, 32, D)], None)[0].data.t()
+
+    def decoded(matrix):
+        amax = matrix.float().abs().amax()
+        return nvfp4.dequantize_by_amax(*nvfp4.cast_four_over_six(matrix, amax), amax, values_dtype(mode))
+
+    _, dx, dw = results_of(linear, x, dy)
+    assert_rounded_once(dx, dy, decoded(linear.weight))
+    assert_rounded_once(dw, dy.t(), decoded(x))
+    assert torch.equal(experts, torch.cat([decoded(w) for w in linear.weight.chunk(3)]))
 
 
 @pytest.mark.parametrize("recipe", FORMATS)

@@ -44,6 +44,7 @@ WITH_NVFP4 = [
     "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4",
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16",
     get_recipe("nvfp4_dynamic", weight_tiles=False, hadamard=False, stochastic_rounding=False),
+    *(get_recipe(name, four_over_six="both", weight_tiles=False) for name in ("nvfp4", "nvfp4_row")),
     "fprop=nvfp4_row, dgrad=mxfp8, wgrad=bf16",
 ]
 
@@ -108,6 +109,8 @@ CASES = [
     ("mxfp8", "reference", torch.bfloat16, "all on one"),
     ("mxfp8", "emulated", torch.bfloat16, "few"),
     *((recipe, "reference", torch.bfloat16, "few") for recipe in MIXED),
+    ("mxfp8_2d", "reference", torch.float32, "few"),
+    pytest.param("mxfp8_2d", "emulated", torch.bfloat16, "few", marks=pytest.mark.sweep),
     ("bf16", "emulated", torch.bfloat16, "uneven"),
     ("nvfp4", "reference", torch.float32, "few"),
     *(("nvfp4", "reference", torch.bfloat16, counts) for counts in ("uneven", "none", "64 experts")),

@@ -114,6 +114,7 @@ def test_other_recipes_and_norms_without_a_gain(rounding, affine):
         get_recipe("mxfp8", scale_rounding=rounding),
         get_recipe("nvfp4", weight_tiles=False),
         "nvfp4_dynamic",
+        "mxfp8_2d",
     ):
         single, _ = run(block_of(recipe, "reference", grouped=False, affine=affine))
         grouped, products = run(block_of(recipe, "reference", affine=affine))

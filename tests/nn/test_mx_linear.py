@@ -4,6 +4,7 @@ import torch.nn as nn
 
 from mxtrain import MXLinear, MXNorm, MXNormLinear
 from mxtrain.formats.mx.reference import image
+from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.parse import get_recipe
 from tests.support.layer_checks import assert_near, draw, fill, mx_linear, results_of
 
@@ -24,19 +25,20 @@ def test_unquantized_is_nn_linear():
     assert_near(results_of(linear, x, dy), results_of(plain, x, dy), 1e-12)
 
 
-@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize(("rounding", "tiles"), [("rceil", False), ("rceil", True), ("floor", False)])
 @pytest.mark.parametrize(
     ("mode", "dtype", "tolerance"), [("reference", torch.float32, 1e-6), ("emulated", torch.bfloat16, 4e-3)]
 )
-def test_three_gemms_of_casts_along_their_own_reduction_axis(mode, dtype, tolerance, rounding):
+def test_three_gemms_of_casts_along_their_own_reduction_axis(mode, dtype, tolerance, rounding, tiles):
     """Blocks have very different scales, so that a cast along a wrong dimension would show."""
-    recipe = get_recipe("mxfp8", scale_rounding=rounding)
+    recipe = get_recipe("mxfp8", scale_rounding=rounding, weight_tiles=tiles)
     linear = layer(recipe, mode=mode, dtype=dtype)
     linear.weight.data.pow_(9)
     x, dy = (draw(T, n, seed=seed, dtype=dtype) ** 9 for seed, n in enumerate((D, N)))
-    cast = lambda t, dim: image(t.detach(), recipe.format, rounding, dim, torch.float32)  # noqa: E731
-    w = linear.weight
-    expected = [cast(x, 1) @ cast(w, 1).t(), cast(dy, 1) @ cast(w, 0), cast(dy, 0).t() @ cast(x, 0)]
+    cast = lambda t, dim, tiles=False: image(t.detach(), MXFP8, rounding, dim, torch.float32, tiles)  # noqa: E731
+    w = [cast(linear.weight, dim, tiles) for dim in (0, 1)]
+    assert torch.equal(*w) == tiles
+    expected = [cast(x, 1) @ w[1].t(), cast(dy, 1) @ w[0], cast(dy, 0).t() @ cast(x, 0)]
     assert_near(results_of(linear, x, dy), expected, tolerance)
 
 

@@ -72,10 +72,11 @@ def test_with_the_exact_estimator_this_is_rmsnorm_then_linear():
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+@pytest.mark.parametrize(("rounding", "tiles"), [("rceil", False), ("rceil", True), ("floor", False)])
 @pytest.mark.parametrize(("mode", "dtype"), [("reference", torch.float32), ("emulated", torch.bfloat16)])
-def test_forward_and_gradients_match_an_explicit_composition_of_casts(mode, dtype, rounding):
-    recipe = get_recipe("mxfp8", scale_rounding=rounding)
+def test_forward_and_gradients_match_an_explicit_composition_of_casts(mode, dtype, rounding, tiles):
+    """The gain is folded before the maxima of tiles are found."""
+    recipe = get_recipe("mxfp8", scale_rounding=rounding, weight_tiles=tiles)
     block = block_of(recipe, mode, dtype=dtype)
     # Casts along a wrong dimension would show: blocks have very different scales.
     x, dys = inputs(dtype)
@@ -83,13 +84,13 @@ def test_forward_and_gradients_match_an_explicit_composition_of_casts(mode, dtyp
     codes, scales, rho = mxnorm_cast(x.flatten(0, -2), recipe=recipe, eps=1e-5)
     xhat = x.flatten(0, -2).float() * rho[:, None]
     gain = block.norm.weight.detach().float()
-    cast = lambda t, dim: image(t, recipe.format, rounding, dim, torch.float32)  # noqa: E731
+    cast = lambda t, dim, tiles=False: image(t, recipe.format, rounding, dim, torch.float32, tiles)  # noqa: E731
     dxhat_sum, dgain, expected_outputs, dweights = 0, 0, [], []
     for linear, dy in zip(block.linears, dys):
         weight = linear.weight.detach().float()
         folded, dy = weight * gain, dy.flatten(0, -2).float()
-        expected_outputs.append(dequantize(codes, scales, recipe.format) @ cast(folded, 1).t())
-        dxhat_sum = dxhat_sum + (cast(dy, 1) @ cast(folded, 0)).to(dtype).float()
+        expected_outputs.append(dequantize(codes, scales, recipe.format) @ cast(folded, 1, tiles).t())
+        dxhat_sum = dxhat_sum + (cast(dy, 1) @ cast(folded, 0, tiles)).to(dtype).float()
         d_folded = (cast(dy, 0).t() @ cast(xhat, 0)).to(dtype).float()
         dweights.append(d_folded * gain)
         dgain = dgain + (weight * d_folded).sum(0)

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from mxtrain import set_rounding_step
 from mxtrain.formats.hadamard import hadamard, pad
 from mxtrain.formats.mxnorm import norm_backward
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, static_tensor_scale
 from mxtrain.formats.nvfp4 import reference as nvfp4
-from mxtrain.formats.nvfp4 import static_tensor_scale
 from mxtrain.formats.parse import get_recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words
 from mxtrain.rng.seeds import hadamard_signs, rounding_key
@@ -82,6 +82,33 @@ def test_linear_is_the_composition_of_casts(mode, dtype, tolerance, recipe):
         assert_near(results, expected, tolerance)
 
 
+def exact_values(x, amax=None):
+    """By four over six."""
+    x = x.float()
+    amax = nvfp4.largest_magnitude(x) if amax is None else amax
+    return nvfp4.dequantize(*nvfp4.cast_four_over_six(x, amax), amax / torch.tensor(FOUR_OVER_SIX_RANGE))
+
+
+@pytest.mark.parametrize(("mode", "dtype", "tolerance"), PRECISIONS)
+def test_four_over_six_casts_weights_and_activations(mode, dtype, tolerance):
+    recipe, tokens = get_recipe("nvfp4", four_over_six="both", weight_tiles=False), 21
+    linear, block = layer(recipe, mode, dtype), block_of(recipe, mode, linears=1, dtype=dtype)
+    x, dy = draw(tokens, D, seed=0, dtype=dtype), draw(tokens, N, seed=1, dtype=dtype)
+    w = linear.weight.detach().float()
+    for_dgrad, for_wgrad = gradient_values(dy, step=5, microbatch=2)
+    set_rounding_step(5, microbatch=2, rank=1)
+    expected = [exact_values(x) @ exact_values(w).t(), for_dgrad @ exact_values(w.t()).t()]
+    expected.append(for_wgrad @ exact_values(along_tokens(x, FQN)).t())
+    assert_near(results_of(linear, x, dy), expected, tolerance)
+    bound = torch.tensor(static_tensor_scale(D, top=FOUR_OVER_SIX_RANGE) * FOUR_OVER_SIX_RANGE)
+    folded = block.linears[0].weight.detach().float() * block.norm.weight.detach().float()
+    xhat = x.float() * block.norm(x).rho[:, None]
+    assert_near(results_of(block, x, dy)[:1], [exact_values(xhat, bound) @ exact_values(folded).t()], tolerance)
+    by_row = block_of(get_recipe(recipe, tensor_scale="row"), mode, linears=1, dtype=dtype)
+    wanted = exact_values(xhat, xhat.abs().amax(1, keepdim=True)) @ exact_values(folded).t()
+    assert_near(results_of(by_row, x, dy)[:1], [wanted], tolerance)
+
+
 @pytest.mark.parametrize(
     ("precision", "recipe", "p", "estimator"),
     [
@@ -138,6 +165,17 @@ CHANGES = {
     "hadamard": (False, False, True),
     "stochastic_rounding": (False, True, True),
 }
+
+
+@pytest.mark.parametrize(
+    ("operands", "changes"), [("weights", (True, True, False)), ("activations", (True, False, True))]
+)
+def test_four_over_six_changes_what_it_should_and_nothing_else(operands, changes):
+    x, dy = draw(T, D, seed=0), draw(T, N, seed=1)
+    off, on = (results_of(layer(weight_tiles=False, four_over_six=which), x, dy) for which in (False, operands))
+    assert tuple(not torch.equal(a, b) for a, b in zip(on, off)) == changes
+    other = results_of(layer(weight_tiles=False, four_over_six=operands, four_over_six_error="mse"), x, dy)
+    assert tuple(not torch.equal(a, b) for a, b in zip(on, other)) == changes
 
 
 @pytest.mark.parametrize("switch", CHANGES)

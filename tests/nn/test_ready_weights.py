@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from mxtrain import set_rounding_step
+from mxtrain.formats.hardware import runs_kernels
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.ready_weights import ReadyWeights
@@ -143,6 +144,7 @@ def sums_in_one_order():
         ("mxfp8", "emulated", "checkpointed inside what is compiled", {}, 1, 2),
         pytest.param("mxfp8", "emulated", "checkpointed and compiled", ONE_BY_ONE, 2, 2, marks=pytest.mark.sweep),
         pytest.param("mxfp8", "emulated", "compiled", SINGLE, 2, 2, marks=pytest.mark.sweep),
+        pytest.param("mxfp8_2d", "emulated", "compiled", {}, 2, 2, marks=pytest.mark.sweep),
     ],
 )
 def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
@@ -152,11 +154,11 @@ def test_every_weight_is_cast_once_per_step_and_no_bit_changes(
     how = dict(checkpointed="checkpointed" in way, backend=graphs, inside="inside" in way)
     expected = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=False, **how)
     torch._dynamo.reset()
-    if recipe == "mxfp8" and settings != ONE_BY_ONE:  # ONE_BY_ONE casts ahead with other functions
+    if recipe != "nvfp4":
         monkeypatch.setattr(ThreeGEMMs, "quantize_weights", without_layer_casts(ThreeGEMMs.quantize_weights))
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = gradients(Block(recipe, mode, **settings), steps, microbatches, caches=True, **how)
-    joined = 0 if settings in (SINGLE, ONE_BY_ONE) else 1
+    joined = 0 if settings == SINGLE else 1
     single = 3 if settings == SINGLE else 1
     assert Counter(casts) == Counter({2: joined * steps, 1: single * steps})
     assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))
@@ -421,6 +423,7 @@ def test_weights_that_are_sharded_or_split_are_not_cast_ahead(device):
     ("recipe", "mode"),
     [
         *(("mxfp8", mode) for mode in ("native", "emulated", "reference")),
+        *(("mxfp8_2d", mode) for mode in ("native", "emulated")),
         *(("nvfp4", mode) for mode in ("native", "reference")),
         ("nvfp4 without tiles", "reference"),
         (MIXED, "reference"),
@@ -442,3 +445,17 @@ def test_both_operands_of_a_weight_are_those_of_single_casts(recipe, mode):
             if a is not None:
                 assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
                 assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def test_one_image_of_tiles_serves_fprop_and_dgrad(device):
+    """Of a linear, of linears that are one GEMM, at least backward, and of experts."""
+    if not runs_kernels("emulated", device):
+        pytest.skip("no kernels on this device: TRITON_INTERPRET is off")
+    block, other = (Block("mxfp8_2d", "emulated", joins_fprop=joins_fprop) for joins_fprop in (True, False))
+    experts = OfEqualCounts(D, N, "mxfp8_2d", "emulated").experts
+    ReadyWeights([block, other, experts]).refresh()
+    for ready in (block.group.ready, block.out.ready, other.group.ready, *experts.ready):
+        fprop, dgrad = torch.cat([operand.data for operand in ready.fprop]), ready.dgrad.data
+        assert torch.equal(fprop, dgrad.t()) and ready.fprop[0].data.data_ptr() == dgrad.data_ptr()
+        assert all(operand.data.is_contiguous() for operand in ready.fprop)
+        assert {operand.data.untyped_storage().nbytes() for operand in ready.fprop} == {2 * fprop.numel()}

@@ -17,6 +17,7 @@ from mxtrain.nn.three_gemms import ThreeGEMMs
 from tests.support.casts import cast
 
 MXFP8, FLOOR, NVFP4 = get_recipe("mxfp8"), get_recipe("mxfp8", scale_rounding="floor"), get_recipe("nvfp4")
+TILES = get_recipe("mxfp8_2d")
 PLAIN = get_recipe("nvfp4", weight_tiles=False, hadamard=False, stochastic_rounding=False)
 D, N = 48, 32
 
@@ -78,6 +79,7 @@ def values(operand, recipe):
     [
         (get_recipe("mxfp8"), 37, 64, 160),
         (get_recipe("mxfp8", scale_rounding="floor"), 64, 96, 32),
+        (TILES, 33, 64, 96),
         (NVFP4, 17, D, 16),
         (PLAIN, 5, 32, 16),
         (get_recipe("nvfp4_row", stochastic_rounding=False), 5, D, 16),
@@ -101,6 +103,26 @@ def test_all_modes_hold_the_same_values(recipe, tokens, dim, outputs):
         assert not got[:, used:].any(), "zeros pad the last block"
 
 
+@pytest.mark.parametrize(("name", "tiles"), [("nvfp4", False), ("nvfp4_row", True)])
+def test_all_modes_hold_the_same_values_beside_exact_tensor_scales(name, tiles):
+    recipe = get_recipe(name, four_over_six="both", weight_tiles=tiles)
+    reference, emulated, native = (
+        all_operands(recipe, mode, 17, D, 16) for mode in ("reference", "emulated", "native")
+    )
+    for key, of in reference.items():
+        assert torch.equal(emulated[key].data.float(), of.data) and emulated[key].data.dtype == torch.bfloat16
+        used = emulated[key].data.shape[1]
+        if key[0].startswith("dY"):
+            assert of.tensor_scale is None is emulated[key].tensor_scale
+            assert torch.equal(values(native[key], recipe)[:, :used], of.data)
+        else:
+            assert of.tensor_scale.ndim == (name == "nvfp4_row" and key[0] in ("X", "norm"))
+            assert torch.equal(of.tensor_scale, emulated[key].tensor_scale)
+            assert torch.equal(of.tensor_scale, native[key].tensor_scale)
+            scale_of_one = native[key]._replace(tensor_scale=torch.ones(()))
+            assert torch.equal(values(scale_of_one, recipe)[:, :used], of.data)
+
+
 @pytest.mark.parametrize("mode", ["reference", "emulated"])
 def test_token_counts_from_zero(mode):
     counts = (0, 1, 16) if mode == "reference" else (0,)
@@ -119,6 +141,12 @@ def test_weights_in_tiles_are_the_same_in_both_orientations_and_blocks_are_not()
     assert not torch.equal(blocks[0], blocks[1].t())
     scale = nvfp4.power_of_two_tensor_scale(w)
     assert torch.equal(blocks[0], nvfp4.dequantize(*nvfp4.cast(w.t(), scale), scale))
+    w = draw(N, 64) ** 9
+    for recipe, are_equal in ((TILES, True), (MXFP8, False)):
+        by_dim = gemms(recipe).quantize_weights([w], None)
+        assert torch.equal(by_dim[0].data, by_dim[1].data.t()) == are_equal
+        for_dgrad, _ = gemms(recipe).quantize_gradients([w], True, False, None, [None])
+        assert torch.equal(for_dgrad.data, casts.image(w, recipe.format, "rceil", 1, torch.float32)), "in blocks"
 
 
 def test_transform_and_padding_leave_wgrad_unchanged_up_to_the_casts():
@@ -145,7 +173,9 @@ def assert_same_operand(found, expected) -> None:
     assert found.data.stride() == expected.data.stride(), "or a product may add up in another order"
 
 
-@pytest.mark.parametrize(("recipe", "sizes"), [(MXFP8, (37, 64, 160)), (NVFP4, (17, D, 16))], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [(MXFP8, (37, 64, 160)), (TILES, (5, 64, 96)), (NVFP4, (17, D, 16))], ids=str
+)
 def test_native_operands_without_triton_are_those_of_the_kernels(recipe, sizes, monkeypatch):
     expected = all_operands(recipe, "native", *sizes)
     for module in (mxfp8, nvfp4_ops):
@@ -158,6 +188,8 @@ CASES = [
     *itertools.product(("mxfp8", "nvfp4"), ("native", "emulated", "reference")),
     ("unquantized", "emulated"),
     ("nvfp4_dynamic", "reference"),
+    *((get_recipe("nvfp4", four_over_six="both"), mode) for mode in ("emulated", "reference")),
+    (get_recipe("nvfp4_row", four_over_six="both"), "emulated"),
     *itertools.product(("nvfp4_row",), ("native", "emulated", "reference")),
 ]
 

@@ -16,6 +16,7 @@ NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
     "unquantized": oracle.RECIPES["unquantized"],
     "mxfp8": [],
+    "mxfp8_2d": oracle.RECIPES["mxfp8_2d"],
     "dequantized": oracle.RECIPES["dequantized"],
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
@@ -36,6 +37,7 @@ TWO_SWEEP = {
     "mxfp8, selective, high precision": [*oracle.layout(tensor=2), f"{AC}selective", HIGH_PRECISION],
     "dequantized, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
     "quantized head": oracle.layout(tensor=2),
+    "mxfp8_2d, compiled": [*oracle.layout(tensor=2), *COMPILED, CODES],
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "scales of rows, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
 }

@@ -4,6 +4,7 @@ from mxtrain.settings.mxnorm_section import without_effect
 from mxtrain.settings.read import read_settings
 
 SCHEDULE = '--mxnorm.schedule={from_step = 2, recipe = "dgrad=bf16"}'
+NVFP4 = ["--mxnorm.recipe=nvfp4"]
 
 
 def test_what_has_no_effect_is_said():
@@ -12,6 +13,12 @@ def test_what_has_no_effect_is_said():
         (["--mxnorm.diagnostics.every=11"], "nothing is measured: mxnorm.diagnostics.every = 11, and the run has 10"),
         (["--mxnorm.diagnostics.every=10"], None),
         (["--mxnorm.diagnostics.every=2", "--model.converters="], "mxnorm.diagnostics.every has no effect without"),
+        (
+            [*NVFP4, "--mxnorm.four_over_six=both"],
+            "mxnorm.four_over_six = 'both' does nearly nothing for weights in tiles",
+        ),
+        ([*NVFP4, "--mxnorm.four_over_six=both", "--mxnorm.weight_tiles=False"], None),
+        ([*NVFP4, "--mxnorm.four_over_six=activations"], None),
         (["--model.converters=", SCHEDULE], "mxnorm.schedule has no effect without the converter"),
     ):
         settings = read_settings(["--job.config_file=llama3_debug", "--training.steps=10", *flags])

@@ -273,6 +273,16 @@ def test_a_run_without_power_of_two_scales_has_no_rule_to_keep(start):
     assert check_resume(start, now(**nvfp4), 1) == []
 
 
+def test_tiles_of_an_earlier_version_were_nvfp4s_alone(start):
+    mixed = {"recipe": "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", "weight_tiles": True, "scale_rounding": "floor"}
+    mixed = {"model": {"converters": ["mxnorm"]}, "mxnorm": mixed}
+    saved(start.checkpoint, 5, settings=mixed, versions={"mxtrain": "0.1.0"})
+    with pytest.raises(ConfigError, match="^mxnorm.weight_tiles = True, but .* trained without it; leave it unset"):
+        check_resume(start, now(**mixed), 1)
+    saved(start.checkpoint, 5, settings=mixed, versions=package_versions())
+    assert check_resume(Start(5, (), start.checkpoint), now(**mixed), 1) == []
+
+
 def test_the_name_of_a_run_may_have_an_equals_sign():
     assert separated(["--resume=outputs/lr=1e-3", "--a=b"]) == ["--resume", "outputs/lr=1e-3", "--a=b"]
 

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.mx.cast import cast
+from mxtrain.formats.mx.cast import cast, cast_tiles
 from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
@@ -104,6 +104,9 @@ def cases(everything: bool) -> dict:
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
         found[f"cast experts {form}"] = lambda form=form: cast([matrix(bf16)] * 2, rceil, (1, 0), form, experts=4)
+    for name, form in itertools.product(DTYPES, ("blocked", "image")):
+        w = matrix(DTYPES[name])
+        found[f"cast tiles {name} {form}"] = lambda form=form, w=w: cast_tiles([w], rceil, form=form)
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(
@@ -200,6 +203,11 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add(f"bf16 {LOOPED} columns", nvfp4_rows, matrix(bf16, LOOPED), None, "blocked")
         add("bf16 stochastic (1,)", nvfp4_cast, [x], scale, "image", (1,), draws=[draws])
         add("bf16 column factor", nvfp4_weight, [x], [scale], "image", vector(4096, bf16))
+    for error in ("mae", "mse") if everything else ("mae",):
+        for form in ("image", "codes"):
+            add(f"bf16 four over six {error} {form}", nvfp4_norm, x, estimate(), None, form, error=error)
+            add(f"bf16 four over six {error} {form}", nvfp4_weight, [x], [scale], form, error=error)
+            add(f"bf16 four over six {error} {form}", nvfp4_cast, [x], scales, form, signs=number, error=error)
     # These rows are held as three parts.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     rows, columns = vector(ROWS), vector(4096, bf16)

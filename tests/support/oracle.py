@@ -60,6 +60,7 @@ RECIPES = {
     "bf16": ["--model.converters="],
     "unquantized": ["--mxnorm.recipe=unquantized"],
     "mxfp8": [],
+    "mxfp8_2d": ["--mxnorm.recipe=mxfp8_2d"],
     "mx_linear": ["--model.converters=mx_linear"],
     "fused_norm": ["--model.converters=fused_norm"],
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],

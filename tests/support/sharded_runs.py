@@ -29,7 +29,7 @@ if RELEASE == "v03":  # which has no context parallelism for this attention
 FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
-    "ddp 4, compiled, full, mxfp8": [*layout(replicate=4), *COMPILED, FULL, *RECIPES["mxfp8"]],
+    "ddp 4, compiled, full, mxfp8_2d": [*layout(replicate=4), *COMPILED, FULL, *RECIPES["mxfp8_2d"]],
     "ddp 4, dequantized": [*layout(replicate=4), *RECIPES["dequantized"]],
     "cp 2 x hsdp 2 x 1, unquantized": [*layout(replicate=2, context=2), *RECIPES["unquantized"]],
     "cp 2 x fsdp 2, selective, nvfp4": [*layout(shard=2, context=2), SELECTIVE, *RECIPES["nvfp4"]],

@@ -26,6 +26,7 @@ BATCH, SEQUENCE, DIM, OUTPUTS = 2, 96, 128, 64
 LENGTHS = {"high_precision": SEQUENCE, "quantized": 64}
 RECIPES = [
     "mxfp8",
+    "mxfp8_2d",
     get_recipe("nvfp4", stochastic_rounding=False),
     get_recipe("nvfp4_dynamic", stochastic_rounding=False),
     get_recipe("nvfp4_row", stochastic_rounding=False),

@@ -23,6 +23,8 @@ def test_active_settings():
         "weight_tiles": False,
         "hadamard": False,
         "stochastic_rounding": False,
+        "four_over_six": False,
+        "four_over_six_error": None,
         "backward": "quantized",
         "high_precision_share": 0.0,
         "high_precision_last": 0,
@@ -37,6 +39,7 @@ def test_active_settings():
         "tensor_scale": "static",
         "weight_tiles": True,
         "stochastic_rounding": True,
+        "four_over_six_error": "mae",
         "high_precision_share": 0.15,
         "mode": "emulated",
     }
@@ -55,6 +58,7 @@ def test_nvfp4_settings_reach_the_modules():
     """Each switch is one key, and signs and random bits follow from debug.seed."""
     flags = ["--mxnorm.recipe=nvfp4", "--mxnorm.mode=reference"]
     switches = ["--mxnorm.tensor_scale=dynamic", "--mxnorm.high_precision_last=3"]
+    switches += ["--mxnorm.four_over_six=weights", "--mxnorm.four_over_six_error=mse"]
     switches += [f"--mxnorm.{name}=False" for name in ("weight_tiles", "hadamard", "stochastic_rounding")]
 
     with converted(config(*flags, *switches)) as modules:
@@ -62,6 +66,7 @@ def test_nvfp4_settings_reach_the_modules():
             r = modules[name].recipe
             switched = (r.tensor_scale, r.weight_tiles, r.hadamard, r.stochastic_rounding)
             assert switched == ("dynamic", False, False, False)
+            assert (r.four_over_six, r.four_over_six_error) == ("weights", "mse")
         assert ffn_norms(modules) == [MXNorm] * 3 + [nn.RMSNorm] * 3
 
     def seeds(*more):

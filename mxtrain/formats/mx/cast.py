@@ -10,7 +10,11 @@ joined matrix, because every part is whole blocks: their scales need no other pa
 
 The rows of a matrix can be read in another order, with rows of zeros in between, as the tokens of experts are.
 
-Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts.
+Weights can be cast in tiles of 32 x 32 that share a scale. Both casts then have the same values, and one image serves
+both.
+
+Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts. The image
+of tiles is written once: 2 + 2 or 4 + 2 in the place of 2 + 4 or 4 + 4.
 """
 
 from collections.abc import Sequence
@@ -48,17 +52,20 @@ from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, regist
 def cast_along_rows(
     x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False,
 ):  # fmt: skip
     """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
 
     x is fp32, and zero outside of ``mask``. The matrix may be a part of a larger result:
     first_row, column and offsets are positions in the whole result, end_row and end_column the ends of the part, and
-    ``columns`` is the width of the whole.
+    ``columns`` is the width of the whole. TILES: ROWS is 32, and all rows share the scales.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
-    code = scale_code(block_amax(x, 2), ROUNDING, ELEMENT)
+    amax = block_amax(x, 2)
+    if TILES:
+        amax = block_amax(amax, 0)[None, :]
+    code = scale_code(amax, ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, :, None]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE)
@@ -75,7 +82,7 @@ def cast_along_rows(
 def cast_along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
 
@@ -83,7 +90,11 @@ def cast_along_columns(
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
-    code = scale_code(block_amax(x, 1), ROUNDING, ELEMENT)
+    amax = block_amax(x, 1)
+    if TILES:
+        of_tiles = block_amax(tl.reshape(amax, (COLUMNS // 32, 32)), 1)[:, None]
+        amax = tl.reshape(tl.broadcast_to(of_tiles, (COLUMNS // 32, 32)), (1, COLUMNS))
+    code = scale_code(amax, ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, None, :]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, None, :], ELEMENT, HARDWARE)
@@ -110,6 +121,7 @@ def _cast_kernel(
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
     HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr,
     ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row = first_row + tl.arange(0, ROWS)
@@ -141,17 +153,20 @@ def _cast_kernel(
     if ALONG_ROWS:
         cast_along_rows(
             x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
             x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
         )  # fmt: skip
 
 
-def _cast_tile(along_rows: bool, along_columns: bool, form: str) -> tuple[int, int, int]:
+def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool) -> tuple[int, int, int]:
     """Return (rows, columns, warps) per program, the fastest measured."""
+    if tiles and form == "image":
+        # One warp holds whole tiles, so their maxima do not pass between warps.
+        return 32, 64, 1
     if not along_columns:
         return 32, 128, 4
     if form == "image":
@@ -185,17 +200,19 @@ def _launches(
     element: str,
     scale_rounding: str,
     form: str,
+    tiles: bool = False,
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part.
 
     ``to_bf16`` rounds fp32 parts to bf16 first. With ``source``, there is one part. ``experts`` as for ``cast``.
+    ``tiles`` of 32 x 32 share a scale.
     """
     whole = list(parts[0].shape)
     whole[axis] = sum(part.shape[axis] for part in parts)
     if source is not None:
         whole[0] = source.shape[0]
     by_row, by_column = results_for(*whole, along_rows, along_columns, element, form, parts[0].device)
-    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form)
+    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form, tiles)
     launches, before = [], [0, 0]
     for x in parts:
         rows, columns = x.shape if source is None else whole
@@ -211,7 +228,7 @@ def _launches(
                 COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
                 TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, FORM=form,
                 ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x), ROWS=rows_at_once,
-                COLUMNS=columns_at_once, num_warps=warps,
+                COLUMNS=columns_at_once, TILES=tiles, num_warps=warps,
             ),
         )  # fmt: skip
         if rows * columns:
@@ -224,6 +241,27 @@ CAST = register_op(
     "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source, bool to_bf16,"
     " int experts, bool along_rows, bool along_columns, str element, str scale_rounding, str form) -> Tensor[]",
     _launches,
+)
+
+
+def _tile_launches(
+    parts: list[torch.Tensor],
+    gain: torch.Tensor | None,
+    experts: int,
+    along_rows: bool,
+    along_columns: bool,
+    element: str,
+    scale_rounding: str,
+    form: str,
+) -> tuple[list[torch.Tensor], list[Launch]]:
+    settings = along_rows, along_columns, element, scale_rounding, form
+    return _launches(parts, 0, None, gain, None, False, experts, *settings, tiles=True)
+
+
+CAST_TILES = register_op(
+    "cast_tiles(Tensor[] parts, Tensor? gain, int experts, bool along_rows, bool along_columns, str element,"
+    " str scale_rounding, str form) -> Tensor[]",
+    _tile_launches,
 )
 
 
@@ -265,3 +303,23 @@ def cast(
     settings = 1 in dims, 0 in dims, element_of(recipe.format), recipe.scale_rounding, form
     results = CAST(parts, axis, *factors, source, False, experts, *settings)
     return by_dim(results, dims, form)
+
+
+def cast_tiles(
+    parts: Sequence[torch.Tensor],
+    recipe: Recipe,
+    dims: tuple[int, ...] = (1, 0),
+    form: str = "codes",
+    gain: torch.Tensor | None = None,
+    experts: int = 1,
+) -> dict[int, Cast]:
+    """Return the casts of W [N, D], or of W diag(gain), in tiles of 32 x 32 that share a scale.
+
+    Args and results as for ``cast``, for weights one below the other. The last tiles of rows may be incomplete. An
+    image is the same tensor in all of ``dims``.
+    """
+    # Forward and backward call the op with the same arguments for an image, so a compiled graph has one call.
+    along = (True, False) if form == "image" else (1 in dims, 0 in dims)
+    settings = *along, element_of(recipe.format), recipe.scale_rounding, form
+    results = CAST_TILES(contiguous(*parts), *contiguous(gain), experts, *settings)
+    return by_dim(results * 2 if form == "image" else results, dims, form)

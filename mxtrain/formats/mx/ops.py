@@ -15,15 +15,18 @@ class MXKernelOps(MXOps):
     """``MXOps`` with kernels for casts, alone and after a norm or SwiGLU."""
 
     if HAS_TRITON:
-        casts, norms = (kernels.CAST,), (NORM,)
+        casts, norms, weight_casts = (kernels.CAST,), (NORM,), (kernels.CAST_TILES,)
         fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
 
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
         if not runs_kernels(mode, parts[0].device.type):
             return super().cast(parts, recipe, mode, dims, spec)
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
-        factors = spec.row_factor, spec.column_factor
-        results = kernels.cast(parts, recipe, dims, form, *factors, spec.axis, spec.source, spec.experts)
+        if recipe.has_tiles(spec.role):
+            results = kernels.cast_tiles(parts, recipe, dims, form, spec.column_factor, spec.experts)
+        else:
+            factors = spec.row_factor, spec.column_factor
+            results = kernels.cast(parts, recipe, dims, form, *factors, spec.axis, spec.source, spec.experts)
         if spec.as_codes:
             return {dim: Codes(*result) for dim, result in results.items()}
         # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.

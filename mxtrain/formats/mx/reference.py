@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import ScalingType
 
 from mxtrain.formats.gemm import product_of_codes
-from mxtrain.formats.matrices import Codes, Operand, at_least_fp32, image_dtype, split_blocks
+from mxtrain.formats.matrices import Codes, Operand, at_least_fp32, image_dtype, split_blocks, tile_amax
 from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Format, Recipe
@@ -72,7 +72,7 @@ def _encode(y: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def cast(
-    x: torch.Tensor, fmt: Format, scale_rounding: str, block_size: int | None = None
+    x: torch.Tensor, fmt: Format, scale_rounding: str, block_size: int | None = None, tiles: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast ``x`` in blocks along its last dimension.
 
@@ -82,13 +82,16 @@ def cast(
     Args:
         x: bf16 or fp32, [..., D] with D a multiple of the block size.
         block_size: None for that of the format.
+        tiles: every ``block_size`` rows share their scales. Zeros pad the last tile, which changes nothing. The
+            transpose of a matrix then has the same values, and its codes are the transposed ones.
 
     Returns:
         codes: the format's dtype, shape of ``x``.
         scales: float8_e8m0fnu, [..., D / block_size].
     """
     x, block_size = x.contiguous(), block_size or fmt.block_size
-    scales = scale_codes(block_amax(x, block_size), fmt, scale_rounding)
+    amax = block_amax(x, block_size)
+    scales = scale_codes(tile_amax(amax, block_size, -2) if tiles else amax, fmt, scale_rounding)
     y = at_least_fp32(split_blocks(x, block_size)) * _inverse_scales(scales, scale_rounding).unsqueeze(-1)
     return _encode(y, fmt).view(x.shape), scales.to(torch.uint8).view(torch.float8_e8m0fnu)
 
@@ -113,20 +116,22 @@ def _values(codes: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, codes.view(torch.uint8).flatten().int()).view(codes.shape)
 
 
-def image(x: torch.Tensor, fmt: Format, scale_rounding: str, dim: int, dtype: torch.dtype) -> torch.Tensor:
+def image(
+    x: torch.Tensor, fmt: Format, scale_rounding: str, dim: int, dtype: torch.dtype, tiles: bool = False
+) -> torch.Tensor:
     """Round ``x`` [R, C] to the format: cast in blocks along ``dim`` (0 or 1), then dequantize to ``dtype``.
 
     Along dimension 0 the last block may be incomplete. Zeros pad it, which changes neither its scale nor its codes.
     """
     if dim == 1:
-        return dequantize(*cast(x, fmt, scale_rounding), fmt, dtype)
+        return dequantize(*cast(x, fmt, scale_rounding, tiles=tiles), fmt, dtype)
     rows, columns = x.shape
     padding = -rows % fmt.block_size
     if padding:
         x = torch.nn.functional.pad(x, (0, 0, 0, padding))
     # [R / B, B, C] -> [R / B, C, B]: moves blocks to the last dimension without transposing the whole matrix.
     blocks = x.reshape(-1, fmt.block_size, columns).transpose(1, 2)
-    values = dequantize(*cast(blocks, fmt, scale_rounding), fmt, dtype)
+    values = dequantize(*cast(blocks, fmt, scale_rounding, tiles=tiles), fmt, dtype)
     return values.transpose(1, 2).reshape(rows + padding, columns)[:rows]
 
 
@@ -146,16 +151,16 @@ def rounded_amax(amax: torch.Tensor, fmt: Format, scale_rounding: str) -> torch.
 class MXOps(FormatOps):
     """What computes with a format of power-of-two scales, in plain PyTorch."""
 
-    def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        return Codes(*cast(x, self.format, recipe.scale_rounding))
+    def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference", role: str = "weight") -> Codes:
+        return Codes(*cast(x, self.format, recipe.scale_rounding, tiles=recipe.has_tiles(role)))
 
-    def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int) -> Operand:
+    def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int, role: str) -> Operand:
         if mode == "native" and self.format.is_native:
             if dim == 0:
                 # The tensor cores take both operands with the reduction axis contiguous, in whole blocks.
                 x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % self.format.block_size))
-            return self.from_codes(self.encode(x, recipe), mode, 1)
-        data = image(x, self.format, recipe.scale_rounding, dim, image_dtype(x, mode))
+            return self.from_codes(self.encode(x, recipe, mode, role), mode, 1)
+        data = image(x, self.format, recipe.scale_rounding, dim, image_dtype(x, mode), recipe.has_tiles(role))
         return Operand(data if dim == 1 else data.t())
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """MXFP8: E4M3 elements, one E8M0 (power of two) scale per block of 32."""
 
-from mxtrain.formats.recipe import Format, Layout, quantization_args
+from mxtrain.formats.recipe import SCALE_ROUNDINGS, Format, Layout, quantization_args
 
 MXFP8 = Format(
     name="mxfp8",
@@ -9,6 +9,7 @@ MXFP8 = Format(
     element_max_exponent=8,
     element_bits=8,
     element="float8_e4m3fn",
+    settings={"scale_rounding": SCALE_ROUNDINGS, "weight_tiles": (True, False)},
     is_native=True,
     # ``MXFP8QuantizationCompressor`` in compressed_tensors/compressors/mxfp8/base.py (0.20); in vLLM 0.33
     # ``CompressedTensorsW8A8Mxfp8``, which also casts activations to MXFP8. The stored codes and scales are training's.

@@ -10,7 +10,18 @@ from typing import Literal
 
 from mxtrain.errors import require_one_of, require_positive_integer
 from mxtrain.formats.estimate import P_VALUES, P, norm_constant
-from mxtrain.formats.recipe import FLAGS, TENSOR_SCALES, Format, Layout, Recipe, quantization_args
+from mxtrain.formats.recipe import (
+    DEQUANTIZED,
+    FLAGS,
+    FOUR_OVER_SIX,
+    FOUR_OVER_SIX_ERRORS,
+    TENSOR_SCALES,
+    Format,
+    Layout,
+    MixedRecipe,
+    Recipe,
+    quantization_args,
+)
 
 NVFP4 = Format(
     name="nvfp4",
@@ -19,7 +30,12 @@ NVFP4 = Format(
     element_max_exponent=2,
     element_bits=4,
     element="float4_e2m1fn_x2",
-    settings={"tensor_scale": TENSOR_SCALES, **dict.fromkeys(FLAGS, (True, False))},
+    settings={
+        "tensor_scale": TENSOR_SCALES,
+        **dict.fromkeys(FLAGS, (True, False)),
+        "four_over_six": FOUR_OVER_SIX,
+        "four_over_six_error": FOUR_OVER_SIX_ERRORS,
+    },
     has_tensor_scale=True,
     is_native=True,
     # ``NVFP4PackedCompressor`` in compressed_tensors/compressors/nvfp4/base.py (0.20); in vLLM 0.33
@@ -36,6 +52,8 @@ SCALE_MAX = 448.0
 SCALE_MIN = 2.0**-6
 # The largest magnitude, in units of the tensor scale.
 RANGE = NVFP4.element_max * SCALE_MAX
+# The same under four over six, whose block scales grow by half where 4 is the largest element.
+FOUR_OVER_SIX_RANGE = NVFP4.element_max * 256
 # With smaller tensor scales, (1 / tensor scale) / SCALE_MIN overflows fp32, and zeros become NaN.
 TENSOR_SCALE_MIN = 2.0**-121
 
@@ -54,16 +72,26 @@ NVFP4_STATIC = Recipe(
 NVFP4_DYNAMIC = replace(NVFP4_STATIC, name="nvfp4_dynamic", tensor_scale="dynamic")
 # As TransformerEngine's row-scaled activations, but with scales that are powers of two.
 NVFP4_ROW = replace(NVFP4_STATIC, name="nvfp4_row", tensor_scale="row")
+# In tiles of 16 x 16, 4 is almost never the better choice.
+NVFP4_4OVER6 = replace(NVFP4_STATIC, name="nvfp4_4over6", four_over_six="both", weight_tiles=False)
+# What reinforcement learning asks of TransformerEngine: a token's codes depend on no other token, and the backward sees
+# the weights and inputs of the forward.
+_RL = Recipe("nvfp4_rl", NVFP4, scale_rounding=None, tensor_scale="row", four_over_six="both")
+NVFP4_RL = MixedRecipe(_RL, DEQUANTIZED, DEQUANTIZED, own_name="nvfp4_rl")
 
 
 def static_tensor_scale(
-    columns: int, p: P = 2, estimator: Literal["pre_round", "exact"] = "pre_round", constant: float | None = None
+    columns: int,
+    p: P = 2,
+    estimator: Literal["pre_round", "exact"] = "pre_round",
+    constant: float | None = None,
+    top: float = RANGE,
 ) -> float:
     """Return a tensor scale that no row of MXNorm's output exceeds. It is known before training.
 
     With K = columns / 16 blocks, the p-mean of block maxima is at least K^(-1/p) times the largest maximum. Hence
     |x * rho| <= c(p, 16) * K^(1/p); with the exact RMS, |x * rho| <= sqrt(columns). The scale is the smallest power of
-    two >= bound / (6 * 448). Multiplying by it is exact, inside a GEMM or after it.
+    two >= bound / top. Multiplying by it is exact, inside a GEMM or after it.
 
     Args:
         columns: row length D.
@@ -71,6 +99,7 @@ def static_tensor_scale(
         estimator: "pre_round" or "exact" (``RMSEstimate``). "post_round" has no such bound: its
             block scales need a tensor scale before the norm is known, and saturate if that scale is too small.
         constant: c(p, 16) if already known: ``torch.compile`` cannot trace its integral.
+        top: the largest element that the block scales leave room for: 6 * 448, or 6 * 256 under four over six.
 
     Raises:
         ValueError: for another estimator or p, or a length that is not a positive multiple of 16.
@@ -86,5 +115,5 @@ def static_tensor_scale(
         bound = constant * (columns / NVFP4.block_size) ** (1 / p)
     else:
         raise ValueError(f"estimator = {estimator!r} does not bound the output; use one of: 'pre_round', 'exact'")
-    mantissa, exponent = math.frexp(bound / RANGE)
+    mantissa, exponent = math.frexp(bound / top)
     return math.ldexp(1.0, exponent - 1 if mantissa == 0.5 else exponent)

@@ -56,14 +56,14 @@ def inverse_of(tensor_scale):
 
 
 @triton.jit
-def _sixth(x):
-    """x / 6, rounded once, for x (fp32) whose quotient is a normal number."""
+def quotient_of(x, DIVISOR: tl.constexpr):
+    """x / DIVISOR, rounded once, for x (fp32) whose quotient is a normal number."""
     if _INTERPRETED:  # the interpreter's tl.fma rounds twice
-        return tl.div_rn(x, tl.full(x.shape, 6.0, tl.float32))
+        return tl.div_rn(x, tl.full(x.shape, DIVISOR, tl.float32))
     # One correction is enough where the inverse of the divisor is rounded to nearest (Markstein, "Computation of
     # elementary functions on the IBM RISC System/6000 processor", 1990).
-    quotient = x * (1.0 / 6.0)
-    return tl.fma(tl.fma(quotient, -6.0, x), 1.0 / 6.0, quotient)
+    quotient = x * (1.0 / DIVISOR)
+    return tl.fma(tl.fma(quotient, -DIVISOR, x), 1.0 / DIVISOR, quotient)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def scale_of_block(amax, inverse):
     """
     wanted = amax * inverse
     is_nan = wanted != wanted
-    wanted = _sixth(tl.minimum(tl.maximum(wanted, _E2M1_MAX * _SCALE_MIN), _E2M1_MAX * _SCALE_MAX))
+    wanted = quotient_of(tl.minimum(tl.maximum(wanted, _E2M1_MAX * _SCALE_MIN), _E2M1_MAX * _SCALE_MAX), _E2M1_MAX)
     bits = wanted.to(tl.int32, bitcast=True)
     bits = (bits + (0x7FFFF + ((bits >> 20) & 1))) & -0x100000
     # The exponent bias is 127 in fp32 and 7 in E4M3, which has 3 mantissa bits.
@@ -114,13 +114,19 @@ def _with_sign(size, y):
 
 
 @triton.jit
-def round_to_nearest(y):
-    """Nearest E2M1 value to y (fp32): ties to even, saturated at 6.
+def magnitude_to_nearest(y):
+    """Magnitude of the nearest E2M1 value to y (fp32): ties to even, saturated at 6.
 
     Adding a number whose last place is E2M1's step at y rounds to that step; subtracting it leaves the rounded y.
     """
     size, power = _binade(y)
-    return _with_sign(tl.fma(power, -(2.0**22), tl.fma(power, 2.0**22, size)), y)
+    return tl.fma(power, -(2.0**22), tl.fma(power, 2.0**22, size))
+
+
+@triton.jit
+def round_to_nearest(y):
+    """Nearest E2M1 value to y (fp32), as ``magnitude_to_nearest`` with the sign of y."""
+    return _with_sign(magnitude_to_nearest(y), y)
 
 
 @triton.jit

@@ -44,6 +44,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
+from mxtrain.formats.nvfp4.four_over_six import four_over_six
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -92,7 +93,7 @@ def _nvfp4_cast_kernel(
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns, stride, signs_ptr, draws_ptr,
     ends_ptr, groups, before, ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr,
     COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, STOCHASTIC: tl.constexpr, FORM: tl.constexpr,
-    HARDWARE: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    HARDWARE: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, ERROR: tl.constexpr,
 ):  # fmt: skip
     """Cast a strip in blocks of its 16 rows, in blocks of 16 columns of each row, or both.
 
@@ -125,18 +126,25 @@ def _nvfp4_cast_kernel(
             column_data_ptr += before
     across, byte = column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
     block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
-    if ALONG_ROWS:
-        row_inverse = inverse_of(row_scale)
+    of_row, of_column = 1.0, 1.0  # in images; under four over six they do not contain the scales of matrices
+    if ALONG_ROWS and ERROR == "":
+        row_inverse, of_row = inverse_of(row_scale), row_scale
+    if ALONG_COLUMNS and ERROR == "":
+        column_inverse, of_column = inverse_of(column_scale), column_scale
     if ALONG_COLUMNS:
-        column_inverse, inside = inverse_of(column_scale), across < columns
+        inside = across < columns
         transformed = strip
         if HADAMARD:
             exact: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not (ROW_FACTOR or COLUMN_FACTOR)
             transformed = hadamard(strip, signs, exact)
-        code_of_column, scale_of_column = scale_of_block(
-            amax_across(transformed, FORM != "image").to(tl.float32, bitcast=True), column_inverse
-        )
-        column_factor = multiplier(scale_of_column, column_inverse)
+        amax = amax_across(transformed, FORM != "image").to(tl.float32, bitcast=True)
+        if ERROR != "":
+            code_of_column, scale_of_column, column_factor = four_over_six(
+                transformed, amax, column_scale, "across", ERROR
+            )
+        else:
+            code_of_column, scale_of_column = scale_of_block(amax, column_inverse)
+            column_factor = multiplier(scale_of_column, column_inverse)
         eight, even = tl.zeros((COLUMNS,), tl.int64), transformed[0]
     for i in tl.static_range(16):
         row, words = first_row + i, tl.zeros((COLUMNS,), tl.int32)
@@ -146,11 +154,15 @@ def _nvfp4_cast_kernel(
         if ALONG_ROWS:
             length = length_of(row, rows, columns)
             x = tl.reshape(strip[i], (COLUMNS // 16, 16))
-            code, scale = scale_of_block(block_amax(x, 1), row_inverse)
-            y = x * multiplier(scale, row_inverse)[:, None]
+            if ERROR != "":
+                code, scale, factor = four_over_six(x, block_amax(x, 1), row_scale, "last", ERROR)
+            else:
+                code, scale = scale_of_block(block_amax(x, 1), row_inverse)
+                factor = multiplier(scale, row_inverse)
+            y = x * factor[:, None]
             y = _rounded(y, tl.reshape(words, (COLUMNS // 16, 16)), False, STOCHASTIC)
             if FORM == "image":
-                image = tl.reshape(_image(y, scale[:, None], row_scale, STOCHASTIC), (COLUMNS,))
+                image = tl.reshape(_image(y, scale[:, None], of_row, STOCHASTIC), (COLUMNS,))
                 tl.store(row_data_ptr + tl.arange(0, COLUMNS), image, mask=across < length)
                 row_data_ptr += stride
             else:
@@ -161,7 +173,7 @@ def _nvfp4_cast_kernel(
             y = _rounded(transformed[i] * column_factor, words, True, STOCHASTIC)
             if FORM == "image":
                 # Store all 16 rows: the transform gives values to the padding of the last block.
-                image = _image(y, scale_of_column, column_scale, STOCHASTIC)
+                image = _image(y, scale_of_column, of_column, STOCHASTIC)
                 tl.store(column_data_ptr + tl.arange(0, COLUMNS), image, mask=inside)
                 column_data_ptr += stride
             elif i % 2:
@@ -183,6 +195,7 @@ def _launches(
     draws: list[torch.Tensor],
     ends: torch.Tensor | None,
     form: str,
+    error: str = "",
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
     whole = list(parts[0].shape)
@@ -209,7 +222,7 @@ def _launches(
                 ALONG_ROWS=1 in dims, ALONG_COLUMNS=0 in dims, ROW_FACTOR=row_factor is not None,
                 COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None, STOCHASTIC=bits is not None,
                 FORM=form, HARDWARE=converts_fp4(x), SCALES=tensor_scales.shape[1],
-                GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
+                GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, ERROR=error, num_warps=WARPS,
                 **limit,
             ),
         )  # fmt: skip
@@ -221,7 +234,7 @@ def _launches(
 
 CAST = register_op(
     "nvfp4_cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor tensor_scales,"
-    " int[] dims, Tensor? signs, Tensor[] draws, Tensor? ends, str form) -> Tensor[]",
+    " int[] dims, Tensor? signs, Tensor[] draws, Tensor? ends, str form, str error='') -> Tensor[]",
     _launches,
 )
 
@@ -238,6 +251,7 @@ def nvfp4_cast(
     column_factor: torch.Tensor | None = None,
     axis: int = 0,
     ends: torch.Tensor | None = None,
+    error: str = "",
 ) -> dict[int, Cast]:
     """Return the NVFP4 casts of X [R, C] in blocks of 16 along dimension 1, 0 or both, all from one read of X.
 
@@ -261,11 +275,13 @@ def nvfp4_cast(
         ends: int32 [G], multiples of 16, the ends of groups of rows of a single matrix, for form "image". Each group is
             cast as a matrix of its own: tensor scales are [G, 1 or 2], draws int64 [G, 4]. Rows beyond the last end:
             any values.
+        error: "mae" or "mse": rounds to nearest with four over six, whose ``error`` that is. Tensor scales are then
+            replaced by largest magnitudes, and an image is element * block scale.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
     """
     parts, factors = contiguous(*parts), contiguous(row_factor, column_factor)
     scales = tensor_scales.contiguous()
-    results = CAST(parts, axis, *factors, scales, dims, signs, list(draws), *contiguous(ends), form)
+    results = CAST(parts, axis, *factors, scales, dims, signs, list(draws), *contiguous(ends), form, error)
     return by_dim(results, dims, form)

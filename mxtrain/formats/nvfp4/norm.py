@@ -22,6 +22,7 @@ from mxtrain.formats.norm_kernel import (
     powers_near,
     whole_blocks,
 )
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
     STORAGE,
@@ -35,9 +36,10 @@ from mxtrain.formats.nvfp4.arithmetic import (
     scale_of_block,
     tensor_scale_bits,
 )
+from mxtrain.formats.nvfp4.four_over_six import four_over_six
 from mxtrain.launch.launch import Launch, contiguous, converts_fp4, register_op
 
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK, _FOUR_OVER_SIX = tl.constexpr(BLOCK), tl.constexpr(FOUR_OVER_SIX_RANGE)
 
 
 # A thread holds whole blocks of codes, eight elements at a time, and computes what belongs to a block only once. Of an
@@ -77,42 +79,64 @@ def _terms_of_eighths(x, amax, setting, P: tl.constexpr, ESTIMATOR: tl.constexpr
 
 @triton.jit
 def _tensor_scales(amax, setting, row, rows):
-    """The tensor scale of each row, fp32 [ROWS]: the same for all, given for each, or from its largest magnitude."""
-    tensor_scale, given_ptr, row_scales_ptr = setting
+    """The tensor scale of each row, fp32 [ROWS]: the same for all, given for each, or from its largest magnitude.
+
+    For four over six, the largest magnitude itself, or of the matrix. Also returns by which error, if any.
+    """
+    tensor_scale, given_ptr, row_scales_ptr, by_magnitudes, by_squares = setting
+    is_plain: tl.constexpr = by_magnitudes is None and by_squares is None
+    scales = amax
     if tensor_scale is not None:
-        return tl.full(amax.shape, tl.cast(tensor_scale, tl.float32), tl.float32)
+        scales = tl.full(amax.shape, tl.cast(tensor_scale, tl.float32), tl.float32)
+        if not is_plain:
+            scales *= _FOUR_OVER_SIX
     elif given_ptr is not None:
-        return tl.load(given_ptr + row, mask=row < rows, other=1.0)
-    else:
+        scales = tl.load(given_ptr + row, mask=row < rows, other=1.0)
+    elif is_plain:
         scales = tensor_scale_bits(amax).to(tl.float32, bitcast=True)
-        if row_scales_ptr is not None:
-            tl.store(row_scales_ptr + row, scales, mask=row < rows)
-        return scales
+    if row_scales_ptr is not None:
+        tl.store(row_scales_ptr + row, scales, mask=row < rows)
+    return scales, by_magnitudes, by_squares
 
 
 @triton.jit
 def _store_image(
-    x, amax, rho, tensor_scales, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    x, amax, rho, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     _, offsets, _, mask = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    inverse = inverse_of(tensor_scales)[:, None]
-    _, scale = scale_of_block(amax * rho[:, None], inverse)
-    factor = multiplier(scale, inverse)
-    value = round_to_nearest(x * rho[:, None, None] * factor[:, :, None])
-    tl.store(data_ptr + offsets, image_of(value, scale[:, :, None], tensor_scales[:, None, None]), mask=mask)
+    tensor_scales, by_magnitudes, by_squares = setting
+    error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
+    xhat, amax = x * rho[:, None, None], amax * rho[:, None]
+    if error != "":
+        _, scale, factor = four_over_six(xhat, amax, tensor_scales[:, None], "last", error)
+        image = round_to_nearest(xhat * factor[:, :, None]) * scale[:, :, None]
+    else:
+        inverse = inverse_of(tensor_scales)[:, None]
+        _, scale = scale_of_block(amax, inverse)
+        value = round_to_nearest(xhat * multiplier(scale, inverse)[:, :, None])
+        image = image_of(value, scale[:, :, None], tensor_scales[:, None, None])
+    tl.store(data_ptr + offsets, image.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
 def _store_codes(
-    x, amax, rho, tensor_scales, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    x, amax, rho, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, _, block_mask, _ = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    inverse = inverse_of(tensor_scales)[:, None]
+    tensor_scales, by_magnitudes, by_squares = setting
+    error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
     rho = rho[:, None]
-    code, scale = scale_of_block(amax * rho, inverse)
-    factor = multiplier(scale, inverse)
+    if error != "":
+        xhat = ()
+        for i in tl.static_range(16):
+            xhat = xhat + (x[i // 8][i % 8] * rho,)
+        code, _, factor = four_over_six(xhat, amax * rho, tensor_scales[:, None], "across", error)
+    else:
+        inverse = inverse_of(tensor_scales)[:, None]
+        code, scale = scale_of_block(amax * rho, inverse)
+        factor = multiplier(scale, inverse)
     first = pack_nearest_words(x[0], rho, factor, HARDWARE)
     second = pack_nearest_words(x[1], rho, factor, HARDWARE)
     words = tl.reshape(tl.join(first, second), (amax.shape[0], 2 * BLOCKS))
@@ -130,8 +154,11 @@ def _nvfp4_norm_kernel(
     tensor_scale, given_ptr, row_scales_ptr,
     FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, FORM: tl.constexpr, RESIDUAL: tl.constexpr,
     HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+    ERROR: tl.constexpr,
 ):  # fmt: skip
-    setting = tensor_scale, given_ptr, row_scales_ptr
+    # Triton keeps no text in a tuple, but it keeps None.
+    by_magnitudes, by_squares = 1 if ERROR == "mae" else None, 1 if ERROR == "mse" else None
+    setting = tensor_scale, given_ptr, row_scales_ptr, by_magnitudes, by_squares
     if FORM == "image":
         normalize_rows(
             x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, setting,
@@ -147,32 +174,32 @@ def _nvfp4_norm_kernel(
 
 
 def _launch_with(
-    x: torch.Tensor, *settings, tensor_scale: float | None = None, given: torch.Tensor | None = None
+    x: torch.Tensor, *settings, tensor_scale: float | None = None, given: torch.Tensor | None = None, error: str
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    makes_scales = tensor_scale is None and given is None and settings[-1] != "image"
+    makes_scales = tensor_scale is None and given is None and (settings[-1] != "image" or error != "")
     row_scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if makes_scales else None
-    scales, constants = (tensor_scale, given, row_scales), dict(HARDWARE=converts_fp4(x))
+    scales, constants = (tensor_scale, given, row_scales), dict(HARDWARE=converts_fp4(x), ERROR=error)
     return norm_launch(_nvfp4_norm_kernel, STORAGE, x, *settings, scales, constants, row_scales)
 
 
 def _launch(x: torch.Tensor, *settings) -> tuple[list[torch.Tensor], Launch | None]:
-    *others, tensor_scale = settings
-    return _launch_with(x, *others, tensor_scale=tensor_scale)
+    *others, tensor_scale, error = settings
+    return _launch_with(x, *others, tensor_scale=tensor_scale, error=error)
 
 
 def _launch_rows(
-    parts: list[torch.Tensor], given: torch.Tensor | None, form: str
+    parts: list[torch.Tensor], given: torch.Tensor | None, form: str, error: str
 ) -> tuple[list[torch.Tensor], Launch | None]:
     (x,) = parts
-    return _launch_with(x, None, 2, "none", 0.0, 1.0, form, given=given)
+    return _launch_with(x, None, 2, "none", 0.0, 1.0, form, given=given, error=error)
 
 
 NORM = register_op(
     "nvfp4_norm(Tensor x, Tensor? residual, int p, str estimator, float eps, float constant, str form,"
-    " float? tensor_scale) -> Tensor[]",
+    " float? tensor_scale, str error) -> Tensor[]",
     _launch,
 )
-ROWS = register_op("nvfp4_rows(Tensor[] parts, Tensor? row_scales, str form) -> Tensor[]", _launch_rows)
+ROWS = register_op("nvfp4_rows(Tensor[] parts, Tensor? row_scales, str form, str error) -> Tensor[]", _launch_rows)
 
 
 def nvfp4_norm(
@@ -181,6 +208,7 @@ def nvfp4_norm(
     tensor_scale: float | None,
     form: str = "codes",
     residual: torch.Tensor | None = None,
+    error: str = "",
 ) -> MXNormCast:
     """Return rho of every row of x, or of x + residual, and the NVFP4 cast of x * rho along the row, to nearest.
 
@@ -195,26 +223,30 @@ def nvfp4_norm(
         form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
             scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
             tensor_scale, exact).
+        error: "mae" or "mse": the cast is that of four over six, whose ``error`` that is. The largest magnitude is then
+            6 * 256 * tensor_scale, or that of each row, a result in the place of its scale. An image is element *
+            block scale.
 
     Raises:
         ValueError: for longer rows.
     """
-    return call_norm(NORM, x, residual, estimate, form, None if tensor_scale is None else float(tensor_scale))
+    number = None if tensor_scale is None else float(tensor_scale)
+    return call_norm(NORM, x, residual, estimate, form, number, error)
 
 
 def nvfp4_rows(
-    x: torch.Tensor, row_scales: torch.Tensor | None = None, form: str = "codes"
+    x: torch.Tensor, row_scales: torch.Tensor | None = None, form: str = "codes", error: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the NVFP4 cast of x along its rows, to nearest, and a tensor scale for each row. ``form`` as above.
+    """Return the NVFP4 cast of x along its rows, to nearest, and a tensor scale for each row. Rest as above.
 
     Args:
         x: bf16 or fp32 [T, D], D a multiple of 16.
         row_scales: the tensor scales, powers of two, fp32 [T]; None takes each from the row's largest magnitude.
 
     Returns:
-        data, scales, row_scales; for an image only data.
+        data, scales, row_scales; for an image data, and row_scales for an ``error`` only.
     """
-    data, *others = ROWS(contiguous(x), *contiguous(row_scales), form)
-    if form == "image":
-        return data, None, None
-    return data, others[0], others[1] if row_scales is None else row_scales
+    data, *others = ROWS(contiguous(x), *contiguous(row_scales), form, error)
+    if row_scales is None and (form != "image" or error):
+        row_scales = others[-1]
+    return (data, None, row_scales if error else None) if form == "image" else (data, others[0], row_scales)

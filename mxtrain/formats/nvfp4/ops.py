@@ -9,6 +9,9 @@ that is cast, after factors and transform, and all parts of a matrix on several 
 mixture has one of its own. Only MXNorm's static scale is known beforehand. With tensor_scale = "row", each row of
 fprop's X has one of its own; if processes hold parts of rows, they share the scales. Tensor scales are powers of two,
 so bf16 and fp32 operands hold their values exactly, tensor scale included.
+
+Operands under four over six have exact tensor scales, amax / (6 * 256). Their bf16 and fp32 values are without it, and
+``FormatOps.matmul`` multiplies it into the sums.
 """
 
 from collections.abc import Sequence
@@ -33,7 +36,7 @@ from mxtrain.formats.matrices import (
 )
 from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
-from mxtrain.formats.nvfp4 import NVFP4, reference, static_tensor_scale
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words, rounding_words_of_rows
@@ -64,7 +67,7 @@ class NVFP4Ops(FormatOps):
         if recipe.tensor_scale == "row" and spec.role == "input" and 1 in dims:
             others = tuple(dim for dim in dims if dim != 1)
             by_column = self.cast(parts, recipe, mode, others, spec) if others else {}
-            return {1: _cast_rows(spec.scaled(spec.joined(parts)), mode, spec)} | by_column
+            return {1: _cast_rows(spec.scaled(spec.joined(parts)), recipe, mode, spec)} | by_column
         ends = spec.ends
         if spec.experts > 1:
             rows = parts[0].shape[0] // spec.experts
@@ -76,10 +79,10 @@ class NVFP4Ops(FormatOps):
         draws = [bits for bits in spec.draws or () if bits is not None] if recipe.stochastic_rounding else []
         if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
             raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
-        tiles = is_weight and recipe.weight_tiles
+        tiles, error = is_weight and recipe.weight_tiles, recipe.error_for(spec.role)
         if not runs_kernels(mode, parts[0].device.type):
             results = [
-                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles)
+                _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles, error)
                 for x, of_x in zip(parts, draws or [None] * len(parts))
             ]
             if len(results) == 1:
@@ -90,21 +93,24 @@ class NVFP4Ops(FormatOps):
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
         if spec.tensor_scale is not None:
-            scales = [spec.tensor_scale.view(1, 1)]
+            scales = [spec.tensor_scale.view(1, 1) * (FOUR_OVER_SIX_RANGE if error else 1)]
         else:
             # Weights one by one: forward and backward may join them differently, and read each once.
             of = [[x] for x in parts] if tiles else [parts]
             # If processes hold a matrix together, the largest scale of their parts is that of the largest magnitude.
-            scales = [
-                largest(scale_kernel.nvfp4_tensor_scales(some, signs, ends=ends, **factors), spec.group) for some in of
-            ]
+            options = dict(ends=ends, exact=bool(error), **factors)
+            scales = [largest(scale_kernel.nvfp4_tensor_scales(some, signs, **options), spec.group) for some in of]
         if tiles:
-            casts = weight_kernel.nvfp4_weight(parts, scales, form, spec.column_factor, ends)
+            casts = weight_kernel.nvfp4_weight(parts, scales, form, spec.column_factor, ends, error)
         else:
-            options = dict(signs=signs, draws=draws, axis=spec.axis, ends=ends, **factors)
+            options = dict(signs=signs, draws=draws, axis=spec.axis, ends=ends, error=error, **factors)
             casts = cast_kernel.nvfp4_cast(parts, scales[0], form, dims, **options)
-        of_dim = {} if form == "image" else {1: scales[0].view(-1)[0], 0: scales[0].view(-1)[-1]}
-        return {dim: _from_kernel(casts[dim], dim, of_dim.get(dim), mode, form) for dim in dims}
+        of_dim = {1: scales[0][:, 0], 0: scales[0][:, -1]}
+        if ends is None:
+            of_dim = {dim: of_matrix[0] for dim, of_matrix in of_dim.items()}
+        elif spec.as_codes:
+            of_dim = {1: of_dim[1][_group_of_rows(ends, casts[1].data.shape[0]).clamp(max=ends.shape[0] - 1)]}
+        return {dim: _from_kernel(casts[dim], dim, of_dim[dim], mode, form, error) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
@@ -114,15 +120,24 @@ class NVFP4Ops(FormatOps):
             group = None  # which holds other rows
         if recipe.tensor_scale in ("static", "row") and runs_kernels(mode, x.device.type):
             form = "codes" if as_codes else KERNEL_FORM[mode]
-            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form)
-            tensor_scale = tensor_scale if row_scales is None else row_scales
-            return _from_kernel((data, scales), 1, tensor_scale, mode, form), rho
+            error = recipe.error_for("input")
+            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form, error=error)
+            if row_scales is None and tensor_scale is not None:
+                row_scales = tensor_scale * (FOUR_OVER_SIX_RANGE if error else 1)
+            return _from_kernel((data, scales), 1, row_scales, mode, form, error), rho
         rho = inverse_rms(x, estimate, recipe)
         spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        return _codes(x, reference.power_of_two_tensor_scale(x), None, recipe.weight_tiles)
+        settings = recipe.weight_tiles, recipe.error_for("weight")
+        return _in_pytorch(x, mode, (1,), CastSpec("weight", as_codes=True), None, None, None, *settings)[1]
+
+    def decoded(self, parts, recipe, mode, spec=PLAIN):
+        if not recipe.error_for(spec.role):
+            return super().decoded(parts, recipe, mode, spec)
+        mode = "reference" if mode == "reference" else "emulated"
+        return _values(self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1], values_dtype(mode))
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         return _values(codes, dtype)
@@ -131,7 +146,7 @@ class NVFP4Ops(FormatOps):
         operand = _from_codes(codes, values_dtype(mode), mode)
         if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
             # The memory layout of a kernel's values, because products in another layout may add up in another order.
-            return Operand(operand.data.t().contiguous().t())
+            return operand._replace(data=operand.data.t().contiguous().t())
         return operand
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
@@ -150,7 +165,8 @@ class NVFP4Ops(FormatOps):
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
         if recipe.tensor_scale != "static":
             return None
-        return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant)
+        top = FOUR_OVER_SIX_RANGE if recipe.error_for("input") else RANGE
+        return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant, top)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
         return reference.power_of_two_tensor_scales(amax)
@@ -163,8 +179,8 @@ class NVFP4Ops(FormatOps):
         return {
             f"{linear}.weight_packed": codes.data,
             f"{linear}.weight_scale": codes.scales,
-            # A divisor, [1]. The inverse of a power of two is exact.
-            f"{linear}.weight_global_scale": codes.tensor_scale.reciprocal().reshape(1),
+            # A divisor, [1]. The inverse of a power of two is exact, others are rounded.
+            f"{linear}.weight_global_scale": codes.scale.reciprocal().reshape(1),
         }
 
     def with_one_tensor_scale(self, weights: Sequence[Codes]) -> list[Codes] | None:
@@ -182,32 +198,42 @@ class NVFP4Ops(FormatOps):
             is_zero = (weight.data & 0x77).view(*scales.shape, -1).eq(0).all(-1)
             if not ((scales.float() == wanted) | is_zero).all():
                 return None
-            changed.append(Codes(weight.data, scales, tensor_scale))
+            changed.append(weight._replace(scales=scales, tensor_scale=tensor_scale))
         return changed
 
 
-def _in_pytorch(x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool) -> dict[int, Operand | Codes]:
-    """Cast one matrix, stochastically if there are draws."""
+def _in_pytorch(
+    x, mode: str, dims, spec: CastSpec, signs, draws, ends, tiles: bool, error: str
+) -> dict[int, Operand | Codes]:
+    """Cast one matrix, stochastically if there are draws, or by four over six if there is an ``error``."""
     results = {}
     for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
-        tensor_scale = spec.tensor_scale if ends is None else _scales_of_groups(matrix, dim, ends)
-        if tensor_scale is None:
-            tensor_scale = largest(reference.power_of_two_tensor_scale(matrix), spec.group)
-        codes = _codes(matrix, tensor_scale, bits, tiles)
+        scale = spec.tensor_scale
+        if scale is None:
+            amax = reference.largest_magnitude(matrix) if ends is None else _amax_of_groups(matrix, dim, ends)
+            amax = largest(amax, spec.group)
+            scale = amax if error else reference.power_of_two_tensor_scales(amax)
+        elif error:
+            scale = scale * FOUR_OVER_SIX_RANGE
+        of_blocks = scale if ends is None else _of_blocks(scale, matrix, dim, ends)
+        codes = _codes(matrix, of_blocks, bits, tiles, error)
+        if error and ends is not None:
+            codes = codes._replace(tensor_scale=of_blocks.squeeze(1) if spec.as_codes else scale[:-1])
         results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
     return results
 
 
-def _cast_rows(x: torch.Tensor, mode: str, spec: CastSpec) -> Operand | Codes:
+def _cast_rows(x: torch.Tensor, recipe: Recipe, mode: str, spec: CastSpec) -> Operand | Codes:
     """Cast a matrix along its rows, each of which has a tensor scale of its own."""
-    is_kernel, row_scales = runs_kernels(mode, x.device.type), None
+    is_kernel, row_scales, error = runs_kernels(mode, x.device.type), None, recipe.error_for("input")
     if spec.group is not None or not is_kernel:
-        row_scales = largest(reference.power_of_two_tensor_scales(x.abs().amax(1).float()), spec.group)
+        row_scales = largest(x.abs().amax(1).float(), spec.group)
+        row_scales = row_scales if error else reference.power_of_two_tensor_scales(row_scales)
     if is_kernel:
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
-        data, scales, row_scales = nvfp4_rows(x, row_scales, form)
-        return _from_kernel((data, scales), 1, row_scales, mode, form)
-    codes = _codes(x, row_scales.unsqueeze(1), None, False)._replace(tensor_scale=row_scales)
+        data, scales, row_scales = nvfp4_rows(x, row_scales, form, error)
+        return _from_kernel((data, scales), 1, row_scales, mode, form, error)
+    codes = _codes(x, row_scales.unsqueeze(1), None, False, error)._replace(tensor_scale=row_scales)
     return codes if spec.as_codes else _from_codes(codes, image_dtype(x, mode), mode)
 
 
@@ -239,7 +265,7 @@ def _matrices_and_bits(
 def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None, mode: str) -> Operand:
     """Wrap codes [R, K / 2] with blocked scales (native) or values [R, K] (emulated)."""
     if mode != "native":
-        return Operand(data)
+        return Operand(data, None, tensor_scale)
     # The tensor cores read pairs of blocks: pad an odd number with a block of zeros. Its scale is zero as well,
     # because the blocked layout pads its scales with zeros.
     data = torch.nn.functional.pad(data, (0, -data.shape[1] % (NATIVE_MULTIPLE // 2)))
@@ -247,37 +273,49 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 
 
 def _from_kernel(
-    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor | None, mode: str, form: str
+    cast: tuple[torch.Tensor, torch.Tensor | None],
+    dim: int,
+    tensor_scale: torch.Tensor | None,
+    mode: str,
+    form: str,
+    error: str,
 ) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
-    data, scales = cast
+    codes = Codes(*cast, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
     if form == "codes":
-        return Codes(data, scales, tensor_scale)
+        return codes
+    (data, scales), tensor_scale = cast, None if form == "image" and not error else codes.scale
     return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
 
 
-def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool) -> Codes:
+def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool, error="") -> Codes:
+    """Cast x; by four over six if there is an ``error``, with largest magnitudes in the place of tensor scales."""
     if x.numel() == 0:  # no tokens
         codes = torch.empty(x.shape[0], x.shape[1] // 2, dtype=torch.uint8, device=x.device)
         scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
+    elif error:
+        codes, scales = reference.cast_four_over_six(x, tensor_scale, error, tiles)
     elif tiles:
         codes, scales = reference.cast_tiles(x, tensor_scale)
     else:
         codes, scales = reference.cast(x, tensor_scale, bits)
-    return Codes(codes, scales, tensor_scale)
+    return Codes(codes, scales, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
 
 
 def _from_codes(codes: Codes, dtype: torch.dtype, mode: str) -> Operand:
     if mode == "native":
-        return _operand(codes.data, to_blocked(codes.scales), codes.tensor_scale, mode)
+        return _operand(codes.data, to_blocked(codes.scales), codes.scale, mode)
+    if codes.top is not None:
+        return Operand(reference.dequantize(codes.data, codes.scales, dtype=dtype), None, codes.scale)
     return Operand(_values(codes, dtype))
 
 
 def _values(codes: Codes, dtype: torch.dtype) -> torch.Tensor:
-    data, scales, tensor_scale = codes
-    return reference.dequantize(
-        data, scales, tensor_scale.unsqueeze(1) if tensor_scale.ndim == 1 else tensor_scale, dtype
-    )
+    data, scales, tensor_scale, top = codes
+    tensor_scale = tensor_scale.unsqueeze(1) if tensor_scale.ndim == 1 else tensor_scale
+    if top is not None:
+        return reference.dequantize_by_amax(data, scales, tensor_scale, dtype)
+    return reference.dequantize(data, scales, tensor_scale, dtype)
 
 
 def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
@@ -285,14 +323,18 @@ def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
 
-def _scales_of_groups(x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
-    """Return the tensor scale of its group for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
+def _amax_of_groups(x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each group of x = X (dim 1) or X^T (dim 0), and of what is beyond, [G + 1]."""
     groups = _group_of_rows(ends, x.shape[1 - dim])
     # As integers, because they have the order of the magnitudes with NaN as the largest, once its sign is gone.
     maxima = x.abs().amax(dim).float().view(torch.int32) & 0x7FFFFFFF
-    largest_of = maxima.new_zeros(ends.shape[0] + 1).scatter_reduce(0, groups, maxima, "amax")
-    scales = reference.power_of_two_tensor_scales(largest_of.view(torch.float32))[groups]
-    return scales.unsqueeze(1) if dim == 1 else scales[:: NVFP4.block_size].unsqueeze(0)
+    return maxima.new_zeros(ends.shape[0] + 1).scatter_reduce(0, groups, maxima, "amax").view(torch.float32)
+
+
+def _of_blocks(of_groups: torch.Tensor, x: torch.Tensor, dim: int, ends: torch.Tensor) -> torch.Tensor:
+    """Return the number of its group [G + 1] for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
+    found = of_groups[_group_of_rows(ends, x.shape[1 - dim])]
+    return found.unsqueeze(1) if dim == 1 else found[:: NVFP4.block_size].unsqueeze(0)
 
 
 def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:

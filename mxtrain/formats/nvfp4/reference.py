@@ -14,8 +14,9 @@ stochastically. Easy to simplify wrongly:
 
 import torch
 
-from mxtrain.formats.matrices import at_least_fp32, converted, split_blocks
-from mxtrain.formats.nvfp4 import NVFP4, RANGE, SCALE_MAX, SCALE_MIN, TENSOR_SCALE_MIN
+from mxtrain.formats.matrices import at_least_fp32, converted, split_blocks, tile_amax
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, SCALE_MAX, SCALE_MIN, TENSOR_SCALE_MIN
+from mxtrain.formats.recipe import FourOverSixError
 
 # The magnitudes of E2M1 by code; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -33,9 +34,12 @@ def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     Returns:
         fp32 [] on the device of ``x``: NaN or infinity if ``x`` holds one.
     """
-    if x.numel() == 0:
-        return torch.full((), TENSOR_SCALE_MIN, dtype=torch.float32, device=x.device)
-    return _dynamic(x.abs().amax().float())
+    return _dynamic(largest_magnitude(x))
+
+
+def largest_magnitude(x: torch.Tensor) -> torch.Tensor:
+    """Return max|x|, fp32 []; zero for an empty tensor."""
+    return x.abs().amax().float() if x.numel() else torch.zeros((), dtype=torch.float32, device=x.device)
 
 
 def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
@@ -113,12 +117,73 @@ def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[tor
     """
     rows, tile = w.shape[0], NVFP4.block_size
     blocks = split_blocks(at_least_fp32(w), tile)
-    amax = torch.nn.functional.pad(blocks.abs().amax(-1), (0, 0, 0, -rows % tile))
-    amax = amax.reshape(-1, tile, amax.shape[1]).amax(1)
+    amax = _of_tiles(blocks.abs().amax(-1)).amax(1)
     tensor_scale = _as_tensor(tensor_scale, w)
     scales = block_scales(amax.repeat_interleave(tile, 0)[:rows], tensor_scale)
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
     return _pack(_encode(scaled.reshape(w.shape), None)).contiguous(), scales.contiguous()
+
+
+def cast_four_over_six(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    error: FourOverSixError = "mae",
+    tiles: bool = False,
+    top: float = FOUR_OVER_SIX_RANGE,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast ``x`` with the better of two scales for each block: its largest element becomes 6, or 4.
+
+    Between 4 and 6, E2M1 has no number, so a block with many elements near its maximum loses less with 4. The result
+    has the bits of TransformerEngine 2.20 and of torchao's cast. Easy to simplify wrongly:
+
+    * Errors are those of decoded values. Every operation is rounded, and so is every addition, in the order of the
+      elements. The errors of a tile's rows are added as halves: the first eight to the last eight, and so on.
+    * Equal errors take 6.
+    * Block scales have no lower bound. The codes of a block whose scale is zero are meaningless.
+
+    Args:
+        x: bf16 or fp32, [..., D] with D a multiple of 16; [N, D] for tiles.
+        amax: the largest magnitude of the matrix, fp32 [], or of parts of it, in a shape that broadcasts to ``scales``.
+        error: sum of the magnitudes ("mae") or of the squares ("mse") of the errors.
+        tiles: tiles of 16 x 16 share a scale, as in ``cast_tiles``.
+        top: the tensor scale is amax / top. 6 * 256 leaves room for block scales that are larger by half.
+
+    Returns:
+        codes, scales: as from ``cast``. Values are element * block scale * (amax / top).
+    """
+    size = NVFP4.block_size
+    # Contiguous, because in compiled graphs PyTorch has other strides for some of these operations on transposed ones.
+    blocks = split_blocks(at_least_fp32(x.contiguous()), size)
+    largest = blocks.abs().amax(-1)
+    if tiles:
+        largest = tile_amax(largest, size, 0)
+    top = amax.new_full((), top)
+    up = (top / amax).clamp(max=torch.finfo(torch.float32).max)
+    up = torch.where((amax == 0) | (up == 0), torch.ones_like(up), up)
+    wanted = largest / largest.new_full((), NVFP4.element_max) * up
+    found = []
+    for growth in (1.0, 1.5):
+        scales = (wanted * growth).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
+        wide = scales.float().unsqueeze(-1)
+        factor = (1.0 / (wide * (1.0 / up).unsqueeze(-1))).clamp(max=torch.finfo(torch.float32).max)
+        codes = _encode(blocks * factor, None)
+        difference = _elements(x.device)[codes.int()] * wide * amax.unsqueeze(-1) / top - blocks
+        of_elements = difference.abs() if error == "mae" else difference * difference
+        total = of_elements[..., 0]
+        for i in range(1, size):
+            total = total + of_elements[..., i]
+        if tiles:
+            rows = _of_tiles(total)
+            while rows.shape[1] > 1:
+                half = rows.shape[1] // 2
+                rows = rows[:, :half] + rows[:, half:]
+            total = rows.squeeze(1).repeat_interleave(size, 0)[: len(total)]
+        found.append((codes, scales, total))
+    (six, six_scales, six_error), (four, four_scales, four_error) = found
+    takes_four = four_error < six_error
+    codes = torch.where(takes_four.unsqueeze(-1), four, six).reshape(x.shape)
+    scales = torch.where(takes_four, four_scales.view(torch.uint8), six_scales.view(torch.uint8))
+    return _pack(codes).contiguous(), scales.view(torch.float8_e4m3fn).contiguous()
 
 
 def dequantize(
@@ -133,12 +198,31 @@ def dequantize(
     fp32, and stays exact if the tensor scale is a power of two. (torchao multiplies the scales first, release 0.17
     even in the dtype of the original tensor, so its values can differ in the last bit.)
     """
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=codes.device)
-    elements = torch.cat([magnitudes, -magnitudes])
+    elements = _elements(codes.device)
     pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], 1)  # the two elements of every byte
     values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], 2 * codes.shape[-1])
     blocks = split_blocks(values, NVFP4.block_size) * scales.float().unsqueeze(-1)
     return converted((blocks * _as_tensor(tensor_scale, codes).unsqueeze(-1)).reshape(values.shape), dtype)
+
+
+def dequantize_by_amax(
+    codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the values of ``cast_four_over_six`` as TransformerEngine decodes them, rounded to ``dtype``."""
+    return dequantize(codes, scales.float() * amax * (1 / FOUR_OVER_SIX_RANGE), dtype=dtype)
+
+
+def _elements(device: torch.device) -> torch.Tensor:
+    """The values of all codes, fp32 [16]."""
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=device)
+    return torch.cat([magnitudes, -magnitudes])
+
+
+def _of_tiles(of_blocks: torch.Tensor) -> torch.Tensor:
+    """A number for each block of a weight [N, D / 16] -> [tiles, 16, D / 16], padded with zeros."""
+    tile = NVFP4.block_size
+    padded = torch.nn.functional.pad(of_blocks, (0, 0, 0, -len(of_blocks) % tile))
+    return padded.reshape(-1, tile, of_blocks.shape[1])
 
 
 def _as_tensor(tensor_scale: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import tile_start
+from mxtrain.formats.cast_kernels import magnitude_bits, tile_start
 from mxtrain.formats.nvfp4 import TENSOR_SCALE_MIN
 from mxtrain.formats.nvfp4.arithmetic import BLOCK, amax_across, tensor_scale_bits
 from mxtrain.formats.nvfp4.strip import WARPS, group_of, load_strip, quarter_hadamard, tile_columns
@@ -18,14 +18,14 @@ from mxtrain.launch.launch import Launch, cdiv, contiguous, next_power_of_2, reg
 
 
 @triton.jit
-def _raise_scale(scale_ptr, before, strip, FACTOR: tl.constexpr):
+def _raise_scale(scale_ptr, before, strip, FACTOR: tl.constexpr, EXACT: tl.constexpr):
     """Raise a scale to that of FACTOR * strip, FACTOR a power of two. ``before``: its bits so far, or earlier.
 
     Bits of NaN are above all others.
     """
     amax = tl.max(amax_across(strip), 0).to(tl.float32, bitcast=True) * FACTOR
-    bits = tensor_scale_bits(amax)
-    # Atomic operations on one address take turns, but few of many powers of two are larger than all before.
+    bits = magnitude_bits(amax) if EXACT else tensor_scale_bits(amax)
+    # Atomic operations on one address take turns, but few of many scales are larger than all before.
     tl.atomic_max(scale_ptr, bits, mask=bits > before, sem="relaxed")
 
 
@@ -33,7 +33,7 @@ def _raise_scale(scale_ptr, before, strip, FACTOR: tl.constexpr):
 def _tensor_scale_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, scales_ptr, slot, rows, columns, signs_ptr, ends_ptr, groups,
     ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr, HADAMARD: tl.constexpr, GROUPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, 16, COLUMNS)
     group, end = 0, rows
@@ -48,10 +48,10 @@ def _tensor_scale_kernel(
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, end, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
-    _raise_scale(at, before, strip, 1.0)
+    _raise_scale(at, before, strip, 1.0, EXACT)
     if HADAMARD:
         exact: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not (ROW_FACTOR or COLUMN_FACTOR)
-        _raise_scale(at + 1, transformed_before, quarter_hadamard(strip, tl.load(signs_ptr), exact), 4.0)
+        _raise_scale(at + 1, transformed_before, quarter_hadamard(strip, tl.load(signs_ptr), exact), 4.0, EXACT)
 
 
 def _launches(
@@ -60,10 +60,11 @@ def _launches(
     column_factor: torch.Tensor | None,
     signs: torch.Tensor | None,
     ends: torch.Tensor | None,
+    exact: bool = False,
 ) -> tuple[torch.Tensor, list[Launch]]:
     groups = 0 if ends is None else ends.shape[0]
     shape = groups or len(parts), 1 if signs is None else 2
-    scales = torch.full(shape, TENSOR_SCALE_MIN, dtype=torch.float32, device=parts[0].device)
+    scales = torch.full(shape, 0.0 if exact else TENSOR_SCALE_MIN, dtype=torch.float32, device=parts[0].device)
     launches = []
     for i, x in enumerate(parts):
         rows, columns = x.shape
@@ -77,15 +78,15 @@ def _launches(
             (x, row_factor, column_factor, scales, 16 * i * shape[1], rows, columns, signs, ends, groups),
             dict(
                 ROW_FACTOR=row_factor is not None, COLUMN_FACTOR=column_factor is not None, HADAMARD=signs is not None,
-                GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
+                GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, EXACT=exact, num_warps=WARPS,
             ),
         ))  # fmt: skip
     return scales, launches
 
 
 TENSOR_SCALES = register_op(
-    "nvfp4_tensor_scales(Tensor[] parts, Tensor? row_factor, Tensor? column_factor, Tensor? signs, Tensor? ends)"
-    " -> Tensor",
+    "nvfp4_tensor_scales(Tensor[] parts, Tensor? row_factor, Tensor? column_factor, Tensor? signs, Tensor? ends,"
+    " bool exact=False) -> Tensor",
     _launches,
 )
 
@@ -96,10 +97,12 @@ def nvfp4_tensor_scales(
     row_factor: torch.Tensor | None = None,
     column_factor: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Return the tensor scale of each part, fp32 [n, 1], or with ``signs`` [n, 2]: as it is, and transformed.
 
     The bits are those of ``reference.nvfp4.power_of_two_tensor_scale``. Arguments as for ``nvfp4_cast``, which takes
     the result. With ``ends``, the n scales are those of the groups of rows of a single matrix.
+    ``exact``: return the largest magnitudes, from which four over six makes its scales.
     """
-    return TENSOR_SCALES(contiguous(*parts), *contiguous(row_factor, column_factor), signs, *contiguous(ends))
+    return TENSOR_SCALES(contiguous(*parts), *contiguous(row_factor, column_factor), signs, *contiguous(ends), exact)

@@ -33,6 +33,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     round_to_nearest,
     scale_of_block,
 )
+from mxtrain.formats.nvfp4.four_over_six import four_over_six
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -72,6 +73,7 @@ def _store_codes(
 def _nvfp4_weight_kernel(
     w_ptr, gain_ptr, tensor_scale_ptr, data_ptr, scales_ptr, t_data_ptr, t_scales_ptr, rows, columns, ends_ptr, groups,
     before, GAIN: tl.constexpr, FORM: tl.constexpr, HARDWARE: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr,
+    ERROR: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, 16, COLUMNS)
     strip = load_strip(w_ptr, None, gain_ptr, first_row, column, rows, columns, False, GAIN, COLUMNS)
@@ -80,11 +82,16 @@ def _nvfp4_weight_kernel(
     if GROUPS:
         group, _ = group_of(first_row, ends_ptr, groups, GROUPS)
     tensor_scale = tl.load(tensor_scale_ptr + group)
-    inverse = inverse_of(tensor_scale)
     amax = tl.reshape(amax_across(strip, FORM != "image"), (COLUMNS // 16, 16))
     amax = tl.max(amax, 1).to(tl.float32, bitcast=True)
-    code, scale = scale_of_block(amax, inverse)
-    factor = repeat_16(multiplier(scale, inverse), COLUMNS)
+    if ERROR != "":
+        code, scale, factor = four_over_six(strip, amax, tensor_scale, "tiles", ERROR)
+        tensor_scale = 1.0  # was a largest magnitude
+    else:
+        inverse = inverse_of(tensor_scale)
+        code, scale = scale_of_block(amax, inverse)
+        factor = multiplier(scale, inverse)
+    factor = repeat_16(factor, COLUMNS)
     if FORM == "image":
         scale = repeat_16(scale, COLUMNS)
         across = column + tl.arange(0, COLUMNS)
@@ -107,6 +114,7 @@ def _launches(
     gain: torch.Tensor | None,
     ends: torch.Tensor | None,
     form: str,
+    error: str = "",
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -124,7 +132,7 @@ def _launches(
                 (w, gain, tensor_scale, *results, *w.shape, ends, groups, before),
                 dict(
                     GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w),
-                    GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, num_warps=WARPS,
+                    GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, ERROR=error, num_warps=WARPS,
                 ),
             ))  # fmt: skip
         before += w.numel()
@@ -132,7 +140,9 @@ def _launches(
 
 
 CAST = register_op(
-    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, Tensor? ends, str form) -> Tensor[]", _launches
+    "nvfp4_weight(Tensor[] parts, Tensor[] tensor_scales, Tensor? gain, Tensor? ends, str form, str error='')"
+    " -> Tensor[]",
+    _launches,
 )
 
 
@@ -142,6 +152,7 @@ def nvfp4_weight(
     form: str = "codes",
     gain: torch.Tensor | None = None,
     ends: torch.Tensor | None = None,
+    error: str = "",
 ) -> dict[int, Cast]:
     """Return the NVFP4 cast of W, or of W diag(gain), in tiles of 16 x 16, rounded to nearest.
 
@@ -154,10 +165,11 @@ def nvfp4_weight(
             128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact.
         gain: bf16 or fp32 [D], multiplied in first, in fp32.
         ends: int32 [G], as for ``nvfp4_cast``: each group of rows of W has its own tensor scale, fp32 [G].
+        error: as for ``nvfp4_cast``.
 
     Returns:
         (data, scales) of W by dimension: 1 for fprop, 0 for its transpose, an operand of dgrad. One image serves both,
         not transposed.
     """
-    results = CAST(contiguous(*parts), list(tensor_scales), *contiguous(gain, ends), form)
+    results = CAST(contiguous(*parts), list(tensor_scales), *contiguous(gain, ends), form, error)
     return by_dim(results * 2 if form == "image" else results, (1, 0), form)

@@ -72,7 +72,7 @@ NVFP4 = Format(
     check_norm,
     lambda x, form="codes", residual=None, estimate=ESTIMATE_16: nvfp4_norm(x, estimate, 2.0**-8, form, residual),
     NVFP4_NORM,
-    (2.0**-8,),
+    (2.0**-8, ""),
 )
 formats = pytest.mark.parametrize("fmt", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
 ESTIMATES = [

@@ -14,11 +14,14 @@ pytestmark = pytest.mark.usefixtures("device")
 
 ENDS, ROWS, COLUMNS = (16, 32, 64), 80, 16
 RECIPE = get_recipe("nvfp4")
+FOUR_OVER_SIX = get_recipe("nvfp4", four_over_six="both", weight_tiles=False)
 GRADIENT = dict(dims=(1, 0), signs=0b1010011, keys=(7, 2**62, -3))
 CASTS = {
     "gradient": (RECIPE, GRADIENT),
     "to nearest": (get_recipe("nvfp4", stochastic_rounding=False), GRADIENT),
     "weight": (RECIPE, dict(dims=(1, 0), role="weight")),
+    "weight by four over six": (FOUR_OVER_SIX, dict(dims=(1, 0), role="weight")),
+    "input by four over six": (FOUR_OVER_SIX, dict(dims=(1, 0), signs=0b1010011)),
     "weight without tiles": (get_recipe("nvfp4", weight_tiles=False), dict(dims=(0,), role="weight")),
 }
 
@@ -30,7 +33,13 @@ def cast(x, recipe, mode, dims, keys=(), signs=None, ends=None, **settings):
     signs = None if signs is None else torch.tensor(signs)
     spec = CastSpec(draws=draws, signs=signs, ends=ends, **settings)
     found = recipe.ops.cast([x], recipe, mode, dims, spec)
-    return {dim: operand.data if dim == 1 else operand.data.t() for dim, operand in found.items()}
+    values = {dim: operand.data if dim == 1 else operand.data.t() for dim, operand in found.items()}
+    if recipe is not FOUR_OVER_SIX:
+        return values
+    # Rows beyond the last end have the scale of the last group.
+    groups = torch.searchsorted(torch.tensor([ROWS]) if ends is None else ends[:-1], torch.arange(ROWS), right=True)
+    scales = {dim: operand.tensor_scale.view(-1)[groups[: len(x)]] for dim, operand in found.items()}
+    return {dim: data.float() * scales[dim][:, None] for dim, data in values.items()}
 
 
 @pytest.mark.parametrize("mode", ["reference", "emulated"])

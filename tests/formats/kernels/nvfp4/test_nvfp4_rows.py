@@ -103,6 +103,10 @@ def test_ops_match_their_schemas_and_fakes():
     x = draw(5, 32)
     constant = estimate_16().constant
     for form in FORMS:
-        of_norm = x, draw(5, 32, seed=1), 2, "pre_round", 1e-5, constant, form, None
-        for op, arguments in ((NORM, of_norm), (ROWS, ([x], None, form)), (ROWS, ([x], torch.ones(5), form))):
+        of_norm = x, draw(5, 32, seed=1), 2, "pre_round", 1e-5, constant, form, None, ""
+        for op, arguments in (
+            (NORM, of_norm),
+            (ROWS, ([x], None, form, "mae")),
+            (ROWS, ([x], torch.ones(5), form, "")),
+        ):
             torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -1,0 +1,135 @@
+"""Four over six in the casts of matrices, of weights in tiles and of MXNorm's output, against the reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mxtrain.formats import mxnorm
+from mxtrain.formats.cast_kernels import FORMS
+from mxtrain.formats.hadamard import hadamard, pad
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, static_tensor_scale
+from mxtrain.formats.nvfp4.cast import nvfp4_cast
+from mxtrain.formats.nvfp4.norm import nvfp4_norm, nvfp4_rows
+from mxtrain.formats.nvfp4.reference import cast_four_over_six, largest_magnitude
+from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
+from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
+from tests.support.kernel_checks import DTYPES, draw, kernel_tests, ugly
+from tests.support.nvfp4_checks import SIGNS, assert_is_nvfp4, estimate_16, product, signs
+
+pytestmark = kernel_tests
+
+
+def check_casts(x, form, error="mae", transform=True, amax=None, **factors):
+    """Along both dimensions, with the largest magnitudes that the kernel finds unless ``amax`` is given."""
+    wide, of = product(x, **factors), signs() if transform else None
+    along = {1: wide, 0: pad(wide, 0)}
+    if transform:
+        along[0] = hadamard(along[0], SIGNS, 0)
+    if amax is None:
+        found = nvfp4_tensor_scales([x], of, exact=True, **factors)
+        want = torch.stack([largest_magnitude(along[dim]) for dim in (1, 0)[: 1 + transform]])[None]
+        assert torch.equal(found.nan_to_num(7), want.nan_to_num(7))
+    else:
+        found = torch.full((1, 2), amax)
+    for dim, (data, scales) in nvfp4_cast([x], found, form, signs=of, error=error, **factors).items():
+        matrix = along[dim] if dim == 1 else along[dim].t().contiguous()
+        want = cast_four_over_six(matrix, found[0, 0 if dim == 1 else -1], error)
+        assert_is_nvfp4((data.t() if dim == 0 and form == "image" else data, scales), want, 1.0, form)
+
+
+def check_weight(w, form, error="mae", gain=None, amax=None):
+    wide = product(w, column_factor=gain)
+    amax = largest_magnitude(wide) if amax is None else torch.tensor(amax)
+    got = nvfp4_weight([w], [amax], form, gain, error=error)
+    assert_is_nvfp4(got[1], cast_four_over_six(wide, amax, error, tiles=True), 1.0, form)
+    if form != "image":
+        transposed = pad(wide, 0).t().contiguous()
+        assert_is_nvfp4(got[0], cast_four_over_six(transposed, amax, error, tiles=True), 1.0, form)
+
+
+def check_norm(x, form, error="mae", **estimate):
+    estimate = estimate_16(**estimate)
+    scale = static_tensor_scale(x.shape[1], estimate.p, estimate.estimator, top=FOUR_OVER_SIX_RANGE)
+    data, scales, rho, *_ = nvfp4_norm(x, estimate, scale, form, error=error)
+    amax, xhat = torch.tensor(scale * FOUR_OVER_SIX_RANGE), mxnorm.scale_rows(x, rho)
+    assert_is_nvfp4((data, scales), cast_four_over_six(xhat, amax, error), 1.0, form)
+
+
+def check_rows(x, form, error="mae"):
+    """Each row with its own largest magnitude: a norm's output, and rows without a norm."""
+    data, scales, rho, _, by_norm = nvfp4_norm(x, estimate_16(), None, form, error=error)
+    codes, of_blocks, by_row = nvfp4_rows(x, None, form, error)
+    xhat = mxnorm.scale_rows(x, rho)
+    for got, matrix, found in (((data, scales), xhat, by_norm), ((codes, of_blocks), x.float(), by_row)):
+        amax = matrix.abs().amax(1)
+        assert torch.equal(found.nan_to_num(7), amax.nan_to_num(7))
+        assert_is_nvfp4(got, cast_four_over_six(matrix, amax.unsqueeze(1), error), 1.0, form)
+
+
+SWEEP = pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [
+        ("image", "mae"),
+        ("codes", "mse"),
+        *(pytest.param(*case, marks=SWEEP) for case in (("image", "mse"), ("codes", "mae"), ("blocked", "mae"))),
+    ],
+)
+def test_every_form_and_error(form, error):
+    x = draw(19, 144, dtype=torch.bfloat16) * draw(19, 1, seed=1).exp()
+    check_casts(x.bfloat16(), form, error)
+    check_weight(x, form, error)
+    check_norm(x, form, error)
+    check_rows(x, form, error)
+
+
+@pytest.mark.parametrize("dtype", [DTYPES[0], pytest.param(DTYPES[1], marks=SWEEP)], ids=str)
+def test_ugly_matrices(dtype):
+    """Blocks of every size, with infinities and NaN, under largest magnitudes from zero to the largest."""
+    x = ugly(17, 48, dtype=dtype)
+    x[16:, 16:32] = 0
+    for amax, form in ((None, "codes"), (0.0, "image"), (1e-40, "codes"), (1.0, "image"), (3e38, "blocked")):
+        check_casts(x, form, transform=False, amax=amax)
+    check_weight(x, "codes")
+    check_weight(x, "image", amax=1.0)
+    check_norm(x, "codes")
+    check_norm(x, "image")
+    check_rows(x, "codes")
+
+
+def test_losses_that_only_rounding_tells_apart():
+    """In exact arithmetic 4 and 6 lose equally much, with true divisions and sums in order one of them loses less."""
+    tie = torch.tensor([6.0, 3, -3, 0] * 4).repeat(16, 1) * (1 + torch.arange(16)[:, None] / 64)
+    for error in ("mae", "mse"):
+        check_casts(tie, "codes", error, transform=False, amax=1000.0)
+        check_casts(tie.t().contiguous(), "image", error, transform=False, amax=1000.0)
+        check_weight(torch.cat((tie[:1], tie[8:9])).repeat(8, 2), "image", error, amax=777.7)
+
+
+@SWEEP
+def test_factors():
+    x = draw(17, 80, dtype=torch.bfloat16)
+    rows, columns = draw(17, seed=1).abs() + 0.1, draw(80, seed=2)
+    check_casts(x, "image", row_factor=rows)
+    check_casts(x, "codes", "mse", transform=False, column_factor=columns)
+    check_weight(x, "image", gain=columns)
+    for estimate in (dict(p=1), dict(estimator="exact")):
+        check_norm(x, "codes", **estimate)
+
+
+@SWEEP
+@settings(max_examples=4, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 10)),
+    seed=st.integers(0, 2**31),
+    log2_scale=st.integers(-60, 60),
+    form=st.sampled_from(FORMS),
+    error=st.sampled_from(["mae", "mse"]),
+)
+def test_any_matrix(shape, seed, log2_scale, form, error):
+    x = draw(shape[0], 16 * shape[1], seed=seed) * 2.0**log2_scale
+    check_casts(x, form, error)
+    check_weight(x, form, error)
