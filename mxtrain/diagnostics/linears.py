@@ -150,15 +150,12 @@ class Input:
 
     @property
     def groups(self) -> int:
-        """How many groups of features have an RMS of their own."""
-        return 1 if self.rho is None or self.rho.ndim == 1 else self.rho.shape[1]
+        """How many groups of features the norm divides by an RMS of their own."""
+        return self.rho.numel() // len(self.rho)
 
     def normalized(self, gemms: ThreeGEMMs) -> tuple[Operand, torch.Tensor]:
-        """X, for which there is an estimate, as fprop's operand of these GEMMs, and its rho."""
-        settings = self.estimate, gemms.recipe.fprop, gemms.mode
-        if self.groups > 1:
-            return normalize_groups(self.x, self.groups, *settings)
-        return gemms.recipe.fprop.ops.normalize(self.x, *settings)
+        """X after the norm as fprop's operand of these GEMMs, and rho [R, groups]."""
+        return normalize_groups(self.x, self.groups, self.estimate, gemms.recipe.fprop, gemms.mode)
 
 
 @dataclass(frozen=True, eq=False)

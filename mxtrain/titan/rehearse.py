@@ -27,10 +27,6 @@ from mxtrain.titan.hugging_face.export import open_run
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import engine
 
-BITS = 16
-"""Of bf16. Tensor cores multiply half as many bits twice as fast"""
-
-
 def candidates() -> dict[str, LinearRecipe]:
     """Every registered recipe that casts, by what a user writes for it."""
     recipes = {spec: get_recipe(spec) for spec in map(spec_of, RECIPES.values())}
@@ -38,8 +34,8 @@ def candidates() -> dict[str, LinearRecipe]:
 
 
 def cost(recipe: LinearRecipe) -> float:
-    """Return the time of a layer's three products on tensor cores for their formats, over that of bf16."""
-    return sum(1.0 if gemm.format is None else gemm.format.element_bits / BITS for gemm in recipe.gemms) / len(GEMMS)
+    """Return the time of a layer's three products over that of bf16. Half as many bits take half the time."""
+    return sum(1.0 if gemm.format is None else gemm.format.element_bits / 16 for gemm in recipe.gemms) / len(GEMMS)
 
 
 def rehearse(source: Path, folder: Path | None, bound: float, step: int | None = None) -> str:
@@ -88,13 +84,11 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
         errors.to_csv(folder / "errors.csv", float_format="%.6g")
         write_toml(recipes_within(errors, costs, bound, _together(model)), folder / "recipes.toml")
     draw(errors, f"{source.name}, {of}: {tokens} tokens a layer", folder / "errors.png")
-    return "\n".join(
-        [
-            f"{source}, {of}: errors of the products of {tokens} tokens a layer; cost: time of products over bf16's",
-            report(errors, costs, bound),
-            f"errors   {folder / 'errors.csv'}, {folder / 'errors.png'}",
-            f"recipes  {folder / 'recipes.toml'}: the cheapest within {bound:g}, else {HIGH_PRECISION_RECIPE}",
-        ]
+    return (
+        f"{source}, {of}: errors of the products of {tokens} tokens a layer; cost: time of products over bf16's\n"
+        f"{report(errors, costs, bound)}\n"
+        f"errors   {folder / 'errors.csv'}, {folder / 'errors.png'}\n"
+        f"recipes  {folder / 'recipes.toml'}: the cheapest within {bound:g}, else {HIGH_PRECISION_RECIPE}"
     )
 
 
