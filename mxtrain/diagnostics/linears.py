@@ -183,7 +183,7 @@ def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradien
     if gemms.mode == "native":
         gemms = replace(gemms, mode="emulated")
     found = {}
-    for gemm, casts in _casts(gemms, given, weight, gradient).items():
+    for gemm, casts in linear_casts(gemms, given, weight, gradient).items():
         found[gemm] = product_totals(*casts.values())
         found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items() if cast.recipe.format}
     return found
@@ -207,10 +207,10 @@ def norm_to_noise(totals: Totals) -> float:
     return ratio(totals.norms["signal"], totals.norms["noise"])
 
 
-def _casts(
+def linear_casts(
     gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
 ) -> dict[str, dict[str, MeasuredCast]]:
-    """For each GEMM with a format: its two casts by name."""
+    """Return the two casts by name of each GEMM that rounds."""
     recipe, split = gemms.recipe, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
     fprop, dgrad, wgrad = (of_gemm.rounds for of_gemm in recipe.gemms)

@@ -27,6 +27,7 @@ from mxtrain.titan.hugging_face.export import open_run
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import engine
 
+
 def candidates() -> dict[str, LinearRecipe]:
     """Every registered recipe that casts, by what a user writes for it."""
     recipes = {spec: get_recipe(spec) for spec in map(spec_of, RECIPES.values())}
