@@ -19,6 +19,7 @@ from mxtrain.formats.parse import get_recipe, spec_of
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import places
 from mxtrain.titan.converters import DEFAULT_SEED
@@ -74,6 +75,7 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
         folder.mkdir(parents=True, exist_ok=True)
     rehearsal = Rehearsal(recipes, tokens, model, name_of=engine().saved_name)
     inputs, labels = (t.to(device) for t in first_sequences(job, math.ceil(tokens / job.training.seq_len)))
+    set_rounding_step(0)  # the same random bits in every rehearsal
     with rehearsal.recording(), torch.autocast(device.type, torch.bfloat16):
         logits = model(inputs)
         F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
