@@ -22,8 +22,8 @@ has RMSNorm and plain linears, whatever the run was trained with.
   mxtrain export outputs/a exported/ --fold-gain      norms have gains of one; the next weights contain them
   mxtrain export outputs/a exported/ --format mxfp8   for vLLM: the codes and scales that training multiplied in fprop
 
---format mxfp8 and nvfp4 have compressed-tensors' layouts. Gains that training folded are folded; linears that trained
-in high precision or in another format stay in --dtype.
+--format mxfp8, nvfp4 and mxfp4 have compressed-tensors' layouts. Gains that training folded are folded; linears that
+trained in high precision or in another format stay in --dtype.
 """
 IMPORT = """\
 Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
@@ -66,9 +66,9 @@ def add(commands) -> None:
     command("source", metavar="RUN", type=Path, help="folder of a run, with config.toml and checkpoints")
     command("target", metavar="DIR", type=Path, help=f"folder to write; {new}")
     command("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
-    command("--format", default="hf", help="hf (the default: high precision), mxfp8 or nvfp4")
+    command("--format", default="hf", help="hf (the default: high precision), mxfp8, nvfp4 or mxfp4")
     command("--fold-gain", action="store_true", help="fold the gains of norms into the next linears")
-    dtype = "of all tensors in high precision (default: float32; mxfp8, nvfp4: bfloat16)"
+    dtype = "of all tensors in high precision (default: float32; other formats: bfloat16)"
     command("--dtype", choices=("float32", "bfloat16"), help=dtype)
 
     command = _command(commands, "import", _import, "make a run's folder from a Hugging Face model", IMPORT)

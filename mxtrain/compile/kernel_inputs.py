@@ -126,7 +126,7 @@ def _sizes(node: Node) -> list[int]:
 
 def fuse_rounding(graph: Graph) -> None:
     """Let casts read fp32 gradients instead of their bf16 copies."""
-    targets = [fmt.ops.fusions.cast for fmt in FORMATS.values() if fmt.ops.fusions]
+    targets = {fmt.ops.fusions.cast for fmt in FORMATS.values() if fmt.ops.fusions}
     for cast in [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]:
         parts, axis, row_factor, column_factor, order, _, *others = cast.args
         source = _before_rounding(parts[0], cast) if len(parts) == 1 else None

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from mxtrain.compile.nodes import Chain, as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
 from mxtrain.formats.ops import Fusions
-from mxtrain.formats.recipe import FORMATS, Format
+from mxtrain.formats.recipe import FORMATS
 from mxtrain.formats.swiglu import swiglu, swiglu_backward
 
 aten = torch.ops.aten
@@ -50,14 +50,14 @@ def fuse_swiglu(graph: Graph) -> None:
     """Replace SwiGLU and its gradients, where only casts use them, by kernels that write the casts."""
     if config.emulate_precision_casts:
         return
-    for fmt in FORMATS.values():
-        if fmt.ops.fusions:
-            _fuse(graph, fmt, fmt.ops.fusions)
+    block_sizes = {fmt.ops.fusions: fmt.block_size for fmt in FORMATS.values() if fmt.ops.fusions}
+    for ops, block_size in block_sizes.items():
+        _fuse(graph, block_size, ops)
 
 
-def _fuse(graph: Graph, fmt: Format, ops: Fusions) -> None:
+def _fuse(graph: Graph, block_size: int, ops: Fusions) -> None:
     sources = _sources(graph, ops.cast)
-    found = [match for parts, casts in sources.items() if (match := _match(parts, casts, fmt.block_size))]
+    found = [match for parts, casts in sources.items() if (match := _match(parts, casts, block_size))]
     products = {(match.gate, match.factor): match for match in found if isinstance(match, _Product)}
     if not found:
         return
@@ -85,19 +85,21 @@ def _fuse_backward(
     if more or dup is None or (dup.gate, dup.factor) != (gate, dh):
         return set()
     casts = [cast, *dup.casts]
-    along_rows, along_columns, *kind = settings = cast.args[-5:]
+    along_rows, along_columns, element, *kind = settings = cast.args[-5:]
     if gradient.dup is None and [c.args[-5:] for c in dup.casts] != [settings]:
         return set()
     # The kernel reads dh, so the cast of h must come after dh: nothing that leads to dh may need this cast.
     h = [
         c
         for c in (products[gate, up].casts if (gate, up) in products else ())
-        if c.args[-5:] == (False, True, *kind) and place[c] > place[dh]
+        # Its elements may be others than those of gradients.
+        if c.args[-5:] == (False, True, c.args[-3], *kind) and place[c] > place[dh]
     ][:1]
     first = min([*casts, *h], key=place.__getitem__)
     if any(place[n] > place[first] for n in (dh, gate, up)):
         return set()
-    settings = (along_rows, along_columns, bool(h), gradient.dup is not None, *kind)
+    h_element = h[0].args[-3] if h else element
+    settings = (along_rows, along_columns, bool(h), gradient.dup is not None, h_element, element, *kind)
     _replace(graph, op, (dh, gate, up), settings, [*casts, *h], first)
     return {*casts, *h}
 
@@ -131,8 +133,8 @@ def _sources(graph: Graph, cast: Callable) -> dict[tuple[Node, ...], list[Node]]
 
 
 def _parts(node: Node, cast: Callable) -> tuple[Node, ...]:
-    """Return the tensors, usually one, that a cast without factors reads side by side; none for other nodes."""
-    if node.target is not cast or node.args[2:6] != (None, None, None, False):
+    """Return the tensors, usually one, that a plain cast reads side by side; none for other nodes."""
+    if node.target is not cast or node.args[2:6] != (None, None, None, False) or node.args[7]:
         return ()
     parts, axis = node.args[:2]
     if len(parts) > 1:

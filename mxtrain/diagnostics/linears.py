@@ -30,7 +30,7 @@ from mxtrain.diagnostics.totals import Totals, count, norm, ratio
 from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
-from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.hadamard import along_tokens
 from mxtrain.formats.matrices import Operand, at_least_fp32, tile_amax
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
@@ -229,13 +229,14 @@ def linear_casts(
         found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
         of_w = measured(w, weights[0], recipe.dgrad, 0, recipe.dgrad.weight_tiles)
-        found["dgrad"] = {"grad": measured(grad, dy_rows, recipe.dgrad, 1), "weight": of_w}
+        found["dgrad"] = {"grad": measured(grad, dy_rows, recipe.dgrad.of_gradients, 1), "weight": of_w}
     if wgrad:
         x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs, estimate=given.estimate)
-        casts = {"grad": (grad, dy_columns), "input": (given.matrix, x_columns)}
+        of = recipe.wgrad
+        casts = {"grad": (grad, dy_columns, of.of_gradients), "input": (given.matrix, x_columns, of)}
         found["wgrad"] = {
-            name: measured(_along_tokens(matrix, recipe.wgrad, signs), operand, recipe.wgrad, 0)
-            for name, (matrix, operand) in casts.items()
+            name: measured(_along_tokens(matrix, own, signs), operand, own, 0)
+            for name, (matrix, operand, own) in casts.items()
         }
     return found
 
@@ -257,7 +258,7 @@ def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> 
     """A matrix as wgrad casts it: after the Hadamard transform if there is one."""
     if not wgrad.hadamard:
         return matrix
-    return Matrix(hadamard(pad(matrix.values, 0), unpack_signs(signs), 0), matrix.group)
+    return Matrix(along_tokens(matrix.values, signs), matrix.group)
 
 
 def product_totals(a: MeasuredCast, b: MeasuredCast) -> Totals:

@@ -62,6 +62,14 @@ def rounded(x, DTYPE: tl.constexpr):
     return x.to(DTYPE)
 
 
+@triton.jit
+def rounded_product(a, b):
+    """a * b (fp32), rounded before any sum. Compilers merge ``a * b + c``, which differs for denormal products."""
+    if _INTERPRETED:
+        return a * b
+    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
+
+
 class Storage(NamedTuple):
     """How codes and scales of a format are stored."""
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.formats.recipe import FORMATS, Format
+from mxtrain.formats.recipe import FORMATS, Format, Recipe
 
 # Triton is installed on Linux only.
 HAS_TRITON = find_spec("triton") is not None
@@ -61,8 +61,11 @@ def _native_support(capability: tuple[int, int], name: str) -> ModeSupport:
     if capability < (10, 0):
         return ModeSupport("native", False, f"MX tensor cores need compute capability 10.0 or later ({name})")
     fault = fault_of_native_products() if capability >= (12, 0) else None
-    found = "MX tensor cores found" if fault is None else f"MX tensor cores found, but {fault}"
-    return ModeSupport("native", fault is None, f"{found} ({name})")
+    if fault is not None:
+        return ModeSupport("native", False, f"MX tensor cores found, but {fault} ({name})")
+    # Tried here, because a compiled graph cannot try them.
+    others = [f"; {fmt} multiplies values" for fmt in FORMATS.values() if fmt.gradients_of and fault_of(fmt)]
+    return ModeSupport("native", True, f"MX tensor cores found{''.join(others)} ({name})")
 
 
 def check_mode(mode: str) -> None:
@@ -115,6 +118,13 @@ def mode_in_forward(mode: str, device_type: str) -> str:
     return _cached_mode(mode, device_type)
 
 
+def operand_mode(recipe: Recipe, mode: str) -> str:
+    """Return the mode of a GEMM's operands: "emulated" instead of "native" if tensor cores do not take their codes."""
+    formats = {recipe.format, recipe.gradient_format} - {None}
+    takes_codes = all(fmt.is_native and not (fmt.gradients_of and fault_of(fmt)) for fmt in formats)
+    return "emulated" if mode == "native" and not takes_codes else mode
+
+
 def runs_kernels(mode: str, device_type: str) -> bool:
     """Return whether ``mode`` runs Triton kernels on this device type; plain PyTorch gives the same bits.
 
@@ -133,30 +143,31 @@ ROWS, COLUMNS, DEPTH = 160, 144, 256
 TOLERANCE = 2.0**-7
 
 
-@functools.cache
 def fault_of_native_products() -> str | None:
-    """Return what is wrong with small products of each format on this GPU, or None. Tried once per process."""
-    for fmt in FORMATS.values():
-        if not fmt.is_native:
-            continue
-        try:
-            error = _relative_error(fmt)
-        except Exception as failure:  # PyTorch, cuBLAS and the driver raise what they like
-            first_line = (str(failure).splitlines() or [""])[0]
-            return f"a trial product in {fmt} failed with {type(failure).__name__}: {first_line}"
-        if not error <= TOLERANCE:
-            return f"a trial product in {fmt} has a relative error of {error:.2g}"
-    return None
+    """Return what is wrong with small products of each format on this GPU, or None."""
+    formats = [fmt for fmt in FORMATS.values() if fmt.is_native and not fmt.gradients_of]
+    return next(filter(None, map(fault_of, formats)), None)
+
+
+@functools.cache
+def fault_of(fmt: Format) -> str | None:
+    """Return what is wrong with small products of a native format on this GPU, or None. Tried once per process."""
+    try:
+        error = _relative_error(fmt, FORMATS[fmt.gradients_of or fmt.name])
+    except Exception as failure:  # PyTorch, cuBLAS and the driver raise what they like
+        first_line = (str(failure).splitlines() or [""])[0]
+        return f"a trial product in {fmt} failed with {type(failure).__name__}: {first_line}"
+    return None if error <= TOLERANCE else f"a trial product in {fmt} has a relative error of {error:.2g}"
 
 
 @torch.no_grad()
-def _relative_error(fmt: Format) -> float:
+def _relative_error(*formats: Format) -> float:
     generator = torch.Generator("cpu").manual_seed(0)
-    codes = [fmt.ops.trial(_draw(rows, generator)) for rows in (ROWS, COLUMNS)]
-    a, b = (fmt.ops.dequantize(each, torch.float32).double() for each in codes)
+    codes = [fmt.ops.trial(_draw(rows, generator)) for fmt, rows in zip(formats, (ROWS, COLUMNS))]
+    a, b = (fmt.ops.dequantize(each, torch.float32).double() for fmt, each in zip(formats, codes))
     want = a @ b.t()
-    operands = (fmt.ops.from_codes(each, "native", 1) for each in codes)
-    return float((fmt.ops.matmul(*operands, torch.bfloat16) - want).norm() / want.norm())
+    operands = (fmt.ops.from_codes(each, "native", 1) for fmt, each in zip(formats, codes))
+    return float((formats[1].ops.matmul(*operands, torch.bfloat16) - want).norm() / want.norm())
 
 
 def _draw(rows: int, generator: torch.Generator) -> torch.Tensor:

@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from mxtrain.formats.recipe import Recipe
+
 # The form of operand that the kernels write for each mode that uses them.
 KERNEL_FORM = {"native": "blocked", "emulated": "image"}
 # Of dtypes that hold several elements in a byte.
@@ -107,6 +109,10 @@ class CastSpec(NamedTuple):
     ends: torch.Tensor | None = None
     experts: int = 1
     as_codes: bool = False
+
+    def is_transformed(self, recipe: Recipe) -> bool:
+        """Return whether X is Hadamard-transformed for a cast along dimension 0, which for weights is dgrad's."""
+        return recipe.hadamard and self.role != "weight"
 
     def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return X before its factors."""

@@ -15,6 +15,7 @@ import torch
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
+from mxtrain.formats.hadamard import along_tokens
 from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, scale_of_product, values_dtype
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.recipe import Format, Recipe
@@ -25,11 +26,11 @@ class Fusions(NamedTuple):
 
     Attributes:
         cast: casts matrices: "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source,
-            bool to_bf16, int experts, bool along_rows, bool along_columns, str element, str scale_rounding, str form)
-            -> Tensor[]".
+            bool to_bf16, int experts, bool hadamard, bool along_rows, bool along_columns, str element,
+            str scale_rounding, str form) -> Tensor[]".
         swiglu: casts silu(gate) * up: "(Tensor gate, Tensor up, bool along_rows, ...)", on like ``cast``.
         swiglu_backward: casts its gradients: "(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns,
-            bool h_columns, bool joined, str element, str scale_rounding, str form) -> Tensor[]".
+            bool h_columns, bool joined, str h_element, str element, str scale_rounding, str form) -> Tensor[]".
     """
 
     cast: Callable
@@ -73,9 +74,10 @@ class FormatOps:
         """
         # Every block lies in one part, so its scale does not depend on other parts.
         x = spec.scaled(spec.joined(parts))
+        along = {dim: along_tokens(x, None) if dim == 0 and spec.is_transformed(recipe) else x for dim in dims}
         if spec.as_codes:
-            return {dim: self.encode(x if dim == 1 else x.t(), recipe, mode, spec.role) for dim in dims}
-        return {dim: self.operand(x, recipe, mode, dim, spec.role) for dim in dims}
+            return {dim: self.encode(x if dim == 1 else x.t(), recipe, mode, spec.role) for dim, x in along.items()}
+        return {dim: self.operand(x, recipe, mode, dim, spec.role) for dim, x in along.items()}
 
     def normalize(
         self,

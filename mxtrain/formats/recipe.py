@@ -6,7 +6,7 @@ Both are known by name.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from typing import Literal, get_args
@@ -76,7 +76,10 @@ class Format:
         has_tensor_scale: whether a matrix has a scale of its own beside those of its blocks. Then its codes depend on
             all of its rows: several matrices are not one native operand, and experts and other processes cast rows
             for themselves.
+        has_signs: whether the Hadamard transform of a recipe takes random signs. Else it is a fixed one.
         is_native: whether MX tensor cores multiply codes. Else mode "native" multiplies values.
+        gradients_of: the name of the format of the other operand, for a format of output gradients alone. A trial
+            product says whether tensor cores multiply the two.
         layout: how an export stores codes and scales; None for a format that cannot be exported.
         implementation: where the subclass of ``FormatOps`` is: "module:class".
     """
@@ -89,7 +92,9 @@ class Format:
     element: str
     settings: Mapping[str, tuple] = field(default_factory=lambda: {"scale_rounding": SCALE_ROUNDINGS})
     has_tensor_scale: bool = False
+    has_signs: bool = False
     is_native: bool = False
+    gradients_of: str | None = None
     layout: Layout | None = None
     implementation: str = "mxtrain.formats.mx.reference:MXOps"
 
@@ -193,8 +198,8 @@ class LinearRecipe(Keyed):
 
     @property
     def needs_signs(self) -> bool:
-        """Whether wgrad Hadamard-transforms its operands, which takes signs from the layer or its norm."""
-        return self.wgrad.hadamard
+        """Whether wgrad's Hadamard transform takes signs, from the layer or its norm."""
+        return self.wgrad.hadamard and self.wgrad.format.has_signs
 
     @property
     def needs_draws(self) -> bool:
@@ -238,6 +243,7 @@ class Recipe(LinearRecipe):
         four_over_six_error: what a block loses: the sum of its errors' magnitudes (``"mae"``) or squares (``"mse"``).
         dequantizes: for dgrad and wgrad, without a format: W and X are the decoded values of fprop's codes, and output
             gradients are not rounded.
+        gradient_format: the format of output gradients, where it is another one; None for the same.
         only: the GEMMs that the recipe is for. Not compared when recipes are: a layer computes the same.
         high_precision_share, high_precision_last: as in ``LinearRecipe``. Not compared, either.
     """
@@ -253,6 +259,7 @@ class Recipe(LinearRecipe):
     four_over_six: FourOverSix = False
     four_over_six_error: FourOverSixError = "mae"
     dequantizes: bool = False
+    gradient_format: Format | None = None
     only: tuple[str, ...] = field(default=GEMMS, compare=False)
     high_precision_share: float = field(default=0.0, compare=False)
     high_precision_last: int = field(default=0, compare=False)
@@ -266,6 +273,9 @@ class Recipe(LinearRecipe):
             require_positive_integer("block_size", self.block_size)
         else:
             require_one_of("block_size", self.block_size, (self.format.block_size,))
+        of, fmt = self.gradient_format, self.format
+        if of is not None and (fmt is None or getattr(of, "gradients_of", None) != fmt.name):
+            raise ConfigError(f"gradient_format = {of!r} is no format for gradients beside {fmt}: leave it unset")
         for setting, unset in UNSET.items():
             value = getattr(self, setting)
             if setting in FLAGS:
@@ -300,6 +310,12 @@ class Recipe(LinearRecipe):
     def sends_rows(self) -> bool:
         """Whether rows are codes and block scales, so that each can be sent alone."""
         return self.format is not None and not self.format.has_tensor_scale
+
+    @cached_property
+    def of_gradients(self) -> "Recipe":
+        """The recipe that casts output gradients."""
+        fmt = self.gradient_format
+        return self if fmt is None else replace(self, format=fmt, gradient_format=None)
 
     @property
     def _rules(self) -> Format:

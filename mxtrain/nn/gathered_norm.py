@@ -23,6 +23,7 @@ import torch
 
 from mxtrain.formats.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.hardware import operand_mode
 from mxtrain.formats.matrices import CastSpec, Codes, Operand, values_dtype
 from mxtrain.formats.recipe import LONGEST_BLOCK, LinearRecipe, Recipe
 from mxtrain.launch import from_key
@@ -176,7 +177,8 @@ def _norm_backward(ctx, saved, dxhat: torch.Tensor) -> torch.Tensor:
 
 def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
     """Codes of a shard's tokens -> the operand of whole sequences; ``dim`` as for ``FormatOps.from_codes``."""
-    return recipe.ops.from_codes(gather_codes(codes, 1 - dim, batch, split.group, split.processes), mode, dim)
+    codes = gather_codes(codes, 1 - dim, batch, split.group, split.processes)
+    return recipe.ops.from_codes(codes, operand_mode(recipe, mode), dim)
 
 
 @dataclass(frozen=True, eq=False)

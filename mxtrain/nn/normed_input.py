@@ -17,13 +17,14 @@ from mxtrain.nn.recipe_module import RecipeModule
 
 
 def pack(codes: Codes) -> torch.Tensor:
-    """8-bit codes [R, D] and scales [R, D / block] -> uint8 [R, D + D / block]."""
+    """Codes [R, D], or [R, D / 2] of 4 bits, and scales [R, D / block] -> uint8: their bytes side by side."""
     return torch.cat([codes.data.view(torch.uint8), codes.scales.view(torch.uint8)], 1)
 
 
 def unpack(packed: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """uint8 [R, D + D / block] -> values [R, D] in ``dtype``. Rows of zero bytes are zeros."""
-    data, scales = packed.tensor_split([packed.shape[1] // (fmt.block_size + 1) * fmt.block_size], 1)
+    """Bytes from ``pack`` -> values [R, D] in ``dtype``. Rows of zero bytes are zeros."""
+    of_block = fmt.block_size * fmt.element_bits // 8
+    data, scales = packed.tensor_split([packed.shape[1] // (of_block + 1) * of_block], 1)
     return fmt.ops.dequantize(Codes(data.view(getattr(torch, fmt.element)), scales.view(torch.float8_e8m0fnu)), dtype)
 
 
@@ -50,7 +51,7 @@ class RoutedRows(NamedTuple):
 
     Attributes:
         h: stands for the rows' values [T, D], with the same shape and dtype but without data; takes their gradient.
-        packed: uint8 [T, D + D / block] (``pack``).
+        packed: uint8 [T, bytes of a row] (``pack``).
         format: name of their format.
         index: int64 [R]: the token of every row to be sent. None for rows that are in the order of experts.
     """

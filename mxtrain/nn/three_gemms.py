@@ -187,9 +187,9 @@ class ThreeGEMMs:
                 (``mxtrain.rng.rounding.Draws``), with ``ends`` for each group; None if the recipe rounds to nearest.
             source, ends: as for ``quantize_activation``.
         """
-        recipes = {1: self.recipe.dgrad} if for_dgrad else {}
+        recipes = {1: self.recipe.dgrad.of_gradients} if for_dgrad else {}
         if for_wgrad:
-            recipes[0] = self.recipe.wgrad
+            recipes[0] = self.recipe.wgrad.of_gradients
         spec = CastSpec("gradient", 1, signs=signs, draws=draws, group=self.split.dy, source=source, ends=ends)
         found = self._cast(dys, recipes, spec)
         return found.get(1), found.get(0)

@@ -60,7 +60,7 @@ def choose_exchange(model: nn.Module, dispatch: str) -> None:
             raise ConfigError(f"mxnorm.dispatch = 'quantized' needs codes, and {why} {experts.fqn}: allowed is 'auto'")
         recipes = [recipe.fprop for recipe in experts.recipes]
         if dispatch == "quantized" and not any(recipe.sends_rows for recipe in recipes):
-            formats = " or ".join(str(fmt) for fmt in FORMATS.values() if not fmt.has_tensor_scale)
+            formats = " or ".join(str(f) for f in FORMATS.values() if not (f.has_tensor_scale or f.gradients_of))
             raise ConfigError(
                 f"mxnorm.dispatch = 'quantized' needs {formats} in fprop, and {experts.fqn} has {recipes[0].name!r}: "
                 "allowed is 'auto'"

@@ -58,9 +58,9 @@ class MXNorm:
     """Exponent of the p-mean of block maxima that estimates the RMS: 1 or 2"""
     recipe: str = "mxfp8"
     """
-    Format of all operands: "mxfp8", "mxfp8_2d" (weights in tiles), "nvfp4", "nvfp4_dynamic" (scales from the values),
-    "nvfp4_row" (a scale per row of inputs) or "unquantized" (the norm alone); or one of these or "bf16" per product:
-    "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". "bf16" for all three swaps nothing
+    Format of all operands: "mxfp8", "mxfp8_2d" (weights in tiles), "mxfp4", "nvfp4", "nvfp4_dynamic" (scales from the
+    values), "nvfp4_row" (a scale per row of inputs) or "unquantized" (the norm alone); or one of these or "bf16" per
+    product: "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=bf16". "bf16" for all three swaps nothing
     """
 
     recipes: Table = field(default_factory=dict)
@@ -78,7 +78,7 @@ class MXNorm:
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
-    MXFP8: block scales are rounded by "rceil" (up, the default), "rceil_0_18" (torchao 0.18's) or "floor" (OCP,
+    MX: block scales rounded by "rceil" (up, the default), "rceil_0_18" (torchao 0.18's) or "floor" (OCP,
     saturates)
     """
 
@@ -92,7 +92,7 @@ class MXNorm:
     """Square tiles of a weight share a scale, so fprop and dgrad use the same codes. Unset: the recipe's"""
 
     hadamard: bool | None = None
-    """NVFP4: random Hadamard transform of wgrad's operands along the tokens. Unset: true"""
+    """NVFP4, MXFP4: Hadamard transform of wgrad's operands along the tokens. Unset: true"""
 
     stochastic_rounding: bool | None = None
     """

@@ -93,7 +93,9 @@ def forward(x: Inputs, form: str) -> list:
 
 
 def backward(x: Inputs, form: str) -> list:
-    results = swiglu_backward_cast(x.dh, x.gate, x.up, True, True, True, False, "e4m3", RECIPE.scale_rounding, form)
+    results = swiglu_backward_cast(
+        x.dh, x.gate, x.up, True, True, True, False, "e4m3", "e4m3", RECIPE.scale_rounding, form
+    )
     return casts_of(results, form)
 
 

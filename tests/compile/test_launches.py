@@ -38,7 +38,7 @@ def kernels_of_each_kind(x, w, gain):
     normed = mxnorm_cast(x, ESTIMATE, RECIPE, "image")
     joined = cast([w, w + 1], RECIPE, (1, 0), "blocked", column_factor=gain)
     dx = norm_backward(normed.data * 2, x, normed.rho)
-    halves = swiglu_backward_cast(x * 3, x, dx, True, True, True, True, "e4m3", "rceil", "image")
+    halves = swiglu_backward_cast(x * 3, x, dx, True, True, True, True, "e4m3", "e4m3", "rceil", "image")
     numbers = (gain.narrow(0, 0, 4) * 1000).abs().long()  # indexing would initialize a GPU
     signs, draws = numbers.sum(), [numbers, numbers + 1]
     scales = nvfp4_tensor_scales([w, w + 1], signs)

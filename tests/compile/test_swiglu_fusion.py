@@ -79,6 +79,22 @@ def test_two_kernels_give_the_same_outputs_and_gradients(mode):
         assert other.norm() > 0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "fused"), [("fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", True), ("mxfp4", False)]
+)
+def test_elements_of_gradients_and_transforms(recipe, fused):
+    """The cast of h has its own elements. A transform of h or of its gradients is no part of the kernels."""
+    module = FeedForward(PRODUCTS["in fp32"], recipe=recipe)
+    _, want = graphs_of(module, rewrite=lambda graph: None, execute=True)
+    graphs, got = graphs_of(module, execute=True)
+    if fused:
+        check_fused(*graphs)
+    else:
+        assert not any(name.startswith("swiglu") for name, *_ in casts(*graphs))
+    for one, other in zip(got, want, strict=True):
+        assert ((one - other).norm() <= (2e-3 if fused else 0) * other.norm()).item()
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "autocast"), zip(PRODUCTS, (True, False, True, False)))
 def test_swiglu_is_found_however_it_is_written(name, autocast):

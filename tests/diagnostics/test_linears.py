@@ -36,6 +36,8 @@ RECIPES = (
     "nvfp4_row",
     "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16",
     "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized",
+    "mxfp4",
+    "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2",
 )
 
 
@@ -111,6 +113,14 @@ def test_ranges_of_block_scales_and_shares():
     assert figures["fprop_input_underflowed"] == 1 / 32 and figures["wgrad_input_underflowed"] == 0.0
     assert (figures["wgrad_input_scale_min_exponent"], figures["wgrad_input_scale_max_exponent"]) == (-18, 1)
     assert figures["dgrad_grad_scale_max_exponent"] == figures["dgrad_weight_scale_max_exponent"] == 0
+
+
+def test_scales_of_output_gradients_are_those_of_their_own_format():
+    """448 is E5M2's largest element, 57344, times 2^-7."""
+    linear = MXLinear(32, 32, bias=False, recipe=RECIPES[-1], mode="reference")
+    figures = measured(linear, Input(torch.full((32, 32), 448.0)), torch.full((32, 32), 448.0))
+    assert figures["dgrad_grad_scale_max_exponent"] == figures["wgrad_grad_scale_max_exponent"] == -7
+    assert figures["fprop_input_scale_max_exponent"] == figures["wgrad_input_scale_max_exponent"] == 0
 
 
 def totals_of_product(a, b, b_cast):

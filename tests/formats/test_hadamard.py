@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.hadamard import along_tokens, hadamard, pad, unpack_signs
 from mxtrain.rng.seeds import hadamard_signs, sign_mask
 
 INF, NAN = float("inf"), float("nan")
-ONES = (1,) * 16
+ONES, FIXED = (1,) * 16, (1,) * 32
 SIGNS = hadamard_signs(0, "layers.0.attention.wq")
 
 
@@ -18,30 +18,32 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torc
 
 
 def matrix(signs) -> torch.Tensor:
-    """H diag(signs) / 4 in fp64, built by Sylvester's recursion."""
+    """H diag(signs) / sqrt(n) in fp64, built by Sylvester's recursion."""
     h = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(4):
+    while len(h) < len(signs):
         h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), h)
-    return h * torch.tensor(signs) / 4
+    return h * torch.tensor(signs) / len(signs) ** 0.5
 
 
 def step_by_step(block, signs):
     """The order of operations in the module's docstring, one fp32 number at a time."""
-    y = [np.float32(value) * np.float32(sign / 16) for value, sign in zip(block, signs)]
-    for distance in (1, 2, 4, 8):
-        for i in range(16):
+    n = len(signs)
+    y = [np.float32(value) * np.float32(sign / n) for value, sign in zip(block, signs)]
+    for distance in (1, 2, 4, 8, 16)[: n.bit_length() - 1]:
+        for i in range(n):
             if not i & distance:
                 y[i], y[i + distance] = y[i] + y[i + distance], y[i] - y[i + distance]
-    return [value * np.float32(4) for value in y]
+    return [value * np.float32(n**0.5) for value in y]
 
 
+@pytest.mark.parametrize("signs", [SIGNS, FIXED], ids=len)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
-def test_every_block_is_multiplied_by_the_matrix(dim):
-    x = draw(32, 48, 16, dtype=torch.float64)
-    blocks = x.movedim(dim, -1).reshape(-1, 16)
-    want = (blocks @ matrix(SIGNS).t()).reshape(x.movedim(dim, -1).shape).movedim(-1, dim)
+def test_every_block_is_multiplied_by_the_matrix(dim, signs):
+    x = draw(64, 96, 32, dtype=torch.float64)
+    blocks = x.movedim(dim, -1).reshape(-1, len(signs))
+    want = (blocks @ matrix(signs).t()).reshape(x.movedim(dim, -1).shape).movedim(-1, dim)
     for dtype, error in ((torch.float64, 1e-15), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
-        got = hadamard(x.to(dtype), SIGNS, dim)
+        got = hadamard(x.to(dtype), signs, dim)
         assert got.shape == x.shape and got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * error)
 
@@ -52,13 +54,14 @@ def test_the_matrix_is_orthonormal():
     assert torch.equal(eye.t() @ eye, torch.eye(16))
 
 
+@pytest.mark.parametrize("signs", [SIGNS, FIXED], ids=len)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-148, 2.0**-126, 2.0**100])
-def test_the_order_of_operations_is_the_stated_one(scale):
-    x = draw(20, 16, seed=1)
-    x[::2] *= 2.0 ** torch.randint(-20, 20, (10, 16), generator=torch.Generator().manual_seed(2))
+def test_the_order_of_operations_is_the_stated_one(scale, signs):
+    x = draw(20, len(signs), seed=1)
+    x[::2] *= 2.0 ** torch.randint(-20, 20, (10, len(signs)), generator=torch.Generator().manual_seed(2))
     x = x * scale
-    want = torch.from_numpy(np.array([step_by_step(block.numpy(), SIGNS) for block in x]))
-    assert torch.equal(hadamard(x, SIGNS, 1).view(torch.int32), want.view(torch.int32))
+    want = torch.from_numpy(np.array([step_by_step(block.numpy(), signs) for block in x]))
+    assert torch.equal(hadamard(x, signs, 1).view(torch.int32), want.view(torch.int32))
 
 
 def test_the_matrix_is_torchaos():
@@ -99,6 +102,14 @@ def test_padding_tokens_leaves_products_unchanged(tokens):
     got = hadamard(padded, SIGNS, 0).t() @ hadamard(pad(x, 0), SIGNS, 0)
     torch.testing.assert_close(got, dy.t() @ x, rtol=0, atol=1e-14)
     assert pad(dy.t(), -1).shape == (4, padded.shape[0])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+def test_a_fixed_transform_of_tokens_without_signs(tokens):
+    x, dy = draw(tokens, 3, dtype=torch.float64), draw(tokens, 5, seed=1, dtype=torch.float64)
+    got = along_tokens(x, None)
+    assert torch.equal(got, hadamard(pad(x, 0, 32), FIXED, 0)) and len(got) == -(-tokens // 32) * 32
+    torch.testing.assert_close(along_tokens(dy, None).t() @ got, dy.t() @ x, rtol=0, atol=1e-13)
 
 
 def test_signs_as_a_tensor():

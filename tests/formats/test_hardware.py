@@ -3,11 +3,15 @@ import torch
 
 from mxtrain import ConfigError
 from mxtrain.formats import gemm, hardware
-from mxtrain.formats.hardware import MODES, describe_modes, resolve_mode
+from mxtrain.formats.hardware import MODES, describe_modes, operand_mode, resolve_mode
 from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mx.reference import from_blocked
-from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.mxfp8 import MXFP8, MXFP8_E5M2
 from mxtrain.formats.nvfp4 import reference as nvfp4
+from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.recipe import RECIPES
+from mxtrain.nn.split import WHOLE
+from mxtrain.nn.three_gemms import ThreeGEMMs
 
 
 @pytest.fixture
@@ -79,15 +83,16 @@ K = hardware.DEPTH
 @pytest.fixture
 def trial_on_the_cpu(monkeypatch):
     monkeypatch.setattr(hardware, "TRIAL_DEVICE", "cpu")
-    hardware.fault_of_native_products.cache_clear()
+    hardware.fault_of.cache_clear()
     yield
-    hardware.fault_of_native_products.cache_clear()
+    hardware.fault_of.cache_clear()
 
 
 def values(codes, scales, damage=lambda scales: scales):
     """What codes and scales in the blocked layout stand for; ``damage`` changes the scales before."""
-    if codes.dtype == torch.float8_e4m3fn:
-        return casts.dequantize(codes, damage(from_blocked(scales[0], codes.shape[0], K // 32)), MXFP8)
+    for fmt in (MXFP8, MXFP8_E5M2):
+        if codes.dtype == getattr(torch, fmt.element):
+            return casts.dequantize(codes, damage(from_blocked(scales[0], codes.shape[0], K // 32)), fmt)
     codes = codes.view(torch.uint8)
     return nvfp4.dequantize(codes, damage(from_blocked(scales[0], codes.shape[0], K // 16)), scales[1])
 
@@ -139,3 +144,29 @@ def test_products_that_fail_are_a_fault(first_line, monkeypatch):
     monkeypatch.setattr(gemm, "scaled_mm", scaled_mm)
     found = hardware.fault_of_native_products()
     assert found == f"a trial product in MXFP8 failed with RuntimeError: {first_line}"
+
+
+@pytest.mark.usefixtures("trial_on_the_cpu")
+@pytest.mark.parametrize("takes_both", [True, False])
+def test_e5m2_gradients_are_native_where_their_trial_product_is_right(takes_both, capability, monkeypatch):
+    """Otherwise both operands of their GEMMs are values; those of fprop stay codes."""
+
+    def scaled_mm(a, b, **kwargs):
+        if a.dtype != b.dtype and not takes_both:
+            raise ValueError("b must be float8_e5m2, too")
+        return tensor_cores()(a, b, **kwargs)
+
+    monkeypatch.setattr(gemm, "scaled_mm", scaled_mm)
+    capability(10, 0)
+    assert resolve_mode("native", "cuda") == "native" and hardware.fault_of_native_products() is None
+    reason = hardware.mode_reason("native", "cuda")
+    assert ("MX tensor cores found; MXFP8_E5M2 multiplies values (" in reason) != takes_both
+    recipe = get_recipe("fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2")
+    modes = [operand_mode(r, "native") for r in (recipe.fprop, recipe.dgrad, recipe.dgrad.of_gradients)]
+    assert modes == ["native", *["native" if takes_both else "emulated"] * 2]
+    assert operand_mode(RECIPES["mxfp4"], "native") == "emulated"
+    x = torch.randn(64, 64)
+    gemms = ThreeGEMMs(recipe.key, "native", WHOLE)
+    for_fprop, for_dgrad = map(gemms.quantize_weights([x], None).get, (1, 0))
+    of_backward = for_dgrad, *gemms.quantize_gradients([x], True, True, None, [None]), gemms.quantize_along_tokens(x)
+    assert for_fprop.scales is not None and {operand.scales is not None for operand in of_backward} == {takes_both}

@@ -6,8 +6,9 @@ import torch
 
 from mxtrain import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mxfp8 import MXFP8_E5M2
 from mxtrain.formats.parse import SWITCHES, get_recipe, get_recipes, switches_in_effect
-from mxtrain.formats.recipe import DEQUANTIZED, GEMMS, RECIPES, MixedRecipe
+from mxtrain.formats.recipe import DEQUANTIZED, FORMATS, GEMMS, RECIPES, MixedRecipe
 from mxtrain.launch import _REGISTERED, from_key
 
 
@@ -83,6 +84,22 @@ def test_a_backward_that_dequantizes_takes_the_place_of_formats():
     assert get_recipe("mxfp8", backward="quantized") == RECIPES["mxfp8"]
 
 
+def test_output_gradients_may_have_a_format_of_their_own():
+    spec = "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2"
+    recipe = get_recipe(spec, scale_rounding="floor")
+    own = recipe.dgrad.of_gradients
+    assert str(recipe) == "fprop=mxfp8/floor, dgrad=mxfp8_e5m2/floor, wgrad=mxfp8_e5m2/floor" and recipe.name == spec
+    assert (recipe.dgrad.format, own.format, own.scale_rounding) == (FORMATS["mxfp8"], MXFP8_E5M2, "floor")
+    assert recipe.fprop.of_gradients is recipe.fprop != recipe.dgrad == recipe.wgrad
+    assert get_recipe("fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=bf16").dgrad == RECIPES["mxfp8_e5m2"]
+
+
+def test_a_fixed_transform_needs_no_seeds():
+    recipe = get_recipe("mxfp4")
+    assert recipe.hadamard and not recipe.needs_seeds and get_recipe("nvfp4").needs_signs
+    assert str(recipe) == "mxfp4/rceil/hadamard" and str(get_recipe("mxfp4", hadamard=False)) == "mxfp4/rceil"
+
+
 def test_a_number_of_blocks_takes_the_place_of_a_share():
     recipe = get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=nvfp4", high_precision_last=4)
     assert (recipe.high_precision_share, recipe.high_precision_last) == (0, 4)
@@ -131,7 +148,10 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: get_recipe("mxfp9"), r"recipe = 'mxfp9' is not one of: 'mxfp8', 'mxfp8_2d', 'unquantized'"),
+        (
+            lambda: get_recipe("mxfp9"),
+            r"recipe = 'mxfp9' is not one of: 'mxfp8', 'mxfp8_2d', 'mxfp8_e5m2', 'unquantized'",
+        ),
         (
             lambda: get_recipe("mxfp8", scale_rounding="ceil"),
             r"scale_rounding = 'ceil' is not one of: 'rceil', 'rceil_0_18', 'floor'",
@@ -191,6 +211,18 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         (
             lambda: get_recipe("dequantized"),
             r"^recipe = 'dequantized' is not for fprop: write 'fprop=mxfp8, dgrad=dequantized, wgrad=dequantized'$",
+        ),
+        (
+            lambda: get_recipe("mxfp8_e5m2"),
+            r"^recipe = 'mxfp8_e5m2' is not for fprop: write 'fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2'$",
+        ),
+        (
+            lambda: get_recipe("fprop=mxfp8_e5m2, dgrad=mxfp8, wgrad=mxfp8"),
+            r"fprop = 'mxfp8_e5m2' is not for fprop: write 'fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2'$",
+        ),
+        (
+            lambda: dataclasses.replace(RECIPES["mxfp4"], gradient_format=MXFP8_E5M2),
+            r"^gradient_format = Format\('mxfp8_e5m2'\) is no format for gradients beside MXFP4: leave it unset$",
         ),
         (lambda: get_recipe(DEQUANTIZED), r"^recipe = 'dequantized' is not for fprop: write"),
         (lambda: get_recipe("fprop=dequantized"), r"^recipe = 'fprop=dequantized': fprop = 'dequantized' is not for"),

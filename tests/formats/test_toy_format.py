@@ -15,7 +15,7 @@ from mxtrain.formats.recipe import RECIPES
 from tests.support.forked import Forked
 
 TOY = Path(__file__).with_name("toy_format.py")
-NAME = "mxfp8_e5m2"
+NAME = "toy"
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def toy(monkeypatch):
 
 
 def values(x: torch.Tensor) -> torch.Tensor:
-    """x [R, C] in blocks of 32 along C, rounded to E5M2 with scales of 2^ceil(log2(amax / 57344))."""
-    blocks = x.double().unflatten(-1, (-1, 32))
+    """x [R, C] in blocks of 16 along C, rounded to E5M2 with scales of 2^ceil(log2(amax / 57344))."""
+    blocks = x.double().unflatten(-1, (-1, 16))
     scales = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True) / 57344)))
     return ((blocks / scales).float().to(torch.float8_e5m2).double() * scales).flatten(-2)
 
@@ -87,7 +87,7 @@ def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "toy_format", ModuleType("toy_format"))  # the fixture has registered the format
     for form, message in (
-        (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
+        (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4', 'mxfp4'"),
         ("mxfp8", f"its linears have {NAME} or high-precision weights"),
     ):
         assert cli.main(["export", "run", "exported", "--format", form]) == 2

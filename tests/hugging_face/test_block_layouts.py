@@ -40,6 +40,7 @@ RECIPES = {
     "mxfp8": get_recipe("mxfp8"),
     "mxfp8, floor": get_recipe("mxfp8", scale_rounding="floor"),
     "mxfp8, tiles": get_recipe("mxfp8_2d"),
+    "mxfp4": get_recipe("mxfp4"),
     "nvfp4": get_recipe("nvfp4"),
     "nvfp4, blocks": get_recipe("nvfp4", weight_tiles=False),
     "fprop alone": get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"),

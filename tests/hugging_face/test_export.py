@@ -85,7 +85,7 @@ class Run:
 
 
 @pytest.mark.parametrize("order", [None, torch.arange(2 * D - 1, -1, -1)])
-@pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
+@pytest.mark.parametrize("name", ("mxfp8", "mxfp4", "nvfp4"))
 def test_linears_become_their_operands_and_all_else_is_rounded(name, order):
     """Rows are put in order after the cast, whose tiles would have other scales otherwise."""
     run = Run({"": name}, orders={"layers.0.attention.wq.weight": order})
@@ -97,7 +97,7 @@ def test_linears_become_their_operands_and_all_else_is_rounded(name, order):
     assert config["ignore"] == ["lm_head"]
     for fqn in ("output.weight", "tok_embeddings.weight", "norm.weight", "layers.0.ffn_norm.weight"):
         assert torch.equal(tensors[run.names[fqn]], run.weights[fqn].bfloat16())
-    assert len(tensors) == len(NAMES) * {"mxfp8": 2, "nvfp4": 3}[name] + 5
+    assert len(tensors) == len(NAMES) * {"mxfp8": 2, "mxfp4": 2, "nvfp4": 3}[name] + 5
 
 
 @pytest.mark.parametrize("name", ("mxfp8", "nvfp4"))
@@ -160,10 +160,14 @@ def test_every_expert_has_codes_of_its_own_or_all_of_a_layer_are_values(name, is
 
 
 def test_tensors_and_config_are_as_vllm_declares_them():
-    """``weight`` and ``weight_scale`` of CompressedTensorsW8A8Mxfp8; three tensors of CompressedTensorsW4A4Fp4."""
+    """``weight`` and ``weight_scale`` of CompressedTensorsW8A8Mxfp8; three tensors of CompressedTensorsW4A4Fp4.
+
+    MXFP4's are those of MXFP4PackedCompressor.
+    """
     linear, groups = f"{LAYER}self_attn.o_proj", {}
     expected = {
         "mxfp8": {"weight": (torch.float8_e4m3fn, (2 * D, D)), "weight_scale": (torch.uint8, (2 * D, D // 32))},
+        "mxfp4": {"weight_packed": (torch.uint8, (2 * D, D // 2)), "weight_scale": (torch.uint8, (2 * D, D // 32))},
         "nvfp4": {
             "weight_packed": (torch.uint8, (2 * D, D // 2)),
             "weight_scale": (torch.float8_e4m3fn, (2 * D, D // 16)),
@@ -176,8 +180,9 @@ def test_tensors_and_config_are_as_vllm_declares_them():
         assert found == own
         (groups[name],) = config["config_groups"].values()
         assert config["quant_method"] == "compressed-tensors" and config["format"] == groups[name]["format"]
-    mxfp8, nvfp4 = (groups[name]["weights"] for name in expected)
-    assert (mxfp8["num_bits"], mxfp8["group_size"], nvfp4["num_bits"], nvfp4["group_size"]) == (8, 32, 4, 16)
+    mxfp8, mxfp4, nvfp4 = (groups[name]["weights"] for name in expected)
+    assert [(of["num_bits"], of["group_size"]) for of in (mxfp8, mxfp4, nvfp4)] == [(8, 32), (4, 32), (4, 16)]
+    assert mxfp4["strategy"] == "group" and groups["mxfp4"]["input_activations"] is None
     assert groups["mxfp8"]["input_activations"] == mxfp8 | {"dynamic": True}
     assert groups["nvfp4"]["input_activations"] is None
 

@@ -45,6 +45,8 @@ class Block(nn.Module):
         pytest.param("nvfp4_row", "emulated", True, marks=pytest.mark.sweep),
         ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", True),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
+        ("mxfp4", "emulated", False),
+        pytest.param("fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", "emulated", False, marks=pytest.mark.sweep),
         pytest.param(FOUR_OVER_SIX, "reference", False, marks=pytest.mark.sweep),
         ("unquantized", "emulated", False),
     ],
@@ -107,7 +109,7 @@ def test_compiled_consumers_share_casts(device):
         assert not any("norm_backward" in str(node.target) for node in graph.graph.nodes)
         casts = [node.args for node in graph.graph.nodes if node.target is torch.ops.mxtrain.cast.default]
         # (with a row factor, with a column factor, along rows, along columns)
-        graphs.append(Counter((a[2] is not None, a[3] is not None, *a[7:9]) for a in casts))
+        graphs.append(Counter((a[2] is not None, a[3] is not None, *a[8:10]) for a in casts))
         return make_boxed_func(graph)
 
     torch._dynamo.reset()

@@ -47,6 +47,7 @@ WITH_NVFP4 = [
     *(get_recipe(name, four_over_six="both", weight_tiles=False) for name in ("nvfp4", "nvfp4_row")),
     "fprop=nvfp4_row, dgrad=mxfp8, wgrad=bf16",
 ]
+MXFP4, E5M2 = "mxfp4", "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2"
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -118,6 +119,8 @@ CASES = [
     ("fprop=nvfp4, dgrad=dequantized, wgrad=dequantized", "reference", torch.bfloat16, "uneven"),
     ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", torch.bfloat16, "few"),
     ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", torch.float32, "few"),
+    *((recipe, "reference", torch.bfloat16, "few") for recipe in (MXFP4, E5M2)),
+    *(pytest.param(recipe, "emulated", torch.bfloat16, "few", marks=pytest.mark.sweep) for recipe in (MXFP4, E5M2)),
     # The interpreter takes half a minute; tests/formats/nvfp4/test_ops.py casts groups with it.
     *((r, "emulated", torch.bfloat16, "few") for r in ("nvfp4", "nvfp4_row") if torch.cuda.is_available()),
 ]

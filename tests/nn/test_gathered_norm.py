@@ -31,11 +31,13 @@ from tests.support.layer_checks import (
 
 BATCH, SEQUENCE, DIM, OUTPUTS = 2, 128, 128, 64
 ROWS, COLUMNS = "rows", "columns"
-MXFP8, NVFP4, FP32 = 1 + 1 / 32, 0.5 + 1 / 16, 4.0
+MXFP8, NVFP4, MXFP4, FP32 = 1 + 1 / 32, 0.5 + 1 / 16, 0.5 + 1 / 32, 4.0
 # Recipe -> bytes per element of what fprop and wgrad read.
 RECIPES = {
     "mxfp8": (MXFP8, MXFP8),
     "nvfp4": (NVFP4, NVFP4),
+    "mxfp4": (MXFP4, MXFP4),
+    "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2": (MXFP8, MXFP8),
     "nvfp4_dynamic": (NVFP4, NVFP4),
     "nvfp4_row": (NVFP4 + 4 / DIM, NVFP4),
     "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8": (NVFP4, MXFP8),

@@ -31,11 +31,15 @@ def normed_rows(mode: str, dtype: torch.dtype, recipe="mxfp8") -> tuple[NormedIn
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["reference", "emulated", "native"])
-def test_rows_have_the_values_and_the_gradient_of_rows_in_high_precision(mode, dtype):
-    normed, x = normed_rows(mode, dtype)
+@pytest.mark.parametrize(
+    ("recipe", "mode"),
+    [*(("mxfp8", mode) for mode in ("reference", "emulated", "native")), ("mxfp4", "reference"), ("mxfp4", "emulated")],
+)
+def test_rows_have_the_values_and_the_gradient_of_rows_in_high_precision(recipe, mode, dtype):
+    normed, x = normed_rows(mode, dtype, recipe)
     rows, want = normed[INDEX], normed._replace(sends_codes=False)[INDEX]
-    assert isinstance(rows, RoutedRows) and rows.packed.shape == (TOKENS, DIM + DIM // 32)
+    size = DIM // (2 if recipe == "mxfp4" else 1) + DIM // 32
+    assert isinstance(rows, RoutedRows) and rows.packed.shape == (TOKENS, size)
     values = rows.values()
     assert values.dtype == dtype and torch.equal(values[INDEX].nan_to_num(7), want.nan_to_num(7))
     assert want.isnan().any() and not want[:4].isnan().any()

@@ -18,6 +18,7 @@ from tests.support.casts import cast
 
 MXFP8, FLOOR, NVFP4 = get_recipe("mxfp8"), get_recipe("mxfp8", scale_rounding="floor"), get_recipe("nvfp4")
 TILES = get_recipe("mxfp8_2d")
+MXFP4, E5M2 = get_recipe("mxfp4"), get_recipe("fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2")
 PLAIN = get_recipe("nvfp4", weight_tiles=False, hadamard=False, stochastic_rounding=False)
 D, N = 48, 32
 
@@ -51,7 +52,8 @@ def all_operands(recipe, mode, tokens, dim, outputs, dtype=torch.float32):
     rho, gain = draw(tokens, seed=1).abs(), draw(dim, seed=3)
     layer = gemms(recipe, mode)
     for_dgrad, for_wgrad = layer.quantize_gradients([dy], True, True, signs(), [draws()])
-    normed = recipe.ops.normalize(x, RMSEstimate.for_recipe(recipe), recipe, mode)[0]
+    fprop = recipe.fprop
+    normed = fprop.ops.normalize(x, RMSEstimate.for_recipe(fprop), fprop, mode)[0]
     return {
         ("X", tokens, dim): layer.quantize_activation(x),
         ("norm", tokens, dim): normed,
@@ -101,6 +103,35 @@ def test_all_modes_hold_the_same_values(recipe, tokens, dim, outputs):
         used = emulated.data.shape[1]
         assert torch.equal(got[:, :used], reference.data), name
         assert not got[:, used:].any(), "zeros pad the last block"
+
+
+@pytest.mark.parametrize("recipe", [MXFP4, get_recipe("mxfp4", hadamard=False), E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_are_the_same_values_where_no_tensor_cores_take_the_codes(recipe, dtype):
+    """This machine's take none, so mode "native" has the operands of mode "emulated", but for MXFP8's fprop."""
+    of_mode = [all_operands(recipe, mode, 37, 64, 160, dtype) for mode in ("reference", "emulated", "native")]
+    for (name, rows, length), reference in of_mode[0].items():
+        emulated, native = (operands[name, rows, length] for operands in of_mode[1:])
+        padded = 64 if length == 37 and recipe.wgrad.hadamard else length
+        assert reference.data.shape == (rows, padded) and reference.data.dtype == torch.float32
+        assert torch.equal(emulated.data.float(), reference.data), name
+        if native.scales is None:
+            assert_same_operand(native, emulated)
+        else:
+            assert recipe is E5M2 and name in ("X", "norm", "W")
+
+
+@pytest.mark.parametrize("recipe", [MXFP4, get_recipe("mxfp4", hadamard=False), E5M2], ids=str)
+def test_errors_of_products_are_those_of_their_elements(recipe):
+    """With the transform, blocks of 32 tokens are mixed in both operands of wgrad, and their product stays."""
+    x, w, dy = draw(96, 64), draw(32, 64, seed=1), draw(96, 32, seed=2)
+    layer = gemms(recipe)
+    for_dgrad, for_wgrad = layer.quantize_gradients([dy], True, True, None, [None])
+    dw = layer.wgrad(for_wgrad, layer.quantize_along_tokens(x), torch.float32)
+    dx = layer.dgrad(for_dgrad, [w], torch.float32)
+    least, most = (0.02, 0.06) if recipe is E5M2 else (0.1, 0.25)
+    for got, want in ((dw, dy.t() @ x), (dx, dy @ w)):
+        assert least < (got - want).norm() / want.norm() < most
 
 
 @pytest.mark.parametrize(("name", "tiles"), [("nvfp4", False), ("nvfp4_row", True)])

@@ -30,6 +30,7 @@ from mxtrain.formats.nvfp4.norm import nvfp4_norm, nvfp4_rows
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
 from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.recipe import RECIPES
 from mxtrain.launch import launch as launching
 from mxtrain.launch.launch import Launch, as_sequence, implementations
 from mxtrain.nn.decompose_k.kernels import Plan, decompose_k_by_plan, kernel_plan, ranges
@@ -92,6 +93,10 @@ def cases(everything: bool) -> dict:
             add_norm(f"bf16 p={p} {estimator}", matrix(bf16, columns), form="image", p=p, estimator=estimator)
         add_norm("bf16 floor post_round", matrix(bf16), recipe=floor, estimator="post_round")
         add_norm("bf16 residual", matrix(bf16), residual=matrix(bf16))
+        add_cast("bf16 e5m2", matrix(bf16), recipe=RECIPES["mxfp8_e5m2"].of_gradients, dims=(1, 0), form="image")
+        for form in ("codes", "image"):
+            add_cast(f"bf16 e2m1 {form}", matrix(bf16), RECIPES["mxfp4"], (1, 0), form, hadamard=True)
+            add_norm(f"bf16 e2m1 {form}", matrix(bf16), RECIPES["mxfp4"], form)
     add_norm("bf16 floor", matrix(bf16), recipe=floor)
     add_norm("bf16 residual looped", matrix(bf16, LOOPED), form="blocked", residual=matrix(bf16, LOOPED))
     add_cast("bf16 floor", matrix(bf16), recipe=floor, dims=(1, 0), form="image")
@@ -99,7 +104,7 @@ def cases(everything: bool) -> dict:
     add_cast("bf16 column factor", matrix(bf16), dims=(1, 0), form="blocked", column_factor=vector(4096, bf16))
     add_cast("bf16 source", matrix(bf16), dims=(1, 0), form="image", source=vector(ROWS, torch.int64))
     found["cast fp32 to bf16 image"] = lambda: torch.ops.mxtrain.cast(
-        [matrix(torch.float32)], 0, None, None, None, True, 1, True, True, "e4m3", "rceil", "image"
+        [matrix(torch.float32)], 0, None, None, None, True, 1, False, True, True, "e4m3", "rceil", "image"
     )
     for form in ("blocked", "image"):
         found[f"cast joined {form}"] = lambda form=form: cast([matrix(bf16), matrix(bf16)], rceil, (1, 0), form, axis=1)
@@ -113,13 +118,13 @@ def cases(everything: bool) -> dict:
             *w.chunk(2, 1), True, True, "e4m3", "rceil", form
         )
         found[f"swiglu_backward_cast bf16 joined {form}"] = lambda form=form, x=x: swiglu_backward_cast(
-            x, x, x, True, True, True, True, "e4m3", "rceil", form
+            x, x, x, True, True, True, True, "e4m3", "e5m2", "rceil", form
         )
     x = matrix(bf16)
     found["swiglu_cast bf16 image"] = lambda x=x: swiglu_cast(x, x, True, False, "e4m3", "rceil", "image")
     for form in ("image", "blocked"):
         found[f"swiglu_backward_cast bf16 {form}"] = lambda form=form, x=x: swiglu_backward_cast(
-            x, x, x, True, True, True, False, "e4m3", "rceil", form
+            x, x, x, True, True, True, False, "e4m3", "e4m3", "rceil", form
         )
     for name, dtype in DTYPES.items():
         x, rho, gain = matrix(dtype), vector(ROWS), vector(4096, dtype)
@@ -151,7 +156,7 @@ def cases(everything: bool) -> dict:
     add_cast("one element", element, dims=(0,), column_factor=vector(1))
     add_cast("one element row factor", element, dims=(0,), row_factor=vector(1), column_factor=vector(1))
     found["swiglu_backward_cast one block"] = lambda: swiglu_backward_cast(
-        one, one, one, True, True, False, False, "e4m3", "rceil", "codes"
+        one, one, one, True, True, False, False, "e4m3", "e4m3", "rceil", "codes"
     )
     found["norm_backward one element"] = lambda: norm_backward(element, element, vector(1))
     add_row_norms(found, "one element", element, vector(1), vector(1))

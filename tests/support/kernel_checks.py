@@ -1,22 +1,26 @@
 """Shared by the kernel tests: inputs, and checks that call a kernel and compare its results with the reference."""
 
 import contextlib
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mxtrain.formats import mxnorm
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.hadamard import along_tokens
 from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.parse import get_recipe
-from mxtrain.formats.recipe import SCALE_ROUNDINGS
+from mxtrain.formats.recipe import RECIPES as NAMED
+from mxtrain.formats.recipe import SCALE_ROUNDINGS, Format, Recipe
 from mxtrain.launch.launch import INTERPRETED
 from mxtrain.norms.mxnorm_backward import fold_backward, norm_backward
 
 RECIPES = {rounding: get_recipe("mxfp8", scale_rounding=rounding) for rounding in SCALE_ROUNDINGS}
+OTHER_ELEMENTS = {"e5m2": NAMED["mxfp8_e5m2"].of_gradients, "e2m1": NAMED["mxfp4"]}
 DTYPES = [torch.float32, torch.bfloat16]
 SMALLEST_NORMAL = 2.0**-126
 
@@ -131,20 +135,20 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor, ignore: torch.Tensor
         raise AssertionError(f"{wrong.sum().item()} of {wrong.numel()} differ; the first at {at}: {numbers}")
 
 
-def assert_is_cast(got, x: torch.Tensor, rounding: str, form: str, dim: int = 1) -> None:
+def assert_is_cast(got, x: torch.Tensor, rounding: str, form: str, dim: int = 1, fmt: Format = MXFP8) -> None:
     """Require ``got`` = (data, scales) to be the reference's cast of x (fp32) along ``dim`` in this form."""
     data, scales = got
     padded = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % 32)).contiguous() if dim == 0 else x
-    codes, row_major = casts.cast(padded, MXFP8, rounding)
+    codes, row_major = casts.cast(padded, fmt, rounding)
     if form == "image":
         assert scales is None
-        want = casts.image(x, MXFP8, rounding, dim, torch.float32)
+        want = casts.image(x, fmt, rounding, dim, torch.float32)
         ignore = (want != 0) & (want.abs() < SMALLEST_NORMAL) if INTERPRETED else None
         assert_same_bits(data, want.bfloat16(), ignore=ignore)
         return
     assert_same_bits(scales, casts.to_blocked(row_major) if form == "blocked" else row_major)
-    # The sign of a NaN code differs by processor.
-    is_nan = (bits(row_major) == 255).repeat_interleave(32, 1)
+    # The sign of a NaN code differs by processor; four bits have no NaN.
+    is_nan = (bits(row_major) == 255).repeat_interleave(4 * fmt.element_bits, 1)
     assert_same_bits(data, codes, ignore=is_nan)
 
 
@@ -203,24 +207,36 @@ def careful_call(*inputs: torch.Tensor | None):
         assert now is None or torch.equal(bits(now), bits(before)), "an input was changed"
 
 
-def check_mxnorm_cast(x, rounding="rceil", form="codes", residual=None, **estimate) -> None:
+def check_mxnorm_cast(
+    x, rounding="rceil", form="codes", residual=None, recipe: Recipe = RECIPES["rceil"], **estimate
+) -> None:
     """Require rho within 2 ulp of the reference, and the exact cast for that rho."""
-    estimate = rms_estimate(**estimate)
+    estimate, recipe = rms_estimate(**estimate), replace(recipe, scale_rounding=rounding)
     with careful_call(x, residual):
-        data, scales, rho, total, _ = mxnorm_cast(x, estimate, RECIPES[rounding], form, residual)
+        data, scales, rho, total, _ = mxnorm_cast(x, estimate, recipe, form, residual)
     if residual is None:
         assert total is None
     else:
         assert_is_sum(total, x, residual)
         x = total
-    assert_within_ulps(rho, mxnorm.inverse_rms(x, estimate, RECIPES[rounding]), 2)
-    assert_is_cast((data, scales), mxnorm.scale_rows(x, rho), rounding, form)
+    assert_within_ulps(rho, mxnorm.inverse_rms(x, estimate, recipe), 2)
+    assert_is_cast((data, scales), mxnorm.scale_rows(x, rho), rounding, form, fmt=recipe.format)
 
 
-def check_cast(x, rounding="rceil", form="codes", dims=(1,), row_factor=None, column_factor=None) -> None:
+def check_cast(
+    x,
+    rounding="rceil",
+    form="codes",
+    dims=(1,),
+    row_factor=None,
+    column_factor=None,
+    recipe: Recipe = RECIPES["rceil"],
+    transform=False,
+) -> None:
     """Require the reference's bits."""
+    recipe = replace(recipe, scale_rounding=rounding)
     with careful_call(x, row_factor, column_factor):
-        results = cast(x, RECIPES[rounding], dims, form, row_factor, column_factor)
+        results = cast(x, recipe, dims, form, row_factor, column_factor, hadamard=transform)
     product = x.float()
     if row_factor is not None:
         product = product * row_factor[:, None]
@@ -228,7 +244,8 @@ def check_cast(x, rounding="rceil", form="codes", dims=(1,), row_factor=None, co
         product = product * column_factor
     assert results.keys() == {*dims}
     for dim, result in results.items():
-        assert_is_cast(result, product, rounding, form, dim)
+        values = along_tokens(product, None) if transform and dim == 0 else product
+        assert_is_cast(result, values, rounding, form, dim, recipe.format)
 
 
 def assert_is_norm_backward(dx, g, x, rho) -> None:

@@ -65,6 +65,10 @@ RECIPES = {
     "fused_norm": ["--model.converters=fused_norm"],
     "nvfp4": ["--mxnorm.recipe=nvfp4", NEAREST],
     "dequantized": ["--mxnorm.recipe=nvfp4", "--mxnorm.backward=dequantized"],
+    "e2m1 and e5m2": [
+        "--mxnorm.recipe=mxfp4",
+        *("--mxnorm.recipes", "layers.0", "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2"),
+    ],
     "mixed": ["--mxnorm.recipe=fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", NEAREST],
     "muon": ["--model.converters=", "--optimizer.name=Muon"],
 }

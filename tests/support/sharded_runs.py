@@ -30,6 +30,7 @@ FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
     "ddp 4, compiled, full, mxfp8_2d": [*layout(replicate=4), *COMPILED, FULL, *RECIPES["mxfp8_2d"]],
+    "fsdp 4, compiled, e2m1 and e5m2": [*layout(shard=4), *COMPILED, *RECIPES["e2m1 and e5m2"]],
     "ddp 4, dequantized": [*layout(replicate=4), *RECIPES["dequantized"]],
     "cp 2 x hsdp 2 x 1, unquantized": [*layout(replicate=2, context=2), *RECIPES["unquantized"]],
     "cp 2 x fsdp 2, selective, nvfp4": [*layout(shard=2, context=2), SELECTIVE, *RECIPES["nvfp4"]],

@@ -27,6 +27,8 @@ LENGTHS = {"high_precision": SEQUENCE, "quantized": 64}
 RECIPES = [
     "mxfp8",
     "mxfp8_2d",
+    "mxfp4",
+    "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2",
     get_recipe("nvfp4", stochastic_rounding=False),
     get_recipe("nvfp4_dynamic", stochastic_rounding=False),
     get_recipe("nvfp4_row", stochastic_rounding=False),

@@ -21,11 +21,21 @@ def nvfp4_values(tensors: dict[str, torch.Tensor], linear: str) -> torch.Tensor:
     assert (packed.dtype, scales.dtype, divisor.dtype) == (torch.uint8, torch.float8_e4m3fn, torch.float32)
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     assert scales.shape == (rows, columns // 16) and divisor.shape == (1,)
+    return (_elements(packed) * scales.double().repeat_interleave(16, 1) / divisor.double()).float()
+
+
+def mxfp4_values(tensors: dict[str, torch.Tensor], linear: str) -> torch.Tensor:
+    """[N, D] in fp32 from the tensors of one linear in compressed-tensors' "mxfp4-pack-quantized"."""
+    packed, exponents = tensors[f"{linear}.weight_packed"], tensors[f"{linear}.weight_scale"]
+    assert (packed.dtype, exponents.dtype) == (torch.uint8, torch.uint8)
+    scales = torch.exp2(exponents.double() - 127).repeat_interleave(32, 1)
+    assert scales.shape == (packed.shape[0], 2 * packed.shape[1])
+    return (_elements(packed) * scales).float()
+
+
+def _elements(packed: torch.Tensor) -> torch.Tensor:
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.float64)
-    elements = torch.empty(rows, columns, dtype=torch.float64)
-    elements[:, 0::2] = table[(packed % 16).long()]
-    elements[:, 1::2] = table[(packed // 16).long()]
-    return (elements * scales.double().repeat_interleave(16, 1) / divisor.double()).float()
+    return torch.stack([table[(packed % 16).long()], table[(packed // 16).long()]], 2).flatten(1)
 
 
-VALUES = {"mxfp8": mxfp8_values, "nvfp4": nvfp4_values}
+VALUES = {"mxfp8": mxfp8_values, "mxfp4": mxfp4_values, "nvfp4": nvfp4_values}

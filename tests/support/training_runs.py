@@ -112,6 +112,8 @@ def one_process(base: Path) -> dict[str, "Outcome"]:
             "exact": ["--mxnorm.estimator=exact", steps(3)],
             "post_round": ["--mxnorm.estimator=post_round", steps(3)],
             "mx_linear": ["--model.converters=mx_linear", steps(3)],
+            "mxfp4": ["--mxnorm.recipe=mxfp4", steps(3)],
+            "e5m2": ["--mxnorm.recipe=fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", steps(3)],
             "mixed": [f"--mxnorm.recipe={MIXED_RECIPE}", *mixed, *SAVE_HALF_WAY],
             "bf16": [BF16],
             "fused": [FUSED, steps(1)],

@@ -20,7 +20,7 @@ from mxtrain.titan.train import train
 from tests.support.training_runs import CONFIG, MIXED_RECIPE, MIXED_RECIPES, Outcome
 
 LEARNERS = ["mxnorm", "mixed", "bf16", "nvfp4", "deepseek_v3", "qwen3"]
-SHORT = ["exact", "post_round", "mx_linear", "p1", *(["llama4"] if RELEASE == "v02" else [])]
+SHORT = ["exact", "post_round", "mx_linear", "mxfp4", "e5m2", "p1", *(["llama4"] if RELEASE == "v02" else [])]
 
 
 def test_every_variant_learns_and_each_computes_something_else(one):

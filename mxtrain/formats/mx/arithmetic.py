@@ -3,15 +3,15 @@
 Every function returns the bits of ``mxtrain.formats.mx.reference``, special values included, so a kernel that
 multiplies, reduces and casts in one pass returns what separate PyTorch operations would.
 
-ELEMENT is the kind of elements, a key of ``STORAGE``: "e4m3" has 4 bits of exponent and 3 of mantissa. ROUNDING is the
-recipe's ``scale_rounding``.
+ELEMENT is the kind of elements, a key of ``STORAGE``: "e4m3" has 4 bits of exponent and 3 of mantissa. Codes of "e2m1"
+have 4 bits and no NaN; the scale of a block says that it has one. ROUNDING is the recipe's ``scale_rounding``.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import Storage, magnitude_bits
+from mxtrain.formats.cast_kernels import Storage, magnitude_bits, rounded_product
 from mxtrain.formats.recipe import Format
 from mxtrain.launch.launch import INTERPRETED
 
@@ -23,7 +23,12 @@ def element_of(fmt: Format) -> str:
     return fmt.element.partition("_")[2][:4]
 
 
-STORAGE = {"e4m3": Storage(BLOCK, torch.float8_e4m3fn, 1, torch.float8_e8m0fnu)}
+STORAGE = {
+    "e4m3": Storage(BLOCK, torch.float8_e4m3fn, 1, torch.float8_e8m0fnu),
+    "e5m2": Storage(BLOCK, torch.float8_e5m2, 1, torch.float8_e8m0fnu),
+    "e2m1": Storage(BLOCK, torch.uint8, 2, torch.float8_e8m0fnu),
+}
+_SQRT_32 = tl.constexpr(32**0.5)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # To divide a tensor by a number, PyTorch multiplies by the fp32 reciprocal on CUDA, and divides on a CPU. The quotients
 # sometimes differ in the last place, which changes about one scale in a million under "rceil_0_18".
@@ -33,7 +38,7 @@ _ON_CPU = tl.constexpr(INTERPRETED)
 @triton.constexpr_function
 def largest(ELEMENT):
     """The largest element."""
-    return {"e4m3": 448.0}[ELEMENT]
+    return {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}[ELEMENT]
 
 
 @triton.constexpr_function
@@ -52,6 +57,12 @@ def smallest_exponent(ELEMENT):
 def mantissa_bits(ELEMENT):
     """Width of an element's mantissa."""
     return int(ELEMENT[3])
+
+
+@triton.constexpr_function
+def code_bits(ELEMENT):
+    """Width of a code."""
+    return 1 + int(ELEMENT[1]) + int(ELEMENT[3])
 
 
 @triton.constexpr_function
@@ -129,45 +140,75 @@ def rounded_amax(amax, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def round_to_element(y, ELEMENT: tl.constexpr):
-    """Nearest element to y (fp32) on any device: ties to even, saturated, NaN stays NaN.
+    """Nearest element to y (fp32) on any device: ties to even, saturated. NaN stays NaN, and becomes 6 for "e2m1".
 
     Adding a number whose last place is the elements' step at y rounds to that step; subtracting it leaves rounded y.
     """
-    magnitude = magnitude_bits(y)
-    size = magnitude.to(tl.float32, bitcast=True)
-    size = tl.where(size > largest(ELEMENT), largest(ELEMENT), size)
+    size = tl.minimum(tl.abs(y), largest(ELEMENT))
     # Below the smallest normal element the step stays the same.
-    exponent = tl.maximum(magnitude >> 23, 127 + smallest_exponent(ELEMENT))
-    exponent = tl.minimum(exponent, 127 + largest_exponent(ELEMENT))
-    magic = ((exponent + (23 - mantissa_bits(ELEMENT))) << 23).to(tl.float32, bitcast=True)
-    rounded = ((size + magic) - magic).to(tl.int32, bitcast=True)
+    power = tl.maximum(size, 2.0 ** smallest_exponent(ELEMENT)).to(tl.int32, bitcast=True) & 0x7F800000
+    power = power.to(tl.float32, bitcast=True)
+    places: tl.constexpr = 2.0 ** (23 - mantissa_bits(ELEMENT))
+    rounded = tl.fma(power, -places, tl.fma(power, places, size)).to(tl.int32, bitcast=True)
     sign = y.to(tl.int32, bitcast=True) & -2147483648
-    return (rounded | sign).to(tl.float32, bitcast=True)
+    value = (rounded | sign).to(tl.float32, bitcast=True)
+    if code_bits(ELEMENT) == 8:
+        value = tl.where(y != y, y, value)
+    return value
 
 
 @triton.jit
 def _by_hardware(y, ELEMENT: tl.constexpr):
-    if ELEMENT == "e4m3":
+    if ELEMENT == "e5m2":
+        return y.to(tl.float8e5)
+    else:
         return y.to(tl.float8e4nv)
 
 
 @triton.jit
 def element_codes(y, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Codes of 8 bits (uint8) of y (fp32), rounded to nearest even and saturated. HARDWARE: use a GPU's instruction."""
-    if HARDWARE:
+    """Codes (uint8) of y (fp32), rounded to nearest even and saturated. HARDWARE: for 8 bits by a GPU's instruction."""
+    if HARDWARE and code_bits(ELEMENT) == 8:
         return _by_hardware(y, ELEMENT).to(tl.uint8, bitcast=True)
     value = round_to_element(y, ELEMENT)
     # The smallest normal element becomes fp32's, 2^-126, so that exponents have the elements' bias.
     bits = (value * 2.0 ** (-126 - smallest_exponent(ELEMENT))).to(tl.int32, bitcast=True)
-    code = ((bits >> (23 - mantissa_bits(ELEMENT))) & 0x7F) | ((bits >> 24) & 0x80)
-    return tl.where(value != value, 0x7F, code).to(tl.uint8)
+    sign: tl.constexpr = 1 << (code_bits(ELEMENT) - 1)
+    code = ((bits >> (23 - mantissa_bits(ELEMENT))) & (sign - 1)) | ((bits >> (32 - code_bits(ELEMENT))) & sign)
+    return tl.where(value != value, sign - 1, code).to(tl.uint8)
+
+
+@triton.jit
+def store_codes(ptr, offsets, codes, mask, ELEMENT: tl.constexpr):
+    """Store codes at these offsets of elements, two codes of 4 bits in a byte."""
+    if code_bits(ELEMENT) == 4:
+        pairs: tl.constexpr = (codes.numel // 2, 2)
+        low, high = tl.split(tl.reshape(codes, pairs))
+        mask, _ = tl.split(tl.reshape(tl.broadcast_to(mask, codes.shape), pairs))
+        offsets, _ = tl.split(tl.reshape(offsets, pairs))
+        codes, offsets = low | (high << 4), offsets // 2
+    tl.store(ptr + offsets, codes, mask=mask)
 
 
 @triton.jit
 def element_image(y, scale, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     """y (fp32), rounded to the nearest element, times the block's scale, exact in bf16. HARDWARE: as above."""
-    if HARDWARE:
+    if HARDWARE and code_bits(ELEMENT) == 8:
         value = _by_hardware(y, ELEMENT).to(tl.float32)
     else:
         value = round_to_element(y, ELEMENT)
+    if code_bits(ELEMENT) == 4:
+        scale = tl.where(scale == float("inf"), float("nan"), scale)
     return (value * scale).to(tl.bfloat16)
+
+
+@triton.jit
+def hadamard(x):
+    """Fixed Hadamard transform of 32 rows, x [R, 32, C] (fp32), by the operations of ``mxtrain.formats.hadamard``."""
+    shape: tl.constexpr = x.shape
+    x = rounded_product(x, 1.0 / 32)
+    for level in tl.static_range(5):
+        x = tl.reshape(x, (shape[0] * (16 >> level), 2, shape[2] << level))
+        lower, upper = tl.split(tl.permute(x, (0, 2, 1)))
+        x = tl.permute(tl.join(lower + upper, lower - upper), (0, 2, 1))
+    return tl.reshape(x, shape) * _SQRT_32

@@ -2,7 +2,7 @@
 
 Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
 W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
-``mxtrain.compile.kernel_inputs`` uses.
+``mxtrain.compile.kernel_inputs`` uses. A fixed Hadamard transform of each block can come before the cast along columns.
 
 Several matrices can be cast into one operand: each is read and written once, and nothing is copied. Weights that share
 their input lie one below the other, and their output gradients side by side. The operand has the bits of a cast of the
@@ -13,7 +13,7 @@ The rows of a matrix can be read in another order, with rows of zeros in between
 Weights can be cast in tiles of 32 x 32 that share a scale. Both casts then have the same values, and one image serves
 both.
 
-Bytes per element: 2 or 4 read; 1 + 1/32 (codes and scales) or 2 (image) written for each of the two casts. The image
+Bytes per element: 2 or 4 read; for each cast 1 + 1/32 or 1/2 + 1/32 (codes and scales) or 2 (image) written. The image
 of tiles is written once: 2 + 2 or 4 + 2 in the place of 2 + 4 or 4 + 4.
 """
 
@@ -36,16 +36,19 @@ from mxtrain.formats.cast_kernels import (
     tile_start,
 )
 from mxtrain.formats.mx.arithmetic import (
+    BLOCK,
     STORAGE,
     element_codes,
     element_image,
     element_of,
+    hadamard,
     inverse_scale,
     scale_code,
     scale_value,
+    store_codes,
 )
 from mxtrain.formats.recipe import Recipe
-from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op, round_up
 
 
 @triton.jit
@@ -71,7 +74,8 @@ def cast_along_rows(
         image = element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
     else:
-        tl.store(data_ptr + offsets, tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS)), mask=mask)
+        codes = tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS))
+        store_codes(data_ptr, offsets, codes, mask, ELEMENT)
         block = (column // 32 + tl.arange(0, COLUMNS // 32))[None, :]
         scale_offsets = scale_offset(row[:, None], block, columns // 32, FORM)
         scale_mask = (row < end_row)[:, None] & (block < end_column // 32)
@@ -82,7 +86,7 @@ def cast_along_rows(
 def cast_along_columns(
     x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False, HADAMARD: tl.constexpr = False,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
 
@@ -90,6 +94,10 @@ def cast_along_columns(
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
+    if HADAMARD:
+        x = hadamard(x)
+        # The transform gives values to the padding of the last block.
+        mask = (row < (end_row + 31) // 32 * 32)[:, None] & (column + tl.arange(0, COLUMNS) < end_column)[None, :]
     amax = block_amax(x, 1)
     if TILES:
         of_tiles = block_amax(tl.reshape(amax, (COLUMNS // 32, 32)), 1)[:, None]
@@ -106,7 +114,7 @@ def cast_along_columns(
         blocks, end_block = (rows + 31) // 32, (end_row + 31) // 32
         out_column = row[None, :]
         out_mask = (out_row < end_column) & (out_column < end_block * 32)
-        tl.store(data_ptr + out_row * (blocks * 32) + out_column, codes, mask=out_mask)
+        store_codes(data_ptr, out_row * (blocks * 32) + out_column, codes, out_mask, ELEMENT)
         block = (first_row // 32 + tl.arange(0, ROWS // 32))[None, :]
         scale_offsets = scale_offset(out_row, block, blocks, FORM)
         scale_mask = (out_row < end_column) & (block < end_block)
@@ -119,7 +127,7 @@ def _cast_kernel(
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
     rows_before, columns_before, expert_rows, all_expert_rows, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr,
+    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, HADAMARD: tl.constexpr, FORM: tl.constexpr,
     ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
@@ -158,18 +166,18 @@ def _cast_kernel(
     if ALONG_COLUMNS:
         cast_along_columns(
             x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES, HADAMARD,
         )  # fmt: skip
 
 
-def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool) -> tuple[int, int, int]:
+def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, hadamard: bool) -> tuple[int, int, int]:
     """Return (rows, columns, warps) per program, the fastest measured."""
     if tiles and form == "image":
         # One warp holds whole tiles, so their maxima do not pass between warps.
         return 32, 64, 1
     if not along_columns:
         return 32, 128, 4
-    if form == "image":
+    if form == "image" or hadamard:
         return (32, 64, 2) if along_rows else (32, 128, 2)
     # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
     return 32, 128, 1
@@ -195,6 +203,7 @@ def _launches(
     source: torch.Tensor | None,
     to_bf16: bool,
     experts: int,
+    hadamard: bool,
     along_rows: bool,
     along_columns: bool,
     element: str,
@@ -211,8 +220,10 @@ def _launches(
     whole[axis] = sum(part.shape[axis] for part in parts)
     if source is not None:
         whole[0] = source.shape[0]
-    by_row, by_column = results_for(*whole, along_rows, along_columns, element, form, parts[0].device)
-    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form, tiles)
+    of, rows = (element, form, parts[0].device), round_up(whole[0], BLOCK) if hadamard else whole[0]
+    by_row, _ = results_for(*whole, along_rows, False, *of)
+    _, by_column = results_for(rows, whole[1], False, along_columns, *of)
+    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form, tiles, hadamard)
     launches, before = [], [0, 0]
     for x in parts:
         rows, columns = x.shape if source is None else whole
@@ -226,8 +237,8 @@ def _launches(
             dict(
                 ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
                 COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
-                TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, FORM=form,
-                ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x), ROWS=rows_at_once,
+                TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, HADAMARD=hadamard,
+                FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x), ROWS=rows_at_once,
                 COLUMNS=columns_at_once, TILES=tiles, num_warps=warps,
             ),
         )  # fmt: skip
@@ -239,7 +250,8 @@ def _launches(
 
 CAST = register_op(
     "cast(Tensor[] parts, int axis, Tensor? row_factor, Tensor? column_factor, Tensor? source, bool to_bf16,"
-    " int experts, bool along_rows, bool along_columns, str element, str scale_rounding, str form) -> Tensor[]",
+    " int experts, bool hadamard, bool along_rows, bool along_columns, str element, str scale_rounding, str form)"
+    " -> Tensor[]",
     _launches,
 )
 
@@ -255,7 +267,7 @@ def _tile_launches(
     form: str,
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     settings = along_rows, along_columns, element, scale_rounding, form
-    return _launches(parts, 0, None, gain, None, False, experts, *settings, tiles=True)
+    return _launches(parts, 0, None, gain, None, False, experts, False, *settings, tiles=True)
 
 
 CAST_TILES = register_op(
@@ -275,6 +287,7 @@ def cast(
     axis: int = 0,
     source: torch.Tensor | None = None,
     experts: int = 1,
+    hadamard: bool = False,
 ) -> dict[int, Cast]:
     """Return the casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
 
@@ -284,9 +297,9 @@ def cast(
             ``axis``: the results are those of ``torch.cat(x, axis)``, which is never stored. One launch for each.
         recipe: of an MX format.
         dims: (1,), (0,) or (1, 0).
-        form: "codes": float8_e4m3fn codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple
-            of 32] along dimension 0) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales flat in the
-            128x4 layout; "image": the bf16 values [R, C] that codes and scales stand for, not transposed.
+        form: "codes": codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple of 32] along
+            dimension 0; of 4 bits, half as wide) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales
+            flat in the 128x4 layout; "image": the bf16 values [R, C] of codes and scales, not transposed.
         row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32. For a single matrix only.
         column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
         axis: 0 for matrices one below the other, 1 for matrices side by side.
@@ -294,6 +307,7 @@ def cast(
             where source[i] is negative. For a single matrix without row_factor.
         experts: every matrix is so many stacked experts of equal height, each of whole blocks. Matrices one below the
             other are then joined expert by expert.
+        hadamard: transform X along dimension 0 before the cast along it. That image has R rounded up as well.
 
     Returns:
         (data, scales) for each dimension; scales is None for an image.
@@ -301,7 +315,7 @@ def cast(
     parts = contiguous(*([x] if isinstance(x, torch.Tensor) else x))
     factors = contiguous(row_factor, column_factor)
     settings = 1 in dims, 0 in dims, element_of(recipe.format), recipe.scale_rounding, form
-    results = CAST(parts, axis, *factors, source, False, experts, *settings)
+    results = CAST(parts, axis, *factors, source, False, experts, hadamard, *settings)
     return by_dim(results, dims, form)
 
 

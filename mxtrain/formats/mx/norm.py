@@ -16,6 +16,7 @@ from mxtrain.formats.mx.arithmetic import (
     rounded_amax,
     scale_code,
     scale_value,
+    store_codes,
 )
 from mxtrain.formats.norm_kernel import (
     MXNormCast,
@@ -53,7 +54,7 @@ def _store(
     if FORM == "image":
         tl.store(data_ptr + offsets, element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE), mask=mask)
     else:
-        tl.store(data_ptr + offsets, element_codes(y, ELEMENT, HARDWARE), mask=mask)
+        store_codes(data_ptr, offsets, element_codes(y, ELEMENT, HARDWARE), mask, ELEMENT)
         scale_offsets = scale_offset(row[:, None], block[None, :], blocks, FORM)
         tl.store(scales_ptr + scale_offsets, code.to(tl.uint8), mask=block_mask)
 
@@ -95,8 +96,8 @@ def mxnorm_cast(
         x: bf16 or fp32 [T, D], D a multiple of 32 and at most 65536.
         estimate: how the RMS is estimated, over blocks of 32.
         recipe: of an MX format.
-        form: "codes" (float8_e4m3fn [T, D] and float8_e8m0fnu [T, D / 32]), "blocked" (the same codes, scales flat in
-            the 128x4 layout, padding zero) or "image" (the bf16 values [T, D] that codes and scales stand for).
+        form: "codes" ([T, D], or [T, D / 2] of 4 bits, and float8_e8m0fnu [T, D / 32]), "blocked" (the same codes,
+            scales flat in the 128x4 layout, padding zero) or "image" (the bf16 values [T, D] of codes and scales).
         residual: bf16 or fp32 [T, D], added to x first; the sum is rounded to the dtype of x.
 
     Raises:

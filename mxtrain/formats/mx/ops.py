@@ -1,6 +1,6 @@
 """Casts to MX formats, by kernel or in PyTorch."""
 
-from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
+from mxtrain.formats.hardware import HAS_TRITON, operand_mode, runs_kernels
 from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
 from mxtrain.formats.mx.reference import MXOps
 from mxtrain.formats.ops import Fusions
@@ -21,12 +21,13 @@ class MXKernelOps(MXOps):
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
         if not runs_kernels(mode, parts[0].device.type):
             return super().cast(parts, recipe, mode, dims, spec)
-        form = "codes" if spec.as_codes else KERNEL_FORM[mode]
+        form = "codes" if spec.as_codes else KERNEL_FORM[operand_mode(recipe, mode)]
         if recipe.has_tiles(spec.role):
             results = kernels.cast_tiles(parts, recipe, dims, form, spec.column_factor, spec.experts)
         else:
-            factors = spec.row_factor, spec.column_factor
-            results = kernels.cast(parts, recipe, dims, form, *factors, spec.axis, spec.source, spec.experts)
+            factors, hadamard = (spec.row_factor, spec.column_factor), 0 in dims and spec.is_transformed(recipe)
+            others = spec.axis, spec.source, spec.experts, hadamard
+            results = kernels.cast(parts, recipe, dims, form, *factors, *others)
         if spec.as_codes:
             return {dim: Codes(*result) for dim, result in results.items()}
         # The kernel transposes codes because the tensor cores need that. Images only need a transposed view.
@@ -38,5 +39,6 @@ class MXKernelOps(MXOps):
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         if not runs_kernels(mode, x.device.type):
             return super().normalize(x, estimate, recipe, mode, group, as_codes)
-        result = mxnorm_cast(x, estimate, recipe, "codes" if as_codes else KERNEL_FORM[mode])
+        form = "codes" if as_codes else KERNEL_FORM[operand_mode(recipe, mode)]
+        result = mxnorm_cast(x, estimate, recipe, form)
         return (Codes if as_codes else Operand)(result.data, result.scales), result.rho

@@ -14,7 +14,9 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import ScalingType
 
+from mxtrain.formats.e2m1 import decode, encode, pack
 from mxtrain.formats.gemm import product_of_codes
+from mxtrain.formats.hardware import operand_mode
 from mxtrain.formats.matrices import Codes, Operand, at_least_fp32, image_dtype, split_blocks, tile_amax
 from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.ops import FormatOps
@@ -66,7 +68,9 @@ def _inverse_scales(codes: torch.Tensor, scale_rounding: str) -> torch.Tensor:
 
 
 def _encode(y: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the codes of y (fp32), rounded to nearest even and saturated. NaN stays NaN."""
+    """Return the codes of y (fp32), rounded to nearest even and saturated. In 8 bits NaN stays NaN; 4 are packed."""
+    if fmt.element_bits == 4:
+        return pack(encode(y))
     # Not every PyTorch saturates in the conversion.
     return y.clamp(-fmt.element_max, fmt.element_max).to(getattr(torch, fmt.element))
 
@@ -86,29 +90,31 @@ def cast(
             transpose of a matrix then has the same values, and its codes are the transposed ones.
 
     Returns:
-        codes: the format's dtype, shape of ``x``.
+        codes: the format's dtype, shape of ``x``. Of 4 bits: uint8 [..., D / 2], two a byte, the first in the low half.
         scales: float8_e8m0fnu, [..., D / block_size].
     """
     x, block_size = x.contiguous(), block_size or fmt.block_size
     amax = block_amax(x, block_size)
     scales = scale_codes(tile_amax(amax, block_size, -2) if tiles else amax, fmt, scale_rounding)
     y = at_least_fp32(split_blocks(x, block_size)) * _inverse_scales(scales, scale_rounding).unsqueeze(-1)
-    return _encode(y, fmt).view(x.shape), scales.to(torch.uint8).view(torch.float8_e8m0fnu)
+    return _encode(y.reshape(x.shape), fmt), scales.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return the values of ``codes`` [..., D] with ``scales`` [..., D / block_size], shape of ``codes``.
+    """Return the values [..., D] of codes and scales from ``cast``.
 
-    An 8-bit code times a power of two is exact in bf16 and fp32, except below their smallest normal numbers.
+    A code times a power of two is exact in bf16 and fp32, except below their smallest normal numbers.
     """
-    blocks = split_blocks(_values(codes), fmt.block_size)
+    blocks = split_blocks(_values(codes, fmt), fmt.block_size)
     return (blocks * scale_values(scales.view(torch.uint8).int()).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def _values(codes: torch.Tensor) -> torch.Tensor:
-    """Return the values of 8-bit codes without their scales, fp32."""
+def _values(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the values of codes without their scales, fp32."""
+    if fmt.element_bits == 4:
+        return decode(codes.view(torch.uint8))
     if codes.device.type != "cpu":
         return codes.to(torch.float32)
     # On a CPU a table takes 0.5 ms for 1024 x 768 codes, PyTorch's conversion 2.4, half of the whole cast.
@@ -155,7 +161,7 @@ class MXOps(FormatOps):
         return Codes(*cast(x, self.format, recipe.scale_rounding, tiles=recipe.has_tiles(role)))
 
     def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int, role: str) -> Operand:
-        if mode == "native" and self.format.is_native:
+        if operand_mode(recipe, mode) == "native":
             if dim == 0:
                 # The tensor cores take both operands with the reduction axis contiguous, in whole blocks.
                 x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % self.format.block_size))
@@ -167,7 +173,7 @@ class MXOps(FormatOps):
         return dequantize(codes.data, codes.scales, self.format, dtype)
 
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
-        if mode == "native" and self.format.is_native:
+        if mode == "native":
             return Operand(codes.data, to_blocked(codes.scales))
         return super().from_codes(codes, mode, dim)
 
@@ -190,4 +196,5 @@ class MXOps(FormatOps):
 
     def stored(self, linear: str, codes: Codes) -> dict[str, torch.Tensor]:
         # E8M0 in the bytes of uint8: safetensors of older releases have no such dtype, and vLLM expects uint8.
-        return {f"{linear}.weight": codes.data, f"{linear}.weight_scale": codes.scales.view(torch.uint8)}
+        name = "weight" if self.format.element_bits == 8 else "weight_packed"
+        return {f"{linear}.{name}": codes.data, f"{linear}.weight_scale": codes.scales.view(torch.uint8)}

@@ -106,8 +106,8 @@ def _swiglu_backward_cast_kernel(
     dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
-    FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    H_ELEMENT: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -137,7 +137,7 @@ def _swiglu_backward_cast_kernel(
         up = _load(up_ptr, up_stride, row, across, mask)
         _store_casts(
             swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
-            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -197,6 +197,7 @@ def _backward(
     along_columns: bool,
     h_columns: bool,
     joined: bool,
+    h_element: str,
     element: str,
     scale_rounding: str,
     form: str,
@@ -206,7 +207,7 @@ def _backward(
     left, width = (columns, 2 * columns) if joined else (0, columns)
     dgate = _casts(gate, width, along_rows, along_columns, element, form)
     dup = (None,) * 4 if joined else _casts(gate, width, along_rows, along_columns, element, form)
-    h = _casts(gate, columns, False, h_columns, element, form)[2:]
+    h = _casts(gate, columns, False, h_columns, h_element, form)[2:]
     results = flat(*dgate, *dup, *h)
     if gate.numel() == 0:
         return results, None
@@ -214,7 +215,7 @@ def _backward(
         _swiglu_backward_cast_kernel, (*dgate, *dup, *h), (dh, gate, up),
         (dh.stride(0), gate.stride(0), up.stride(0), left, width),
         _tile(along_columns or h_columns, True, form), element, scale_rounding, form,
-        ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns, JOINED=joined,
+        ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns, JOINED=joined, H_ELEMENT=h_element,
     )  # fmt: skip
 
 
@@ -234,10 +235,10 @@ gate, up: bf16 or fp32 [T, H], H a multiple of 32, both of one dtype, with any d
 """
 swiglu_backward_cast = register_op(
     "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns, bool h_columns,"
-    " bool joined, str element, str scale_rounding, str form) -> Tensor[]",
+    " bool joined, str h_element, str element, str scale_rounding, str form) -> Tensor[]",
     _backward,
 )
 """The casts of dgate, then of dup, then of h along its columns if ``h_columns``. dh: like gate.
 
-``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two.
+``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two. ``element`` is that of the gradients.
 """

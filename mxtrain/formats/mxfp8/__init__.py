@@ -1,4 +1,6 @@
-"""MXFP8: E4M3 elements, one E8M0 (power of two) scale per block of 32."""
+"""MXFP8: E4M3 elements, one E8M0 (power of two) scale per block of 32. Output gradients may have E5M2 elements."""
+
+from dataclasses import replace
 
 from mxtrain.formats.recipe import SCALE_ROUNDINGS, Format, Layout, quantization_args
 
@@ -21,4 +23,13 @@ MXFP8 = Format(
         activations=quantization_args(8, 32, "group", "torch.uint8", dynamic=True),
     ),
     implementation="mxtrain.formats.mx.ops:MXKernelOps",
+)
+MXFP8_E5M2 = replace(
+    MXFP8,
+    name="mxfp8_e5m2",
+    element_max=57344.0,
+    element_max_exponent=15,
+    element="float8_e5m2",
+    gradients_of="mxfp8",
+    layout=None,
 )

@@ -37,6 +37,7 @@ NVFP4 = Format(
         "four_over_six_error": FOUR_OVER_SIX_ERRORS,
     },
     has_tensor_scale=True,
+    has_signs=True,
     is_native=True,
     # ``NVFP4PackedCompressor`` in compressed_tensors/compressors/nvfp4/base.py (0.20); in vLLM 0.33
     # ``CompressedTensorsW4A4Fp4(use_a16=True)``. Activations stay in bf16: a layout with NVFP4 activations needs a

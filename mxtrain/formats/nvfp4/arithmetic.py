@@ -6,8 +6,7 @@ E2M1 instructions a cast is bound by arithmetic, so each function takes as few i
 wrongly:
 
 * Quotients are rounded to nearest. Triton's ``/`` is approximate on a GPU.
-* The Hadamard transform's products are rounded before its sums (``rounded_product``). Compilers merge ``a * b + c``,
-  which differs where the product is denormal.
+* The Hadamard transform's products are rounded before its sums (``rounded_product``).
 """
 
 import torch
@@ -30,14 +29,6 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 # The bits of 1.5 * 2^23, and the int32 sum of eight of them, shifted by 0, 4, ... 28 bits.
 _ABOVE_CODE = 0x4B400000
 _ABOVE_CODES = tl.constexpr(sum(_ABOVE_CODE << (4 * i) for i in range(8)) & 0x7FFFFFFF)
-
-
-@triton.jit
-def rounded_product(a, b):
-    """a * b (fp32), rounded before any sum."""
-    if _INTERPRETED:
-        return a * b
-    return tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -14,8 +14,9 @@ import math
 import triton
 import triton.language as tl
 
+from mxtrain.formats.cast_kernels import rounded_product
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, SCALE_MAX
-from mxtrain.formats.nvfp4.arithmetic import magnitude_to_nearest, quotient_of, rounded_product
+from mxtrain.formats.nvfp4.arithmetic import magnitude_to_nearest, quotient_of
 from mxtrain.formats.nvfp4.strip import repeat_16
 from mxtrain.launch.launch import INTERPRETED
 

@@ -22,7 +22,7 @@ from torch.nn.functional import ScalingType
 from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import product_of_codes
-from mxtrain.formats.hadamard import hadamard, pad, unpack_signs
+from mxtrain.formats.hadamard import along_tokens, pad
 from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
 from mxtrain.formats.matrices import (
     KERNEL_FORM,
@@ -75,7 +75,7 @@ class NVFP4Ops(FormatOps):
         if spec.source is not None:
             parts = [spec.joined(parts)]
         is_weight = spec.role == "weight"
-        signs = spec.signs if recipe.hadamard and 0 in dims and not is_weight else None
+        signs = spec.signs if 0 in dims and spec.is_transformed(recipe) else None
         draws = [bits for bits in spec.draws or () if bits is not None] if recipe.stochastic_rounding else []
         if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
             raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
@@ -339,5 +339,4 @@ def _of_blocks(of_groups: torch.Tensor, x: torch.Tensor, dim: int, ends: torch.T
 
 def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
     """x [T, C] -> [C, T rounded up to a multiple of 16], Hadamard-transformed if there are signs."""
-    x = pad(x, 0)
-    return (x if signs is None else hadamard(x, unpack_signs(signs), 0)).t()
+    return (pad(x, 0) if signs is None else along_tokens(x, signs)).t()

@@ -14,12 +14,10 @@ stochastically. Easy to simplify wrongly:
 
 import torch
 
+from mxtrain.formats.e2m1 import decode, elements, encode, pack
 from mxtrain.formats.matrices import at_least_fp32, converted, split_blocks, tile_amax
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, SCALE_MAX, SCALE_MIN, TENSOR_SCALE_MIN
 from mxtrain.formats.recipe import FourOverSixError
-
-# The magnitudes of E2M1 by code; bit 3 is the sign.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +95,7 @@ def cast(
     tensor_scale = _as_tensor(tensor_scale, x)
     scales = block_scales(blocks.abs().amax(-1), tensor_scale)
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
-    return _pack(_encode(scaled.reshape(x.shape), bits)).contiguous(), scales.contiguous()
+    return pack(encode(scaled.reshape(x.shape), bits)).contiguous(), scales.contiguous()
 
 
 def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +119,7 @@ def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[tor
     tensor_scale = _as_tensor(tensor_scale, w)
     scales = block_scales(amax.repeat_interleave(tile, 0)[:rows], tensor_scale)
     scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
-    return _pack(_encode(scaled.reshape(w.shape), None)).contiguous(), scales.contiguous()
+    return pack(encode(scaled.reshape(w.shape), None)).contiguous(), scales.contiguous()
 
 
 def cast_four_over_six(
@@ -166,8 +164,8 @@ def cast_four_over_six(
         scales = (wanted * growth).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
         wide = scales.float().unsqueeze(-1)
         factor = (1.0 / (wide * (1.0 / up).unsqueeze(-1))).clamp(max=torch.finfo(torch.float32).max)
-        codes = _encode(blocks * factor, None)
-        difference = _elements(x.device)[codes.int()] * wide * amax.unsqueeze(-1) / top - blocks
+        codes = encode(blocks * factor)
+        difference = elements(x.device)[codes.int()] * wide * amax.unsqueeze(-1) / top - blocks
         of_elements = difference.abs() if error == "mae" else difference * difference
         total = of_elements[..., 0]
         for i in range(1, size):
@@ -183,7 +181,7 @@ def cast_four_over_six(
     takes_four = four_error < six_error
     codes = torch.where(takes_four.unsqueeze(-1), four, six).reshape(x.shape)
     scales = torch.where(takes_four, four_scales.view(torch.uint8), six_scales.view(torch.uint8))
-    return _pack(codes).contiguous(), scales.view(torch.float8_e4m3fn).contiguous()
+    return pack(codes).contiguous(), scales.view(torch.float8_e4m3fn).contiguous()
 
 
 def dequantize(
@@ -198,9 +196,7 @@ def dequantize(
     fp32, and stays exact if the tensor scale is a power of two. (torchao multiplies the scales first, release 0.17
     even in the dtype of the original tensor, so its values can differ in the last bit.)
     """
-    elements = _elements(codes.device)
-    pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], 1)  # the two elements of every byte
-    values = pairs.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], 2 * codes.shape[-1])
+    values = decode(codes)
     blocks = split_blocks(values, NVFP4.block_size) * scales.float().unsqueeze(-1)
     return converted((blocks * _as_tensor(tensor_scale, codes).unsqueeze(-1)).reshape(values.shape), dtype)
 
@@ -210,12 +206,6 @@ def dequantize_by_amax(
 ) -> torch.Tensor:
     """Return the values of ``cast_four_over_six`` as TransformerEngine decodes them, rounded to ``dtype``."""
     return dequantize(codes, scales.float() * amax * (1 / FOUR_OVER_SIX_RANGE), dtype=dtype)
-
-
-def _elements(device: torch.device) -> torch.Tensor:
-    """The values of all codes, fp32 [16]."""
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=device)
-    return torch.cat([magnitudes, -magnitudes])
 
 
 def _of_tiles(of_blocks: torch.Tensor) -> torch.Tensor:
@@ -241,25 +231,3 @@ def block_scales(amax: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor
 def _inverse(scales: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
     """Return 1 / (block scale * tensor scale) in fp32, in torchao's order of operations."""
     return (1.0 / tensor_scale) / scales.float()
-
-
-def _encode(y: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
-    """Encode fp32 as E2M1, saturating: one code per byte, shape of ``y``. ``bits`` as in ``cast``."""
-    magnitude = y.abs().clamp(max=NVFP4.element_max).nan_to_num(nan=0.0)
-    # Neighbours are 0.5 apart below 2, 1 apart below 4, then 2 apart. Position, in units of that distance, plus
-    # ``first`` gives the code. ``first`` is even, so rounding ties to an even position gives an even code.
-    # Sums of 0 and 1 in the place of torch.where, which takes ten times as long on a CPU.
-    below_2, below_4 = (magnitude < 2).float(), (magnitude < 4).float()
-    position = magnitude * (0.5 + 0.5 * below_4 + below_2)
-    first = 4 - 2 * (below_2 + below_4)
-    if bits is None:
-        steps = position.round()
-    else:
-        steps = (((position * 2.0**16).round() + bits) * 2.0**-16).floor()  # every number is exact in fp32
-    return (first + steps).to(torch.uint8) | (y.signbit().to(torch.uint8) << 3)
-
-
-def _pack(elements: torch.Tensor) -> torch.Tensor:
-    """Pack [..., D] codes, one per byte, into [..., D / 2], two per byte."""
-    pairs = split_blocks(elements, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4)

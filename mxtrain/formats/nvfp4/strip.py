@@ -8,8 +8,7 @@ threads.
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import scale_offset
-from mxtrain.formats.nvfp4.arithmetic import rounded_product
+from mxtrain.formats.cast_kernels import rounded_product, scale_offset
 from mxtrain.launch.launch import next_power_of_2
 
 # Per program: each thread has four columns of all 16 rows. Eight need too many registers: the images of both casts

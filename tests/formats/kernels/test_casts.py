@@ -19,6 +19,7 @@ from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.launch.launch import INTERPRETED
 from tests.support.kernel_checks import (
     DTYPES,
+    OTHER_ELEMENTS,
     RECIPES,
     SMALLEST_NORMAL,
     assert_same_results,
@@ -92,6 +93,27 @@ def test_every_mxfp8_setting_on_ugly_rows():
         check_cast(ugly(43, 160), form=form, dims=dims)
 
 
+SETTINGS_OF_ELEMENTS = [
+    # Forms and roundings that share no code, and Hadamard transforms of rows that are no whole blocks.
+    *((element, *of) for element in OTHER_ELEMENTS for of in (("codes", "rceil", False), ("image", "floor", False))),
+    ("e2m1", "codes", "floor", True),
+    ("e2m1", "image", "rceil", True),
+    *(
+        pytest.param(element, form, rounding, transform, marks=pytest.mark.sweep)
+        for element, form, rounding in itertools.product(OTHER_ELEMENTS, FORMS, RECIPES)
+        for transform in ((False, True) if element == "e2m1" else (False,))
+    ),
+]
+
+
+@pytest.mark.parametrize(("element", "form", "rounding", "transform"), SETTINGS_OF_ELEMENTS)
+def test_other_elements_on_ugly_rows(element, form, rounding, transform):
+    recipe = OTHER_ELEMENTS[element]
+    check_cast(ugly(43, 160), rounding, form, (1, 0), recipe=recipe, transform=transform)
+    chosen = factors(FACTORS[:1], 43, 96)
+    check_cast(ugly(43, 96, dtype=torch.bfloat16), rounding, form, (0,), recipe=recipe, transform=transform, **chosen)
+
+
 # Every value of each setting, and every pair of values that share code.
 NVFP4_SETTINGS = [
     dict(dims=(1, 0), stochastic=False, transform=False, form="codes", which=[]),
@@ -157,7 +179,7 @@ def test_products_of_bf16_numbers_have_the_scales_of_fp32_numbers():
 def test_an_fp32_matrix_can_be_rounded_to_bf16_first():
     for form, x, which in (("codes", ugly(43, 96), []), ("image", draw(33, 96), FACTORS)):
         of_factors = factors(which, *x.shape).values() or (None, None)
-        others = (1, True, True, "e4m3", "rceil", form)
+        others = (1, False, True, True, "e4m3", "rceil", form)
         run = lambda x, to_bf16: torch.ops.mxtrain.cast([x], 0, *of_factors, None, to_bf16, *others)  # noqa: B023, E731
         if INTERPRETED:
             x[x.abs() < SMALLEST_NORMAL] = 0
@@ -296,7 +318,7 @@ def test_ops_match_their_schemas_and_fakes(form):
     row_factor, column_factor = (draw(17), draw(32)) if plain else (None, None)
     sign, scales = (None, (one, [0])) if plain else (signs(), (one, [1, 0]))
     for op, arguments in {
-        ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, form != "blocked", True, "e4m3", "rceil", form),
+        ours.cast: ([x], 0, row_factor, column_factor, None, False, 1, not plain, plain, True, "e4m3", "rceil", form),
         ours.nvfp4_cast: ([x], 0, row_factor, column_factor, *scales, sign, [] if plain else [draws()], None, form),
         ours.nvfp4_tensor_scales: ([x, x], None, None, sign, None),
     }.items():

@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "tests" / "support" / "cross_compile.py"
-HARDWARE_CONVERSION = "cvt.rn.satfinite.e4m3x2.f32"
+HARDWARE_CONVERSION = "cvt.rn.satfinite.{}x2.f32"
 FP4_CONVERSION = "cvt.rn.satfinite.e2m1x2.f32"
 LOAD = re.compile(r"(?:ld\.global|cp\.async\.c[ag])[\w.:]*")
 ATOMIC = re.compile(r"\b(?:atom|red)\.[\w.:]+")
@@ -84,8 +84,9 @@ def faults(
     if f".target sm_{capability}" not in ptx or not cubin_bytes:
         found.append("not compiled for this GPU")
     casts = case.startswith(("mxnorm_cast", "cast", "swiglu"))
-    if capability >= 90 and casts and HARDWARE_CONVERSION not in ptx:
-        found.append("no hardware conversion to E4M3")
+    element = next((element for element in ("e5m2", "e2m1") if element in case), "e4m3")
+    if capability >= 90 and casts and (HARDWARE_CONVERSION.format(element) in ptx) != (element != "e2m1"):
+        found.append("hardware conversion missing or unexpected")
     if capability < 89 and "e4m3" in ptx:
         found.append("an E4M3 conversion that this GPU does not have")
     packs = case.startswith(("nvfp4_norm", "nvfp4_rows", "nvfp4_weight", "nvfp4_cast")) and (

@@ -20,6 +20,7 @@ from mxtrain.formats.nvfp4.norm import nvfp4_norm
 from mxtrain.launch.launch import INTERPRETED, MAX_PERSISTENT_COLUMNS
 from tests.support.kernel_checks import (
     DTYPES,
+    OTHER_ELEMENTS,
     RECIPES,
     assert_same_results,
     assert_within_ulps,
@@ -88,6 +89,13 @@ def test_every_setting_on_ugly_rows(fmt, p, estimator):
     for form, dtype, rounding in zip(FORMS, itertools.cycle(DTYPES), itertools.cycle(RECIPES)):
         own = {"rounding": rounding} if fmt is MXFP8 else {}
         fmt.check(ugly(19, columns, dtype=dtype), form=form, p=p, estimator=estimator, **own)
+
+
+@pytest.mark.parametrize("element", OTHER_ELEMENTS)
+def test_other_elements_on_ugly_rows(element):
+    for form, dtype, rounding in zip(FORMS, itertools.cycle(DTYPES), RECIPES):
+        check_mxnorm_cast(ugly(19, 96, dtype=dtype), rounding, form, recipe=OTHER_ELEMENTS[element])
+    check_mxnorm_cast(ugly(19, 96), form="image", estimator="post_round", recipe=OTHER_ELEMENTS[element])
 
 
 # One block (for NVFP4 half of MXFP8's), rows of three and five parts, several programs, the longest row in registers,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxtrain.formats.mx.reference import cast, dequantize, from_blocked, image, rounded_amax, scale_codes, to_blocked
-from mxtrain.formats.mxfp8 import MXFP8
+from mxtrain.formats.mxfp4 import MXFP4
+from mxtrain.formats.mxfp8 import MXFP8, MXFP8_E5M2
 from mxtrain.formats.recipe import SCALE_ROUNDINGS
 
 INF, NAN = float("inf"), float("nan")
@@ -67,6 +68,80 @@ def test_bytes_of_torchao_after_0_18():
         assert (scales.view(torch.uint8).item(), codes.view(torch.uint8)[0, 0].item()) == (0, code)
 
 
+def test_e5m2_scales_and_codes():
+    """Computed by torchao's ``to_mx``, commit 36027d82d: byte and code under rceil, then under floor.
+
+    Its floor differs from 0.18's, which is ours, for tiny and infinite blocks.
+    """
+    want = {
+        0.0: (0, 0x00, 0, 0x00),
+        1.0: (112, 0x78, 112, 0x78),
+        448.0: (120, 0x7B, 120, 0x7B),
+        449.0: (121, 0x77, 120, 0x7B),
+        57344.0: (127, 0x7B, 127, 0x7B),
+        57345.0: (128, 0x77, 127, 0x7B),
+        61440.0: (128, 0x78, 127, 0x7B),
+        2.0**-118: (0, 0x60, 0, 0x5C),
+        INF: (255, 0x7F, 240, 0x7B),
+    }
+    for amax, numbers in want.items():
+        casts = [cast(block(amax), MXFP8_E5M2, rounding) for rounding in ("rceil", "floor")]
+        got = [part for codes, scales in casts for part in (scales.view(torch.uint8)[0, 0], first_code(codes))]
+        assert got == list(numbers), amax
+    assert torch.tensor(1 / MXFP8_E5M2.element_max).view(torch.int32) == 0x37924925
+    codes, scales = cast(block(61439.0), MXFP8_E5M2, "floor")
+    assert (exponent(scales), first_code(codes)) == (0, 0x7B), "clamped, where PyTorch's conversion gives infinity"
+    codes, scales = cast(block(57344.0, 1.125, 1.375, 2.0**-17, 3 * 2.0**-18), MXFP8_E5M2, "rceil")
+    assert exponent(scales) == 0 and codes.view(torch.uint8)[0, 1:5].tolist() == [0x3C, 0x3E, 0, 1]
+
+
+def first_code(codes: torch.Tensor) -> int:
+    return codes.view(torch.uint8)[0, 0].item()
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def nearest_e2m1(y: float) -> int:
+    """The code by comparing distances; on a tie the even one of two neighbours."""
+    distances = [abs(abs(y) - value) for value in E2M1]
+    code = min(range(8), key=lambda i: (distances[i], i % 2))
+    return code | 8 * (math.copysign(1.0, y) < 0)
+
+
+def test_mxfp4_codes_and_values():
+    """All values, ties and their neighbours, in blocks with a scale of one; two codes a byte, the first below."""
+    points = [*E2M1, *((low + high) / 2 for low, high in zip(E2M1, E2M1[1:]))]
+    points += [math.nextafter(p, way) for p in points for way in (-INF, INF) if 0 < p < 6]
+    numbers = torch.tensor([*points, *(-p for p in points)]).tolist()  # as fp32
+    rows = torch.nn.functional.pad(torch.tensor(numbers), (0, -len(numbers) % 31)).view(-1, 31)
+    x = torch.cat([torch.full((len(rows), 1), 6.0), rows], 1)
+    codes, scales = cast(x, MXFP4, "rceil")
+    assert codes.dtype == torch.uint8 and codes.shape == (len(x), 16) and (scales.view(torch.uint8) == 127).all()
+    want = [[nearest_e2m1(y) for y in row] for row in x.tolist()]
+    assert codes.tolist() == [[low | high << 4 for low, high in zip(row[::2], row[1::2])] for row in want]
+    values = [[math.copysign(E2M1[code & 7], -1 if code & 8 else 1) for code in row] for row in want]
+    assert dequantize(codes, scales, MXFP4).tolist() == values
+
+
+def test_mxfp4_scales():
+    """The smallest powers of two that leave nothing above 6; under floor, larger elements become 6."""
+    for amax, rceil, floor in (
+        (6.0, 0, 0),
+        (6.5, 1, 0),
+        (7.9, 1, 0),
+        (8.0, 1, 1),
+        (12.5, 2, 1),
+        (4.0, 0, 0),
+        (3.0, -1, -1),
+    ):
+        for rounding, want in (("rceil", rceil), ("floor", floor)):
+            codes, scales = cast(block(amax), MXFP4, rounding)
+            assert exponent(scales) == want
+            value = dequantize(codes, scales, MXFP4)[0, 0].item()
+            assert value == 2.0**want * E2M1[nearest_e2m1(min(amax / 2.0**want, 6.0))]
+
+
 def test_rceil_is_the_next_power_of_two_above_the_quotient():
     mantissas = torch.cat([torch.arange(8), 0x600000 + torch.arange(-8, 64), torch.randint(2**23, (64,))])
     amax = ((torch.arange(255)[:, None] << 23) | mantissas).int().view(torch.float32).flatten()
@@ -101,11 +176,12 @@ def test_codes_are_the_nearest_representable_values():
 
 @pytest.mark.parametrize("rounding", SCALE_ROUNDINGS)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_non_finite_blocks_never_decode_to_a_number(bad, rounding):
+@pytest.mark.parametrize("fmt", [MXFP8, MXFP8_E5M2, MXFP4], ids=str)
+def test_non_finite_blocks_never_decode_to_a_number(fmt, bad, rounding):
     x = torch.ones(1, 64)
     x[0, 3] = bad
-    codes, scales = cast(x, MXFP8, rounding)
-    values = dequantize(codes, scales, MXFP8)
+    codes, scales = cast(x, fmt, rounding)
+    values = dequantize(codes, scales, fmt)
     assert not values[0, 3].isfinite()
     assert torch.equal(values[0, 32:], x[0, 32:]), "the other block is untouched"
     if math.isnan(bad):

@@ -9,8 +9,9 @@ import hashlib
 import pytest
 import torch
 
+from mxtrain.formats.e2m1 import encode, pack
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, RANGE
-from mxtrain.formats.nvfp4.reference import _encode, _pack, cast_four_over_six, dequantize, dequantize_by_amax
+from mxtrain.formats.nvfp4.reference import cast_four_over_six, dequantize, dequantize_by_amax
 from tests.support.nvfp4_blocks import draw
 
 RISING = [k / 4 for k in range(1, 17)]
@@ -94,7 +95,7 @@ def test_390_of_640_blocks_take_four_and_no_block_does_in_transformer_engines_pl
     up = RANGE / AMAX
     scales = (amax * (up * (1 / torch.tensor(6.0)))).clamp(max=448).to(torch.float8_e4m3fn)
     factor = 1 / (scales.float() * (1 / up))
-    codes = _pack(_encode((blocks * factor.unsqueeze(-1)).view_as(X), None))
+    codes = pack(encode((blocks * factor.unsqueeze(-1)).view_as(X)))
     assert hashes(codes, scales) == ("c95b7d95407366d6", "3185cb085a60243e")
 
 

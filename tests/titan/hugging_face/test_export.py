@@ -239,7 +239,11 @@ BAD = {
         {},
         "RUN = '{run}': a deepseek_v3 with score_func = 'softmax', norm_eps = 1e-05 has no counterpart in transformers",
     ),
-    "format": (lambda run: None, {"format": "gguf"}, "--format = 'gguf' is not one of: 'hf', 'mxfp8', 'nvfp4'"),
+    "format": (
+        lambda run: None,
+        {"format": "gguf"},
+        "--format = 'gguf' is not one of: 'hf', 'mxfp8', 'nvfp4', 'mx",
+    ),
     "no such format": (lambda run: None, {"format": "nvfp4"}, "--format = 'nvfp4': fprop casts no weight of this run"),
     "wrong shape": (
         with_weights(lambda weights: weights.update({"norm.weight": torch.ones(65)})),

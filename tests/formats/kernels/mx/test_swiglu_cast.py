@@ -10,6 +10,7 @@ import triton.language as tl
 from mxtrain.formats import swiglu as reference
 from mxtrain.formats.cast_kernels import FORMS, by_dim, casts_of
 from mxtrain.formats.mx.swiglu_cast import sigmoid, swiglu, swiglu_backward_cast, swiglu_cast, swiglu_dgate
+from mxtrain.formats.mxfp8 import MXFP8, MXFP8_E5M2
 from tests.support.kernel_checks import (
     DTYPES,
     LAYOUTS,
@@ -63,9 +64,10 @@ def forward(gate, up, rounding="rceil", form="codes", dims=(1, 0)):
     return by_dim(swiglu_cast(gate, up, 1 in dims, 0 in dims, "e4m3", rounding, form), dims, form)
 
 
-def backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False):
+def backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False, element="e4m3"):
     """Casts by dimension of dgate, or of [dgate, dup], and of dup; the cast of h along its columns."""
-    results = swiglu_backward_cast(dh, gate, up, 1 in dims, 0 in dims, h_columns, joined, "e4m3", rounding, form)
+    settings = 1 in dims, 0 in dims, h_columns, joined, "e4m3", element, rounding, form
+    results = swiglu_backward_cast(dh, gate, up, *settings)
     casts, dims = casts_of(results, form), sorted(dims, reverse=True)
     assert len(casts) == (1 if joined else 2) * len(dims) + h_columns
     dup = {} if joined else dict(zip(dims, casts[len(dims) :]))
@@ -81,15 +83,16 @@ def check_forward(gate, up, rounding="rceil", form="codes", dims=(1, 0)):
         assert_is_cast(got[dim], h, rounding, form, dim)
 
 
-def check_backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False):
+def check_backward(dh, gate, up, rounding="rceil", form="codes", dims=(1, 0), h_columns=True, joined=False, fmt=MXFP8):
     with careful_call(dh, gate, up):
-        of_dgate, of_dup, of_h = backward(dh, gate, up, rounding, form, dims, h_columns, joined)
+        element = "e4m3" if fmt is MXFP8 else "e5m2"
+        of_dgate, of_dup, of_h = backward(dh, gate, up, rounding, form, dims, h_columns, joined, element)
     h, dup, dgate = formula(dh, gate, up)
     dgate = torch.cat([dgate, dup], 1) if joined else dgate
     for dim in dims:
-        assert_is_cast(of_dgate[dim], dgate, rounding, form, dim)
+        assert_is_cast(of_dgate[dim], dgate, rounding, form, dim, fmt)
         if not joined:
-            assert_is_cast(of_dup[dim], dup, rounding, form, dim)
+            assert_is_cast(of_dup[dim], dup, rounding, form, dim, fmt)
     if h_columns:
         assert_is_cast(of_h, h, rounding, form, 0)
 
@@ -122,6 +125,11 @@ def test_every_form_on_ugly_rows():
     for form in FORMS:
         check_forward(gate, up, form=form)
         check_backward(dh, gate, up, form=form, joined=form != "codes")
+
+
+@pytest.mark.parametrize("form", ["image", pytest.param("codes", marks=pytest.mark.sweep)])
+def test_gradients_of_other_elements_than_those_of_h(form):
+    check_backward(*inputs(43, 96), form=form, fmt=MXFP8_E5M2)
 
 
 @pytest.mark.sweep

@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mxtrain.formats.e2m1 import encode, pack
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.nvfp4.arithmetic import (
     element_code,
@@ -107,10 +108,10 @@ def rounded(y: torch.Tensor, random: torch.Tensor | None = None, hardware: bool 
     value, code = torch.empty_like(y), torch.empty_like(y, dtype=torch.uint8)
     packed = torch.empty(y.numel() // 2, dtype=torch.uint8)
     _rounding_kernel[(1,)](y, random, value, code, packed, y.numel(), random is not None, hardware)
-    want = nvfp4._encode(y, random)
+    want = encode(y, random)
     values = e2m1_magnitudes()
     signed = torch.cat([values, -values])[want.int()]
-    return (value, code, packed), (signed, want, nvfp4._pack(want))
+    return (value, code, packed), (signed, want, pack(want))
 
 
 @pytest.mark.parametrize("hardware", [False, True])
