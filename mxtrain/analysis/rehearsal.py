@@ -63,15 +63,14 @@ def recipes_within(
         costs: the recipes from which to choose, with what they cost.
         together: layers that have one recipe, which the largest of their errors decides.
     """
-    found, chosen = by_recipe(errors), {}
-    cheapest_first = sorted(costs, key=costs.get)
-    alone = ((layer,) for layer in found.index)
-    for group in (*together, *alone):
-        for layer in group:
-            if layer not in chosen:
-                meets = (name for name in cheapest_first if (found.loc[list(group), name] <= bound).all())
-                chosen[layer] = next(meets, HIGH_PRECISION_RECIPE)
-    return {layer: chosen[layer] for layer in found.index}
+    found, cheapest_first = by_recipe(errors), sorted(costs, key=costs.get)
+    groups = {layer: [layer] for layer in found.index} | {layer: [*group] for group in together for layer in group}
+
+    def cheapest(group: list[str]) -> str:
+        within = (name for name in cheapest_first if (found.loc[group, name] <= bound).all())
+        return next(within, HIGH_PRECISION_RECIPE)
+
+    return {layer: cheapest(group) for layer, group in groups.items()}
 
 
 def write_toml(recipes: Mapping[str, str], path: Path) -> None:
