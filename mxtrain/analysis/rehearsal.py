@@ -1,5 +1,6 @@
 """The errors of a rehearsal (``mxtrain.diagnostics.rehearsal``): table, heat map, and the recipes that meet a bound."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,18 +23,16 @@ def table_of(errors: Mapping[tuple[str, str], Iterable[float]]) -> "pd.DataFrame
     """Return layer, recipe -> the errors of fprop, dgrad and wgrad and their maximum, "error", in the model's order."""
     import pandas as pd
 
-    found = sorted(errors, key=lambda names: module_order(names[0]))
-    index = pd.MultiIndex.from_tuples(found, names=("layer", "recipe"))
-    table = pd.DataFrame([errors[names] for names in found], index, GEMMS)
+    found = dict(sorted(errors.items(), key=lambda item: module_order(item[0][0])))
+    table = pd.DataFrame(found.values(), pd.MultiIndex.from_tuples(found, names=("layer", "recipe")), GEMMS)
     table["error"] = table.max(axis=1, skipna=False)  # NaN, of products that are not finite, meets no bound
     return table
 
 
 def by_recipe(errors: "pd.DataFrame") -> "pd.DataFrame":
     """Return the errors of ``table_of`` as layers by recipes."""
-    recipes = errors.index.get_level_values("recipe").unique()
-    layers = errors.index.get_level_values("layer").unique()
-    return errors["error"].unstack("recipe").reindex(layers, columns=recipes)
+    index = errors.index
+    return errors["error"].unstack("recipe").reindex(index.unique("layer"), columns=index.unique("recipe"))
 
 
 def worst_layers(errors: "pd.DataFrame") -> "pd.Series":
@@ -47,10 +46,10 @@ def report(errors: "pd.DataFrame", costs: Mapping[str, float], bound: float) -> 
     rows = [("recipe", "worst layer", "error", *GEMMS, "cost", f"within {bound:g}")]
     for name, own in errors.groupby("recipe", sort=False):
         own = own.droplevel("recipe")
-        worst = own["error"].idxmax(skipna=True)
+        worst = own["error"].fillna(math.inf).idxmax()
         means = (f"{own[gemm].mean():.4f}" for gemm in GEMMS)
         within = f"{(own['error'] <= bound).sum()} of {len(own)}"
-        rows.append((name, worst, f"{own['error'].max():.4f}", *means, f"{costs[name]:.2f}", within))
+        rows.append((name, worst, f"{own['error'][worst]:.4f}", *means, f"{costs[name]:.2f}", within))
     outstanding = ", ".join(f"{layer} ({times:.2f})" for layer, times in worst_layers(errors).items())
     return f"{aligned(rows)}\nlargest errors over the recipe's median: {outstanding}"
 
@@ -64,15 +63,14 @@ def recipes_within(
         costs: the recipes from which to choose, with what they cost.
         together: layers that have one recipe, which the largest of their errors decides.
     """
-    found, chosen = by_recipe(errors), {}
-    cheapest_first = sorted(costs, key=costs.get)
-    alone = ((layer,) for layer in found.index)
-    for group in (*together, *alone):
-        for layer in group:
-            if layer not in chosen:
-                meets = (name for name in cheapest_first if (found.loc[list(group), name] <= bound).all())
-                chosen[layer] = next(meets, HIGH_PRECISION_RECIPE)
-    return {layer: chosen[layer] for layer in found.index}
+    found, cheapest_first = by_recipe(errors), sorted(costs, key=costs.get)
+    groups = {layer: [layer] for layer in found.index} | {layer: [*group] for group in together for layer in group}
+
+    def cheapest(group: list[str]) -> str:
+        within = (name for name in cheapest_first if (found.loc[group, name] <= bound).all())
+        return next(within, HIGH_PRECISION_RECIPE)
+
+    return {layer: cheapest(group) for layer, group in groups.items()}
 
 
 def write_toml(recipes: Mapping[str, str], path: Path) -> None:

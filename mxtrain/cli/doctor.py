@@ -19,7 +19,7 @@ from mxtrain.errors import ConfigError
 PACKAGES = ("torch", "torchtitan", "torchao", "triton", "wandb")
 _NOT_TESTED = "; not tested"
 OPTIMIZER_STATES = 2
-"""Tensors of a weight's shape and dtype that Adam and AdamW keep: means of the gradient, as Muon, and of its square"""
+"""Tensors of a weight's shape and dtype that Adam and AdamW keep: means of the gradient and of its square. Muon: one"""
 
 
 def add(commands) -> None:
@@ -181,12 +181,10 @@ def _sections(words: list[str]) -> Iterator[str]:
     rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
     rows += [("used by one token", f"{round(total - idle):,}")] if idle else []
     size = 4 if job_config.training.dtype == "float32" else 2
-    matrices = sum(p.numel() for fqn, p in model.named_parameters() if is_matrix(fqn, p))
-    one_mean = matrices if job_config.optimizer.name == NAME else 0
-    gib = ((2 + OPTIMIZER_STATES) * total - one_mean) * size / 2**30
-    rows.append(
-        ("memory", f"{gib:,.1f} GiB of weights, gradients and {job_config.optimizer.name} states, which FSDP shards")
-    )
+    optimizer = job_config.optimizer.name
+    by_muon = sum(p.numel() for fqn, p in model.named_parameters() if optimizer == NAME and is_matrix(fqn, p))
+    gib = ((2 + OPTIMIZER_STATES) * total - by_muon) * size / 2**30
+    rows.append(("memory", f"{gib:,.1f} GiB of weights, gradients and {optimizer} states, which FSDP shards"))
     yield titled(f"{name} {job_config.model.flavor}", rows)
     plans = convert_on_meta(job_config, model)
     uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)

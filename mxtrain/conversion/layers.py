@@ -19,7 +19,6 @@ from torch.func import functional_call
 
 from mxtrain.nn.recipe_module import RecipeModule
 from mxtrain.norms import FUSED_NORMS
-from mxtrain.norms.rms_norm import OffsetRMSNorm
 
 EXPERTS = "GroupedExperts"
 """Name of the class of stacked experts that are swapped, as TorchTitan calls it"""
@@ -252,10 +251,8 @@ class NormFacts:
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
         """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
         bias = {"bias": self.bias} if "bias" in FUSED_NORMS[self.kind].parameters_of else {}
-        kind = OffsetRMSNorm if self.add_unit_offset else self.kind
-        norm = kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
-        if self.add_unit_offset:
-            norm.add_unit_offset = True
+        norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
+        norm.add_unit_offset = self.add_unit_offset  # for mxtrain's norms
         for name in norm._parameters:
             setattr(norm, name, getattr(module, name, None))
         return norm.train(module.training)
@@ -297,18 +294,20 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     Mamba-2's (``_gated_norm``). Another module whose forward takes more than x is none.
     """
     name, parameters = type(module).__name__, dict(module.named_parameters())
-    has_bias = "bias" in parameters
+    has_bias, is_bare = "bias" in parameters, not dict(module.named_buffers()) and not state_of(module)
     for kind, fused in FUSED_NORMS.items():
         if type(module) in (kind, fused):
             shape = tuple(module.normalized_shape)
             offset = getattr(module, "add_unit_offset", False)
             return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type", offset)
+        uses = _USES if kind is nn.RMSNorm else (_WEIGHT,)
+        forms = {use: partial(_norm_of_pytorch, kind, use) for use in uses}
         if (
             {"weight"} <= parameters.keys() <= {*fused.parameters_of}
             and all(parameter.shape == (parameters["weight"].numel(),) for parameter in parameters.values())
-            and _is_bare(module)
+            and is_bare
             and len(signature(module.forward).parameters) == 1
-            and (found := _computed_by(module, _forms_of(kind))) is not None
+            and (found := _computed_by(module, forms)) is not None
         ):
             shape, (eps, use) = tuple(module.weight.shape), found
             differs = "" if use in (_WEIGHT, _OFFSET) else "multiplies by its weight before it normalizes"
@@ -316,7 +315,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
                 differs = "rounds 1 + weight to the dtype of its weight"
             recognised = f"{name} by results and gradients{' (gain 1 + weight)' if use == _OFFSET else ''}"
             return NormFacts(kind, shape, eps, True, has_bias, recognised, use == _OFFSET, differs)
-    if parameters.keys() == {"weight"} and _is_bare(module) and len(signature(module.forward).parameters) == 2:
+    if parameters.keys() == {"weight"} and is_bare and len(signature(module.forward).parameters) == 2:
         return _gated_norm_facts(module)
     return None
 
@@ -342,16 +341,6 @@ def _gated_norm(size: int, gates_first: bool, x, gate, weight, eps: float) -> to
     u = x * F.silu(gate) if gates_first else x
     y = F.rms_norm(u.unflatten(-1, (-1, size)), (size,), None, eps).flatten(-2) * weight
     return y if gates_first else y * F.silu(gate)
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether a module has no buffers, hooks and methods of its own."""
-    return not dict(module.named_buffers()) and not state_of(module)
-
-
-def _forms_of(kind: NormKind) -> dict:
-    """How a norm of this kind may use its weight -> f(x, weight, eps), with a bias if it has one."""
-    return {use: partial(_norm_of_pytorch, kind, use) for use in (_USES if kind is nn.RMSNorm else (_WEIGHT,))}
 
 
 def _norm_of_pytorch(kind: NormKind, use: str, x: torch.Tensor, weight: torch.Tensor, eps: float, **bias):

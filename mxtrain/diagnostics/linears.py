@@ -34,6 +34,7 @@ from mxtrain.formats.hadamard import along_tokens
 from mxtrain.formats.matrices import Operand, at_least_fp32, tile_amax
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
+from mxtrain.nn.gated_norm import normalize_groups
 from mxtrain.nn.three_gemms import ThreeGEMMs
 
 
@@ -129,7 +130,7 @@ class Input:
 
     Attributes:
         x: [R, D]; the input of the norm if an MXNorm comes first.
-        rho: inverse RMS estimates, fp32 [R]; None without an MXNorm.
+        rho: inverse RMS estimates, fp32 [R], or [R, groups]; None without an MXNorm.
         gain: the norm's gain [D]; None without.
         estimate: the norm's estimate; None without an MXNorm.
         group: as in ``Matrix``.
@@ -146,6 +147,15 @@ class Input:
         """X [R, D], after the norm if there is one."""
         values = at_least_fp32(self.x) if self.rho is None else scale_rows(self.x, self.rho)
         return Matrix(values, self.group)
+
+    @property
+    def groups(self) -> int:
+        """How many groups of features the norm divides by an RMS of their own."""
+        return self.rho.numel() // len(self.rho)
+
+    def normalized(self, gemms: ThreeGEMMs) -> tuple[Operand, torch.Tensor]:
+        """X after the norm as fprop's operand of these GEMMs, and rho [R, groups]."""
+        return normalize_groups(self.x, self.groups, self.estimate, gemms.recipe.fprop, gemms.mode)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +183,7 @@ def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradien
     if gemms.mode == "native":
         gemms = replace(gemms, mode="emulated")
     found = {}
-    for gemm, casts in _casts(gemms, given, weight, gradient).items():
+    for gemm, casts in linear_casts(gemms, given, weight, gradient).items():
         found[gemm] = product_totals(*casts.values())
         found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items() if cast.recipe.format}
     return found
@@ -197,10 +207,10 @@ def norm_to_noise(totals: Totals) -> float:
     return ratio(totals.norms["signal"], totals.norms["noise"])
 
 
-def _casts(
+def linear_casts(
     gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
 ) -> dict[str, dict[str, MeasuredCast]]:
-    """For each GEMM with a format: its two casts by name."""
+    """Return the two casts by name of each GEMM that rounds."""
     recipe, split = gemms.recipe, gemms.split
     dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
     fprop, dgrad, wgrad = (of_gemm.rounds for of_gemm in recipe.gemms)
@@ -238,8 +248,8 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     if estimate is None:
         operand = gemms.quantize_activation(given.x)
         return MeasuredCast(given.matrix, operand.values, fprop, 1, False, operand.tensor_scale, by_row)
-    operand = fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[0]
-    static = fprop.ops.static_scale(given.x.shape[-1], estimate, fprop)
+    operand, _ = given.normalized(gemms)
+    static = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
     static = operand.tensor_scale if static is None else static
     return MeasuredCast(given.matrix, operand.values, fprop, 1, False, static, by_row)
 

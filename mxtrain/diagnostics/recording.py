@@ -156,8 +156,8 @@ class Numerics:
     ) -> None:
         if norm.is_plain or not self._is_new(fqn):
             return
-        (x,) = *args, *kwargs.values()
-        rows = x.reshape(-1, x.shape[-1])
+        x, *gate = *args, *kwargs.values()
+        rows = result.x.view(result.rho.numel(), -1) if gate else x.reshape(-1, x.shape[-1])  # groups are rows
         if len(index := sampled_tokens(len(rows), self.tokens, rows.device)):
             self._found[fqn, NORM] = norm_totals(rows[index], norm.estimate, norm.recipe.fprop)
 

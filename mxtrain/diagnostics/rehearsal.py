@@ -16,12 +16,11 @@ from dataclasses import replace
 import torch
 
 from mxtrain.diagnostics.experts import expert_results
-from mxtrain.diagnostics.linears import Gradient, Input
+from mxtrain.diagnostics.linears import Gradient, Input, linear_casts, product_totals
 from mxtrain.diagnostics.recording import Numerics
+from mxtrain.diagnostics.totals import norm
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.gemm import matmul
-from mxtrain.formats.matrices import at_least_fp32
-from mxtrain.formats.recipe import LinearRecipe
+from mxtrain.formats.recipe import GEMMS, LinearRecipe
 from mxtrain.formats.schedule import LayerState
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear, ThreeGEMMs
@@ -32,7 +31,7 @@ UNQUANTIZED = "unquantized"
 class Rehearsal(Numerics):
     """Measures the layers of a model that was converted with recipe "unquantized", under each of ``recipes``.
 
-    ``errors`` is layer, name of the recipe -> the errors of fprop, dgrad and wgrad, fp64 [3].
+    ``errors`` is layer, name of the recipe -> the errors of fprop, dgrad and wgrad, fp64 [3]; 0 in high precision.
     """
 
     def __init__(self, recipes: Mapping[str, LinearRecipe], tokens: int, model: torch.nn.Module, **others):
@@ -41,43 +40,36 @@ class Rehearsal(Numerics):
         self.recipes, self.errors = recipes, {}
 
     def _measure_linear(self, fqn: str, linear: QuantizedLinear, given: Input, dy: torch.Tensor, signs) -> None:
-        weight, exact = linear.parts()[0].detach(), {}
+        weight, zero = linear.parts()[0].detach(), dy.new_zeros((), dtype=torch.float64)
         for name, recipe in self.recipes.items():
-            with _recipe_of(linear, recipe):
-                gemms = _emulated(linear.gemms(dy.device))
-                with torch.enable_grad():  # without, a layer takes no random bits
-                    gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
-            own = _estimated_by(given, gemms)
-            key = own.estimate and own.estimate.key
-            if key not in exact:
-                exact[key] = _exact_products(own, weight, dy)
-            products = _products(gemms, own, weight, gradient)
-            self.errors[fqn, name] = _errors(products, exact[key])
+            # Without gradients, a layer takes no random bits.
+            with _gemms_of(linear, recipe, dy.device) as gemms, torch.enable_grad():
+                gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
+            casts = linear_casts(gemms, _estimated_by(given, gemms), weight, gradient)
+            norms = {gemm: product_totals(*own.values()).norms for gemm, own in casts.items()}
+            found = {gemm: own["noise"] / own["signal"] for gemm, own in norms.items()}
+            self.errors[fqn, name] = torch.stack([found.get(gemm, zero) for gemm in GEMMS])
 
     def _measure_experts(self, fqn: str, experts: QuantizedExperts, rows, counts, dy) -> None:
-        plain = replace(experts.gemms(rows.device), runs_wgrad=True)
-        exact = expert_results(experts, plain, rows, counts, dy)
+        exact = expert_results(experts, replace(experts.gemms(rows.device), runs_wgrad=True), rows, counts, dy)
         for name, recipe in self.recipes.items():
-            with _recipe_of(experts, recipe):
-                gemms = replace(_emulated(experts.gemms(rows.device)), runs_wgrad=True)
+            with _gemms_of(experts, recipe, rows.device) as gemms:
                 products = expert_results(experts, gemms, rows, counts, dy)
             y, dx, *dws = zip(products, exact)
-            of_weights = [torch.cat([part.flatten().float() for part in parts]) for parts in zip(*dws)]
-            self.errors[fqn, name] = _errors(*zip(y, dx, of_weights))
+            dw = [torch.cat([part.flatten() for part in parts]) for parts in zip(*dws)]
+            self.errors[fqn, name] = torch.stack([norm(q - g) / norm(g) for q, g in (y, dx, dw)])
 
 
 @contextmanager
-def _recipe_of(layer: QuantizedLayer, recipe: LinearRecipe) -> Iterator[None]:
+def _gemms_of(layer: QuantizedLayer, recipe: LinearRecipe, device: torch.device) -> Iterator[ThreeGEMMs]:
+    """Give a layer this recipe for the time of the context."""
     before = layer.recipe
     layer.take(LayerState(recipe))
     try:
-        yield
+        gemms = layer.gemms(device)
+        yield replace(gemms, mode="emulated" if gemms.mode == "native" else gemms.mode, runs_wgrad=True)
     finally:
         layer.take(LayerState(before))
-
-
-def _emulated(gemms: ThreeGEMMs) -> ThreeGEMMs:
-    return replace(gemms, mode="emulated") if gemms.mode == "native" else gemms
 
 
 def _estimated_by(given: Input, gemms: ThreeGEMMs) -> Input:
@@ -86,32 +78,5 @@ def _estimated_by(given: Input, gemms: ThreeGEMMs) -> Input:
         return given
     old, fprop = given.estimate, gemms.recipe.fprop
     estimate = RMSEstimate.for_recipe(fprop, old.p, old.estimator, old.eps)
-    return replace(given, estimate=estimate, rho=fprop.ops.normalize(given.x, estimate, fprop, gemms.mode)[1])
-
-
-def _exact_products(given: Input, weight: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Y, dX and dW in fp32."""
-    x, dy = given.matrix.values, at_least_fp32(dy)
-    w = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
-    return tuple(matmul(a, b, torch.float32) for a, b in ((x, w), (dy, w.t()), (dy.t(), x.t())))
-
-
-def _products(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, of: Gradient) -> tuple[torch.Tensor, ...]:
-    """Y, dX and dW of the recipe's operands, in fp32."""
-    fprop, dtype = gemms.recipe.fprop, torch.float32
-    if given.estimate is None:
-        x = gemms.quantize_activation(given.x)
-    else:
-        x = fprop.ops.normalize(given.x, given.estimate, fprop, gemms.mode)[0]
-    dy_rows, dy_columns = gemms.quantize_gradients([of.dy], True, True, of.signs, [of.draws])
-    (y,) = gemms.fprop(x, [weight], dtype, given.gain)
-    x_columns = gemms.quantize_along_tokens(given.x, given.rho, of.signs, estimate=given.estimate)
-    return y, gemms.dgrad(dy_rows, [weight], dtype, given.gain), gemms.wgrad(dy_columns, x_columns, dtype)
-
-
-def _errors(products, exact) -> torch.Tensor:
-    found = [
-        torch.linalg.vector_norm(q.float() - g.float()) / torch.linalg.vector_norm(g.float())
-        for q, g in zip(products, exact)
-    ]
-    return torch.stack(found).double()
+    given = replace(given, estimate=estimate)
+    return replace(given, rho=given.normalized(gemms)[1])

@@ -48,7 +48,12 @@ def inverse_root(squared: torch.Tensor, estimate: RMSEstimate) -> torch.Tensor:
 
 
 def scale_rows(x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
-    """Return xhat = x * rho, row by row: [..., D] and [...] -> [..., D], fp32 (fp64 for fp64 input)."""
+    """Return xhat = x * rho, row by row: [..., D] and [...] -> [..., D], fp32 (fp64 for fp64 input).
+
+    With rho [..., groups], as many dimensions as x, every group of features has its own.
+    """
+    if rho.ndim == x.ndim:
+        return scale_rows(x.unflatten(-1, (rho.shape[-1], -1)), rho).flatten(-2)
     return at_least_fp32(x) * rho.unsqueeze(-1)
 
 

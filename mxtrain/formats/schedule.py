@@ -50,6 +50,11 @@ class RecipeChange:
                 "linears that it feeds in high precision: write two entries for different modules"
             )
         gemms = {} if recipe is None else parse_gemms(f"{name}.recipe", recipe)
+        if switches.get("backward") == "dequantized" and "fprop" not in gemms and any(r.format for r in gemms.values()):
+            raise ConfigError(
+                f"{name}.recipe = {recipe!r} has no effect with backward = 'dequantized', which gives dgrad and wgrad "
+                "no format: name 'bf16', or a recipe for fprop"
+            )
         return cls({gemm: with_switches(gemms[gemm], gemm, switches) for gemm in GEMMS if gemm in gemms}, norm)
 
     def of_recipe(self, base: LinearRecipe) -> LinearRecipe:

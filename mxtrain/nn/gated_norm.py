@@ -11,9 +11,11 @@ The estimator is always "exact": gated rows are far from Gaussian, and block max
 import torch
 import torch.nn.functional as F
 
+from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hardware import mode_in_forward
-from mxtrain.formats.matrices import at_least_fp32
+from mxtrain.formats.matrices import Operand, at_least_fp32
 from mxtrain.formats.mxnorm import inverse_rms, scale_rows
+from mxtrain.formats.recipe import Recipe
 from mxtrain.formats.swiglu import swiglu, swiglu_backward
 from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
@@ -24,27 +26,30 @@ from mxtrain.nn.three_gemms import check_input, constant_operand, without_data
 from mxtrain.norms.mxnorm import norm_backward
 
 
+def normalize_groups(
+    u: torch.Tensor, groups: int, estimate: RMSEstimate, recipe: Recipe, mode: str
+) -> tuple[Operand, torch.Tensor]:
+    """u [T, D] -> xhat as the operand [T, D] of fprop with this recipe, and rho, fp32 [T, groups]."""
+    ops, native, rows = recipe.ops, mode == "native", u.view(groups * u.shape[0], -1)
+    if recipe.tensor_scale == "row" and groups > 1:
+        # The tensor scale of a token is that of all its groups.
+        rho = inverse_rms(rows, estimate, recipe).view(-1, groups)
+        return ops.cast([scale_rows(u, rho)], recipe, mode, (1,))[1], rho
+    # Native scales lie in the order of whole rows.
+    xhat, rho = ops.normalize(rows, estimate, recipe, mode, as_codes=native)
+    data, scales = (None if t is None else t.view(u.shape[0], -1) for t in (xhat.data, xhat.scales))
+    xhat = xhat._replace(data=data, scales=scales)
+    return ops.from_codes(xhat, mode, 1) if native else xhat, rho.view(-1, groups)
+
+
 @untraced
 class _GatedNormFunction(torch.autograd.Function):
     """x and gate [T, D] -> h, u [T, D], rho [T, groups] and the tensors of xhat's operand. See ``_MXNormFunction``."""
 
     @staticmethod
     def forward(ctx, x, gate, groups: int, estimate_key: str, recipe_key: str, mode: str, is_compiled: bool):
-        ops, native = from_key(recipe_key).ops, mode == "native"
         u = swiglu(at_least_fp32(gate), x)
-        rows = u.view(groups * x.shape[0], -1)
-        estimate, recipe = from_key(estimate_key), from_key(recipe_key)
-        if recipe.tensor_scale == "row" and groups > 1:
-            # The tensor scale of a token is that of all its groups.
-            rho = inverse_rms(rows, estimate, recipe)
-            xhat = ops.cast([scale_rows(rows, rho).view(x.shape)], recipe, mode, (1,))[1]
-        else:
-            # Native scales lie in the order of whole rows.
-            xhat, rho = ops.normalize(rows, estimate, recipe, mode, as_codes=native)
-            data, scales = (None if t is None else t.view(x.shape[0], -1) for t in (xhat.data, xhat.scales))
-            xhat = xhat._replace(data=data, scales=scales)
-            xhat = ops.from_codes(xhat, mode, 1) if native else xhat
-        rho = rho.view(-1, groups)
+        xhat, rho = normalize_groups(u, groups, from_key(estimate_key), from_key(recipe_key), mode)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gate, u, rho)
         ctx.mode, ctx.is_compiled = mode, is_compiled

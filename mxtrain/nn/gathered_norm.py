@@ -47,7 +47,7 @@ def normalize_shard(
     columns = None
     settings = (estimate.key, recipe.fprop.key, mode, split.key, torch.compiler.is_compiling())
     if gathers_codes(x, recipe, mode, split):
-        for_wgrad, columns = x.detach(), GatheredColumns(split.key, estimate.key, {})
+        for_wgrad, columns = x.detach(), GatheredColumns(split.key, {})
         h, rho, *xhat = NormThenGather.apply(x, *settings, columns.for_function())
     else:
         h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, *settings)
@@ -190,34 +190,34 @@ class GatheredColumns:
 
     Attributes:
         split_key: the key of the SplitSequences.
-        estimate_key: the key of the norm's RMSEstimate.
         operands: the operands so far; None in a compiled graph.
     """
 
     split_key: str
-    estimate_key: str
     operands: dict[Recipe, Operand] | None
-
-    def empty(self) -> "GatheredColumns":
-        """Return one without operands, for linears that share none with others."""
-        return GatheredColumns(self.split_key, self.estimate_key, {})
 
     def for_function(self) -> "GatheredColumns":
         """Return itself; in a compiled graph one without operands, because a graph takes no dict."""
-        return GatheredColumns(self.split_key, self.estimate_key, None) if torch.compiler.is_compiling() else self
+        return GatheredColumns(self.split_key, None) if torch.compiler.is_compiling() else self
 
     def operand(
-        self, x: torch.Tensor, rho: torch.Tensor, signs: torch.Tensor | None, recipe: LinearRecipe, mode: str
+        self,
+        x: torch.Tensor,
+        rho: torch.Tensor,
+        signs: torch.Tensor | None,
+        estimate: RMSEstimate,
+        recipe: LinearRecipe,
+        mode: str,
     ) -> Operand:
         """The operand of whole sequences, from this process's shard x [B, S / P, D] and its rho [B S / P].
 
         Args:
-            signs: as for ``ThreeGEMMs.quantize_along_tokens``; those of all linears with this recipe.
+            signs, estimate: as for ``ThreeGEMMs.quantize_along_tokens``; those of all linears with this recipe.
         """
         if self.operands is None:
-            return self._gather(x, rho, signs, recipe, mode)
+            return self._gather(x, rho, signs, estimate, recipe, mode)
         if recipe.wgrad not in self.operands:
-            self.operands[recipe.wgrad] = self._gather(x, rho, signs, recipe, mode)
+            self.operands[recipe.wgrad] = self._gather(x, rho, signs, estimate, recipe, mode)
         return self.operands[recipe.wgrad]
 
     def release(self) -> None:
@@ -225,8 +225,8 @@ class GatheredColumns:
         if self.operands is not None:
             self.operands.clear()
 
-    def _gather(self, x, rho, signs, recipe: LinearRecipe, mode: str) -> Operand:
-        split, estimate, (recipe, dim) = from_key(self.split_key), from_key(self.estimate_key), recipe.input_of_wgrad
+    def _gather(self, x, rho, signs, estimate: RMSEstimate, recipe: LinearRecipe, mode: str) -> Operand:
+        split, (recipe, dim) = from_key(self.split_key), recipe.input_of_wgrad
         rows = x.reshape(-1, x.shape[-1])
         tensor_scale = recipe.ops.scale_after_norm(rows, estimate, recipe) if dim else None
         group = None if dim and recipe.tensor_scale == "row" else split.group  # of other rows

@@ -131,10 +131,11 @@ class _MXNormLinearFunction(torch.autograd.Function):
         if for_dgrad is not None:
             dxhat = gemms.dgrad(for_dgrad, weights, like.dtype, gain, ctx.ready).to(ctx.dtype)
         if for_wgrad is not None:
+            estimate = from_key(ctx.estimate_key)
             if ctx.gathered is None:
-                for_x = gemms.quantize_along_tokens(x, rho, signs, estimate=from_key(ctx.estimate_key))
+                for_x = gemms.quantize_along_tokens(x, rho, signs, estimate=estimate)
             else:
-                for_x = ctx.gathered.operand(x, rho, signs, gemms.recipe, gemms.mode)
+                for_x = ctx.gathered.operand(x, rho, signs, estimate, gemms.recipe, gemms.mode)
             dweight = gemms.wgrad(for_wgrad, for_x, like.dtype)
             dweights = [dweight] if len(weights) == 1 else dweight.split([weight.shape[0] for weight in weights])
             if gain is None:
@@ -156,7 +157,7 @@ def _multiply(
         # A norm whose own recipe has no transform hands on no signs. The linears' own differ, so each is alone here.
         (linear,) = linears
         signs = linear.signs(x.h.device)
-        gathered = None if gathered is None else gathered.empty()
+        gathered = None if gathered is None else GatheredColumns(gathered.split_key, {})
     gathered = None if gathered is None else gathered.for_function()
     draws, weights = [linear.draws(x.h.device) for linear in linears], [linear.parts()[0] for linear in linears]
     tensors, estimate_key = (x.xhat, x.x, x.rho, signs), x.made_by.estimate.key

@@ -137,8 +137,7 @@ class ThreeGEMMs:
         """
         groups = 1
         if rho is not None and rho.ndim == 2:
-            groups = rho.shape[1]
-            x, rho = scale_rows(x.unflatten(1, (groups, -1)), rho).flatten(1), None
+            groups, x, rho = rho.shape[1], scale_rows(x, rho), None
         spec = CastSpec(row_factor=rho, signs=signs, group=self.split.x, source=source, ends=ends)
         if not self.recipe.wgrad.dequantizes:
             return self._cast([x], {0: self.recipe.wgrad}, spec)[0]

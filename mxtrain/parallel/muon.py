@@ -86,8 +86,7 @@ def _whole(update: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     update = update.bfloat16()
     if isinstance(weight, DTensor):
         mesh, placements = weight.device_mesh, weight.placements
-        like = {"shape": weight.shape, "stride": weight.stride()}
-        split = DTensor.from_local(update, mesh, placements, run_check=False, **like)
+        split = DTensor.from_local(update, mesh, placements, shape=weight.shape, stride=weight.stride())
         whole = [p if p.is_replicate() or (weight.ndim == 3 and p.dim == 0) else Replicate() for p in placements]
         update = split.redistribute(placements=whole).to_local()
     return update if update.ndim == 3 else update[None]

@@ -143,6 +143,13 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
     may_change = settings["checkpoint.may_change"] or []
+    for name, old, new, _ in found:
+        loads_states = "optimizer" not in settings["checkpoint.exclude_from_loading"]
+        if name == "optimizer.name" and "Muon" in (old, new) and loads_states:
+            raise ConfigError(
+                f"{name} = {new!r}, but {start.checkpoint} has the states of {old!r}; set it to {old!r}, or start with "
+                f"new states: --checkpoint.may_change {name} --checkpoint.exclude_from_loading optimizer"
+            )
     if refused := [change for change in found if change.is_refused and change.name not in may_change]:
         raise _refusal(refused, may_change, start.checkpoint)
     step = f"at step {start.step + 1}"

@@ -19,6 +19,7 @@ from mxtrain.formats.parse import get_recipe, spec_of
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe
 from mxtrain.nn.three_gemms import QuantizedLayer
 from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import places
 from mxtrain.titan.converters import DEFAULT_SEED
@@ -26,9 +27,6 @@ from mxtrain.titan.data import first_sequences
 from mxtrain.titan.hugging_face.export import open_run
 from mxtrain.titan.job_config import parse_job_config
 from mxtrain.titan.releases import engine
-
-BITS = 16
-"""Of bf16. Tensor cores multiply half as many bits twice as fast"""
 
 
 def candidates() -> dict[str, LinearRecipe]:
@@ -38,8 +36,8 @@ def candidates() -> dict[str, LinearRecipe]:
 
 
 def cost(recipe: LinearRecipe) -> float:
-    """Return the time of a layer's three products on tensor cores for their formats, over that of bf16."""
-    return sum(1.0 if gemm.format is None else gemm.format.element_bits / BITS for gemm in recipe.gemms) / len(GEMMS)
+    """Return the time of a layer's three products over that of bf16. Half as many bits take half the time."""
+    return sum(1.0 if gemm.format is None else gemm.format.element_bits / 16 for gemm in recipe.gemms) / len(GEMMS)
 
 
 def rehearse(source: Path, folder: Path | None, bound: float, step: int | None = None) -> str:
@@ -69,40 +67,39 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
     else:
         job, sized, weights, of = run.settings.values, run.model, run.weights, f"step {run.step}"
         folder = folder or source / "rehearsal"
-    device, recipes = torch.device(default_device_type()), candidates()
-    model = sized.on_meta()
-    _convert(model, job)
-    _give_weights(model, job, device, weights)
-    tokens = job.mxnorm.diagnostics.tokens
+    device, recipes, tokens = torch.device(default_device_type()), candidates(), job.mxnorm.diagnostics.tokens
+    model, seed = sized.on_meta(), DEFAULT_SEED if job.debug.seed is None else job.debug.seed
+    _convert(model, job, seed)
+    _give_weights(model, seed, device, weights)
+    with os_errors_as(f"{folder} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
     rehearsal = Rehearsal(recipes, tokens, model, name_of=engine().saved_name)
     inputs, labels = (t.to(device) for t in first_sequences(job, math.ceil(tokens / job.training.seq_len)))
+    set_rounding_step(0)  # the same random bits in every rehearsal
     with rehearsal.recording(), torch.autocast(device.type, torch.bfloat16):
         logits = model(inputs)
         F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
-    names = list(rehearsal.errors)
-    errors = table_of(dict(zip(names, torch.stack(list(rehearsal.errors.values())).tolist())))
+    errors = table_of({names: found.tolist() for names, found in rehearsal.errors.items()})
+    if errors["error"].isna().all():
+        raise ConfigError(f"{source}, {of}: no error is a number; the weights or the products are not finite")
     costs = {name: cost(recipe) for name, recipe in recipes.items()}
     with os_errors_as(f"{folder} cannot be written"):
-        folder.mkdir(parents=True, exist_ok=True)
         errors.to_csv(folder / "errors.csv", float_format="%.6g")
         write_toml(recipes_within(errors, costs, bound, _together(model)), folder / "recipes.toml")
     draw(errors, f"{source.name}, {of}: {tokens} tokens a layer", folder / "errors.png")
-    return "\n".join(
-        [
-            f"{source}, {of}: errors of the products of {tokens} tokens a layer; cost: time of products over bf16's",
-            report(errors, costs, bound),
-            f"errors   {folder / 'errors.csv'}, {folder / 'errors.png'}",
-            f"recipes  {folder / 'recipes.toml'}: the cheapest within {bound:g}, else {HIGH_PRECISION_RECIPE}",
-        ]
+    return (
+        f"{source}, {of}: errors of the products of {tokens} tokens a layer; cost: time of products over bf16's\n"
+        f"{report(errors, costs, bound)}\n"
+        f"errors   {folder / 'errors.csv'}, {folder / 'errors.png'}\n"
+        f"recipes  {folder / 'recipes.toml'}: the cheapest within {bound:g}, else {HIGH_PRECISION_RECIPE}"
     )
 
 
-def _convert(model: nn.Module, job) -> None:
+def _convert(model: nn.Module, job, seed: int) -> None:
     """Swap the layers that the job swaps, or that "mxnorm" would, for layers in high precision that can be measured."""
     name = next(iter(quantizing_among(job.model.converters)), "mxnorm")
     section = job.mxnorm
-    settings = {"recipe": UNQUANTIZED, "filter_fqns": section.filter_fqns, "graph_passes": False}
-    settings["seed"] = DEFAULT_SEED if job.debug.seed is None else job.debug.seed
+    settings = {"recipe": UNQUANTIZED, "filter_fqns": section.filter_fqns, "graph_passes": False, "seed": seed}
     if name == "mxnorm":
         # Of rounded scales there are none here.
         estimator = "pre_round" if section.estimator == "post_round" else section.estimator
@@ -111,16 +108,15 @@ def _convert(model: nn.Module, job) -> None:
         apply(get_converter(name, settings), model, engine().example_inputs(model))
 
 
-def _give_weights(model: nn.Module, job, device: torch.device, saved) -> None:
-    """Draw the weights of a new run on ``device``, and replace them by saved ones, if there are any."""
+def _give_weights(model: nn.Module, seed: int, device: torch.device, saved) -> None:
+    """Draw the weights of a new run on ``device``, and replace weights and buffers by saved ones, if there are any."""
     model.to_empty(device=device)
-    seed = DEFAULT_SEED if job.debug.seed is None else job.debug.seed
     draw_by_name(model, seed, device, engine().saved_name)
     with torch.no_grad():
         model.init_weights(buffer_device=device)
     if saved is not None:
-        parameters = {engine().saved_name(name): p for name, p in model.named_parameters()}
-        saved.load_into({name: p.detach() for name, p in parameters.items() if name in saved})
+        state = {engine().saved_name(name): tensor for name, tensor in model.state_dict().items()}
+        saved.load_into({name: tensor for name, tensor in state.items() if name in saved})
 
 
 def _together(model: nn.Module) -> list[list[str]]:

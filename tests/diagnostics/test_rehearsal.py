@@ -7,11 +7,14 @@ import torch
 from torch import nn
 
 import mxtrain
+from mxtrain import MXNormLinear
+from mxtrain.diagnostics.recording import Numerics
 from mxtrain.diagnostics.rehearsal import UNQUANTIZED, Rehearsal
 from mxtrain.formats.parse import get_recipe
+from mxtrain.nn.gated_norm import GatedMXNorm
 from mxtrain.rng.rounding import set_rounding_step
 from tests.support.expert_checks import quantized_experts
-from tests.support.layer_checks import draw
+from tests.support.layer_checks import draw, fill
 
 TOKENS, DIM, HIDDEN = 64, 64, 96
 NAMES = ["mxfp8", "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4"]
@@ -34,6 +37,19 @@ def rehearse(model, *inputs, dy):
     return rehearsal.errors
 
 
+class Gated(nn.Module):
+    def __init__(self, recipe):
+        super().__init__()
+        self.norm = GatedMXNorm(DIM, estimator="exact", recipe=recipe, mode="reference")
+        self.norm.groups = 2
+        self.linear = MXNormLinear(DIM, HIDDEN, bias=False, recipe=recipe, mode="reference")
+        fill(self)
+        nn.init.ones_(self.norm.weight)  # so that the gradient of the weight is wgrad's result
+
+    def forward(self, x, gate):
+        return self.linear(self.norm(x, gate))
+
+
 @pytest.mark.parametrize("converter, name", [("mx_linear", NAMES[0]), ("mx_linear", NAMES[1]), ("mxnorm", NAMES[0])])
 def test_errors_of_a_linear_and_behind_a_norm(converter, name):
     torch.manual_seed(0)
@@ -52,6 +68,30 @@ def test_errors_of_a_linear_and_behind_a_norm(converter, name):
     if converter == "mxnorm":
         assert 0.02 < got.pop(1) < 0.05 and wanted.pop(1)
     assert got == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [NAMES[0], "nvfp4_row"])
+def test_errors_behind_a_gated_norm(name):
+    set_rounding_step(0)
+    recipe, results = get_recipe(name, stochastic_rounding=False if "nvfp4" in name else None), []
+    x, gate, dy = (draw(TOKENS, size, seed=seed) for seed, size in enumerate((DIM, DIM, HIDDEN)))
+    for own in (recipe, get_recipe(UNQUANTIZED)):
+        block = Gated(own)
+        y = block(x.clone().requires_grad_(), gate)
+        y.backward(dy)
+        results.append((y.detach(), block.linear.weight.grad))
+        numerics = Numerics(1, None, TOKENS, [block])
+        with numerics.recording():
+            block(x.clone().requires_grad_(), gate).backward(dy)
+        if own is recipe:
+            figures = numerics.figures()
+    rehearsal = Rehearsal({name: recipe}, TOKENS, block)
+    with rehearsal.recording():
+        block(x.clone().requires_grad_(), gate).backward(dy)
+    wanted = pytest.approx([relative(*pair) for pair in zip(*results)], rel=1e-4)
+    assert rehearsal.errors["linear", name].tolist()[::2] == wanted
+    assert [figures[f"numerics/linear/{gemm}_error"] for gemm in ("fprop", "wgrad")] == wanted
+    assert figures["numerics/norm/rms_ratio_max"] == pytest.approx(1, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -64,6 +64,14 @@ def test_mistakes(table, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+def test_a_dequantized_backward_takes_no_recipe_for_its_gemms_alone():
+    table = {"from_step": 1, "recipe": "dgrad=mxfp8"}
+    with pytest.raises(ConfigError, match="'dgrad=mxfp8' has no effect with backward = 'dequantized'"):
+        parsed(table, backward="dequantized")
+    for recipe in ("mxfp8", "dgrad=bf16", "fprop=mxfp8, dgrad=mxfp8"):
+        parsed({**table, "recipe": recipe}, backward="dequantized")
+
+
 def test_a_change_keeps_the_gemms_that_it_does_not_name():
     base = get_recipe("nvfp4")
     changed = RecipeChange.parse("entry", BF16_FORWARD, {}).of_recipe(base)

@@ -110,6 +110,14 @@ def test_refused_unless_named(lines, tmp_path, name):
     assert change in lines({name: old}, {name: new, "checkpoint.may_change": [name]})
 
 
+@pytest.mark.parametrize("old, new", [("AdamW", "Muon"), ("Muon", "Adam")])
+def test_muon_and_adam_load_no_states_of_each_other(lines, old, new):
+    now = {"optimizer.name": new, "checkpoint.may_change": ["optimizer.name"]}
+    with pytest.raises(ConfigError, match=f"has the states of '{old}'; .* --checkpoint.exclude_from_loading optimizer"):
+        lines({"optimizer.name": old}, now)
+    assert lines({"optimizer.name": old}, {**now, "checkpoint.exclude_from_loading": ["optimizer"]})
+
+
 def test_all_refused_settings_are_in_one_message(lines):
     now = {"debug.seed": 1, "mxnorm.p": 2, "mxnorm.recipe": "nvfp4", "checkpoint.may_change": ["mxnorm.recipe"]}
     with pytest.raises(ConfigError) as error:
