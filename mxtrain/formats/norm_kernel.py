@@ -129,16 +129,16 @@ def normalize_rows(
     HOLD: tl.constexpr, TERMS: tl.constexpr, STORE: tl.constexpr,
     FACTOR: tl.constexpr, P: tl.constexpr, ESTIMATOR: tl.constexpr, FORM: tl.constexpr, RESIDUAL: tl.constexpr,
     HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SETTING: tl.constexpr = None,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr = None,
 ):  # fmt: skip
     """rho of ROWS rows, and the cast of x * rho. ESTIMATOR "none": rho is 1, and not stored.
 
     A tensor in a kernel has a power of two of elements, so a row of 24 blocks is held as three PARTS of BLOCKS = 8.
 
-    HOLD: as ``whole_blocks``. TERMS: as ``block_terms``. STORE(x, amax, rho, setting, row, rows, first_block, blocks,
-    data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS): casts x * rho and stores it; rho and row are [ROWS].
-    SETTING(amax, setting, row, rows): the setting that STORE gets, from the largest |x * rho| of each row; None if the
-    setting does not depend on rows.
+    HOLD: as ``whole_blocks``. TERMS: as ``block_terms``. STORE(x, amax, rho, scales, setting, row, rows, first_block,
+    blocks, data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS): casts x * rho and stores it; rho and row are [ROWS].
+    SCALES(amax, setting, row, rows): the scales of rows that STORE gets, from the largest |x * rho| of each row; None
+    for a format without.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     sums, largest = tl.zeros((ROWS, BLOCKS), tl.float64), tl.zeros((ROWS, BLOCKS), tl.int32)
@@ -155,17 +155,18 @@ def normalize_rows(
             x, amax = HOLD(loaded[i], total_ptr, row, rows, i * BLOCKS, blocks, True, RESIDUAL, PIECES, BLOCKS, BLOCK)
             if ESTIMATOR != "none":
                 sums += TERMS(x, amax, setting, P, ESTIMATOR)
-            if SETTING is not None:
+            if SCALES is not None:
                 largest = tl.maximum(largest, magnitude_bits(amax))
             parts = parts + ((x, amax),)
-        rho = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR)
-        if SETTING is not None:
+        rho, scales = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR), None
+        if SCALES is not None:
             # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the row.
-            setting = SETTING(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
+            scales = SCALES(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
         for i in tl.static_range(PARTS):
             x, amax = parts[i]
             STORE(
-                x, amax, rho, setting, row, rows, i * BLOCKS, blocks, data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS
+                x, amax, rho, scales, setting, row, rows, i * BLOCKS, blocks, data_ptr, scales_ptr,
+                FORM, HARDWARE, BLOCKS,
             )  # fmt: skip
     else:
         for first in range(0, blocks, BLOCKS):
@@ -173,15 +174,15 @@ def normalize_rows(
             x, amax = HOLD(loaded, total_ptr, row, rows, first, blocks, False, RESIDUAL, PIECES, BLOCKS, BLOCK)
             if ESTIMATOR != "none":
                 sums += TERMS(x, amax, setting, P, ESTIMATOR)
-            if SETTING is not None:
+            if SCALES is not None:
                 largest = tl.maximum(largest, magnitude_bits(amax))
-        rho = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR)
-        if SETTING is not None:
-            setting = SETTING(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
+        rho, scales = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR), None
+        if SCALES is not None:
+            scales = SCALES(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
         for first in range(0, blocks, BLOCKS):
             loaded = load_blocks(x_ptr, residual_ptr, row, rows, first, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK)
             x, amax = HOLD(loaded, total_ptr, row, rows, first, blocks, True, RESIDUAL, PIECES, BLOCKS, BLOCK)
-            STORE(x, amax, rho, setting, row, rows, first, blocks, data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS)
+            STORE(x, amax, rho, scales, setting, row, rows, first, blocks, data_ptr, scales_ptr, FORM, HARDWARE, BLOCKS)
     if ESTIMATOR != "none":
         tl.store(rho_ptr + row, rho, mask=row < rows)
 

@@ -42,7 +42,7 @@ def _terms(x, amax, setting, P: tl.constexpr, ESTIMATOR: tl.constexpr):
 
 @triton.jit
 def _store(
-    x, amax, rho, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    x, amax, rho, scales, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     ROUNDING: tl.constexpr = setting[0]

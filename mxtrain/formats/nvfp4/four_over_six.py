@@ -9,8 +9,6 @@ order of the elements. Divisions and that order are expensive, and hardly ever m
    Gaussian blocks does so in 3 of 100 cases.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
@@ -23,7 +21,6 @@ from mxtrain.launch.launch import INTERPRETED
 _E2M1_MAX, _SCALE_MAX = tl.constexpr(NVFP4.element_max), tl.constexpr(SCALE_MAX)
 _RANGE = tl.constexpr(FOUR_OVER_SIX_RANGE)
 _INTERPRETED = tl.constexpr(INTERPRETED)
-_INFINITY = tl.constexpr(math.inf)
 _FP32_MAX = tl.constexpr(2.0**128 - 2.0**104)
 
 
@@ -133,7 +130,7 @@ def four_over_six(x, largest, amax, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
     count: tl.constexpr = 256 if BLOCKS == "tiles" else 16
     size = largest * largest * (1.0 / count) if squares else largest
     # In other matrices, products overflow or lose bits.
-    share = tl.where(amax > 2.0**-40, tl.where(amax < 2.0**60, count * 2.0**-20, _INFINITY), _INFINITY)
+    share = tl.where(amax > 2.0**-40, tl.where(amax < 2.0**60, count * 2.0**-20, _FP32_MAX), _FP32_MAX)
     is_clear = tl.abs(loss_of_six - loss_of_four) > (size + loss_of_six + loss_of_four) * share
     if tl.max(tl.where(is_clear, 0, (largest > 0).to(tl.int32))) > 0:
         loss_of_six = _loss(x, six, _unseen(six_factor), amax, BLOCKS, squares, True)

@@ -101,11 +101,11 @@ def _tensor_scales(amax, setting, row, rows):
 
 @triton.jit
 def _store_image(
-    x, amax, rho, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    x, amax, rho, tensor_scales, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     _, offsets, _, mask = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scales, (_, _, _, by_magnitudes, by_squares) = setting
+    _, _, _, by_magnitudes, by_squares = setting
     error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
     xhat, amax = x * rho[:, None, None], amax * rho[:, None]
     if error != "":
@@ -121,11 +121,11 @@ def _store_image(
 
 @triton.jit
 def _store_codes(
-    x, amax, rho, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
+    x, amax, rho, tensor_scales, setting, row, rows, first_block, blocks, data_ptr, scales_ptr,
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, _, block_mask, _ = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    tensor_scales, (_, _, _, by_magnitudes, by_squares) = setting
+    _, _, _, by_magnitudes, by_squares = setting
     error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
     rho = rho[:, None]
     if error != "":
