@@ -15,10 +15,11 @@ from torch._inductor.codegen.cpp import DTYPE_TO_CPP
 import mxtrain.nn
 import mxtrain.norms
 from mxtrain import DecomposeKRouter, FusedLayerNorm, FusedRMSNorm
+from mxtrain.nn.gated_norm import GatedMXNorm
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mixture import MXNormRouter, of_whole_sequences
-from mxtrain.nn.mxnorm import MXNorm
+from mxtrain.nn.mxnorm import MXNorm, MXNormLinear
 from mxtrain.nn.split import SplitSequences
 from tests.support.expert_checks import OfEqualCounts
 from tests.support.layer_checks import NormBlock, assert_near, draw, fill, mx_linear, results_of
@@ -86,6 +87,23 @@ def block(mode: str, group: str, joins: bool = False, gather: str | None = None,
     return block
 
 
+class Gated(nn.Module):
+    """A gated norm in two groups, and its linear."""
+
+    def __init__(self, mode: str):
+        super().__init__()
+        self.norm = fill(GatedMXNorm(D, estimator="exact", mode=mode))
+        self.norm.groups = 2
+        self.linear = fill(MXNormLinear(D, N, mode=mode))
+
+    def forward(self, x):
+        return self.linear(self.norm(x.sin(), x))
+
+
+def gated(mode: str, group: str) -> nn.Module:
+    return Gated(mode)
+
+
 def shared(mode: str, group: str) -> nn.Module:
     """A norm whose result is made again for whole sequences, and its linears."""
     shared, split = block(mode, group), SplitSequences(group, 1, 0)
@@ -113,6 +131,7 @@ CASES = {
     "_RowValues": [partial(gate_and_rows, mode, codes=True) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction": [partial(block, mode) for mode in (KERNELS, REFERENCE)],
     "_MXNormFunction _MXNormLinearFunction joined": [partial(block, m, joins=True) for m in (KERNELS, REFERENCE)],
+    "_GatedNormFunction": [partial(gated, mode) for mode in (KERNELS, REFERENCE)],
     "GatherThenNorm": [partial(block, mode, gather="high_precision") for mode in (KERNELS, REFERENCE)],
     "NormThenGather": [partial(block, mode, gather="quantized") for mode in (KERNELS, REFERENCE)],
     "GatherSequences": [partial(block, KERNELS, gather="high_precision", plain=True)],
