@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WORST = 5
-"""So many layers are named"""
+"""Number of layers that are named"""
 
 
 def table_of(errors: Mapping[tuple[str, str], Iterable[float]]) -> "pd.DataFrame":
@@ -36,7 +36,7 @@ def by_recipe(errors: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def worst_layers(errors: "pd.DataFrame") -> "pd.Series":
-    """Return the layers whose errors stand out most: error over the recipe's median, at its largest recipe."""
+    """Return the layers that stand out most, with the largest ratio of their errors to a recipe's median error."""
     found = by_recipe(errors)
     return (found / found.median()).max(axis=1).nlargest(WORST)
 
@@ -63,18 +63,16 @@ def recipes_within(
         costs: the recipes from which to choose, with what they cost.
         together: layers that have one recipe, which the largest of their errors decides.
     """
-    found, cheapest_first = by_recipe(errors), sorted(costs, key=costs.get)
+    found, chosen = by_recipe(errors), {}
     groups = {layer: [layer] for layer in found.index} | {layer: [*group] for group in together for layer in group}
-
-    def cheapest(group: list[str]) -> str:
-        within = (name for name in cheapest_first if (found.loc[group, name] <= bound).all())
-        return next(within, HIGH_PRECISION_RECIPE)
-
-    return {layer: cheapest(group) for layer, group in groups.items()}
+    for layer, group in groups.items():
+        within = (name for name in sorted(costs, key=costs.get) if (found.loc[group, name] <= bound).all())
+        chosen[layer] = next(within, HIGH_PRECISION_RECIPE)
+    return chosen
 
 
 def write_toml(recipes: Mapping[str, str], path: Path) -> None:
-    """Write the table [mxnorm] in which every layer has its recipe. Raises OSError."""
+    """Write a table [mxnorm] that gives every layer its recipe. Raises OSError."""
     default, _ = Counter(recipes.values()).most_common(1)[0]
     others = {layer: recipe for layer, recipe in recipes.items() if recipe != default}
     dump_config({"mxnorm": {"recipe": default, "high_precision_share": 0.0, "recipes": others}}, path)

@@ -26,19 +26,19 @@ def table(runs: list[Run]) -> str:
     return aligned(rows)
 
 
-def aligned(rows: list[tuple[str, ...]], words: int = 2) -> str:
-    """Return a table of cells, one line per row: so many columns of words, aligned left, then numbers."""
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Return a table of cells, one line per row: two columns of words, aligned left, then numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
-        "  ".join(f"{cell:{'<' if i < words else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths)))
+        "  ".join(f"{cell:{'<' if i < 2 else '>'}{width}}" for i, (cell, width) in enumerate(zip(row, widths)))
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
 
 
-def titled(title: str, rows: list[tuple[str, ...]], words: int = 2) -> str:
+def titled(title: str, rows: list[tuple[str, ...]]) -> str:
     """Return a title, and below it, indented, the table of ``aligned``."""
-    return f"{title}\n{indent(aligned(rows, words), '  ')}"
+    return f"{title}\n{indent(aligned(rows), '  ')}"
 
 
 def summary(folder: str | os.PathLike) -> str:
@@ -53,7 +53,9 @@ def summary(folder: str | os.PathLike) -> str:
     if run.validation:
         row = run.validation[-1]
         lines.append(("validation", f"{form(row['validation_loss'])} at step {row['step']}"))
-    lines.append(("tokens/s", _throughput(run)))
+    devices, rate = run.facts.get("world_size") or 1, run.tokens_per_second
+    of_all = "" if devices == 1 or rate is None else f" per device, {devices * rate:,.0f} on {devices}"
+    lines.append(("tokens/s", f"{form(rate, ',.0f')}{of_all}"))
     lines.append(("memory", f"{form(run.peak_memory_gib, '.2f')} GiB peak"))
     lines.append(("folder", str(run.folder)))
     lines.append(("loss curve", _picture(run)))
@@ -89,13 +91,6 @@ def _picture(run: Run) -> str:
         return str(plot([run], run.folder / PICTURE_FILE))
     except Exception as error:  # a run that has ended well does not fail for its picture
         return f"not drawn: {' '.join(str(error).split())}"
-
-
-def _throughput(run: Run) -> str:
-    devices, rate = run.facts.get("world_size") or 1, run.tokens_per_second
-    if devices == 1 or rate is None:
-        return form(rate, ",.0f")
-    return f"{rate:,.0f} per device, {devices * rate:,.0f} on {devices}"
 
 
 def form(value: float | int | None, spec: str = ".4f") -> str:

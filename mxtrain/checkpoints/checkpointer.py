@@ -162,24 +162,21 @@ class Checkpointer:
         Args:
             weights_only: None for ``checkpoint.last_save_model_only`` after the last step, and all states else.
         """
-        if not self._is_due(curr_step, last_step) or not self._run.may_save(curr_step):
+        settings = self._settings
+        is_first = curr_step == 1 and settings.enable_first_step_checkpoint
+        is_due = is_first or last_step or self._run.is_stopping() or curr_step % settings.interval == 0
+        if not (is_due and settings.enable and not settings.load_only and self._run.may_save(curr_step)):
             return
         self._wait()
         self._failure, self.saved_step = None, curr_step
         self._run.before_save()
         if weights_only is None:
-            weights_only = last_step and self._settings.last_save_model_only
+            weights_only = last_step and settings.last_save_model_only
         logger.info(f"Saving the checkpoint of step {curr_step}")
         with self._going_on():
-            self._save(curr_step, weights_only, "disabled" if last_step else self._settings.async_mode)
+            self._save(curr_step, weights_only, "disabled" if last_step else settings.async_mode)
             self._remove_stale()
         gc.collect(1)  # TorchTitan has switched automatic collections off
-
-    def _is_due(self, step: int, last_step: bool) -> bool:
-        settings = self._settings
-        is_first = step == 1 and settings.enable_first_step_checkpoint
-        is_due = is_first or last_step or self._run.is_stopping() or step % settings.interval == 0
-        return is_due and settings.enable and not settings.load_only
 
     @torch.no_grad()
     def _save(self, step: int, weights_only: bool, mode: str) -> None:

@@ -136,7 +136,7 @@ class Checkpoints:
     def __init__(self, folder: Path):
         self.folder = folder
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
-        self.found = sorted(filter(_is_step, names), key=step_of)
+        self.found = sorted(filter(re.compile(r"step-(0|[1-9]\d*)").fullmatch, names), key=step_of)
         """Names of all checkpoints, whole or not, in the order of their steps"""
         self.whole: dict[int, Manifest] = {}
         """Step of each checkpoint whose files are all there -> its manifest, in the order of steps"""
@@ -167,10 +167,6 @@ class Checkpoints:
     def after(self, step: int) -> list[Path]:
         """Return the checkpoints of later steps, whole or not."""
         return [self.folder / name for name in self.found if step_of(name) > step]
-
-
-def _is_step(name: str) -> bool:
-    return re.fullmatch(r"step-(0|[1-9]\d*)", name) is not None
 
 
 def step_of(name: str) -> int:

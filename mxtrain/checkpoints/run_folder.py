@@ -62,9 +62,11 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
             # A child, such as a dataloader worker, would keep the lock for as long as it outlives this process.
             os.register_at_fork(after_in_child=file.close)
         except BlockingIOError as error:
+            process, *host = (lock_owner(folder) or "").split() or [""]
+            owner = f"process {process} on {host[0]}" if host else "another run"
             raise ConfigError(
-                f"{setting} = {str(folder)!r} is in use by {_owner(folder)}; wait until that run ends, stop it, or "
-                "choose another folder"
+                f"{setting} = {str(folder)!r} is in use by {owner}; wait until that run ends, stop it, or choose "
+                "another folder"
             ) from error
         except OSError as error:
             warning = f"{path} cannot be locked ({reason(error)}): nothing keeps a second run out of this folder"
@@ -80,8 +82,3 @@ def lock_owner(folder: Path) -> str | None:
         return (folder / LOCK_FILE).read_text(errors="replace")
     except OSError:
         return None
-
-
-def _owner(folder: Path) -> str:
-    process, *host = (lock_owner(folder) or "").split() or [""]
-    return f"process {process} on {host[0]}" if host else "another run"

@@ -47,7 +47,7 @@ class Start:
     changes: tuple[str, ...] = ()
     """Lines for the user and for the run's record: what differs from the run so far"""
     settings: dict[str, str] = field(default_factory=dict)
-    """Settings by full name that the run keeps from before, whatever it was started with"""
+    """Full name -> value of settings that the run keeps, whatever its config and flags say"""
 
     @cached_property
     def manifest(self) -> Manifest:

@@ -114,22 +114,17 @@ def apply_settings(optimizers, lr_schedulers) -> tuple[float, float]:
     first = optimizers.optimizers[0].param_groups[0]
     kept = float(first["lr"])
     for optimizer, scheduler in zip(optimizers.optimizers, lr_schedulers.schedulers, strict=True):
-        _apply(optimizer, scheduler)
-    return kept, float(first["lr"])
-
-
-def _apply(optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
-    base = optimizer.defaults["lr"]
-    for group, schedule in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
         # ``defaults`` are the arguments of this process's optimizer. Loading a checkpoint adds a name to them at most.
-        own = optimizer.defaults.items()
-        group.update({name: value for name, value in own if name in group and name != "lr"})
-        group["initial_lr"] = base
-        group["lr"] = base * schedule(scheduler.last_epoch)  # as LambdaLR computes it
-        if group.get("fused"):  # the step counts must be where the parameters are; others keep them on the CPU
-            for parameter in group["params"]:
-                if "step" in (state := optimizer.state.get(parameter, {})):
-                    state["step"] = state["step"].to(parameter.device)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    # "_last_lr" is what TorchTitan logs.
-    scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": [base] * len(rates), "_last_lr": rates})
+        defaults, base = optimizer.defaults, optimizer.defaults["lr"]
+        for group, schedule in zip(optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group.update({name: defaults[name] for name in defaults if name in group})
+            group["initial_lr"] = base
+            group["lr"] = base * schedule(scheduler.last_epoch)  # as LambdaLR computes it
+            if group.get("fused"):  # the step counts must be where the parameters are; others keep them on the CPU
+                for parameter in group["params"]:
+                    if "step" in (state := optimizer.state.get(parameter, {})):
+                        state["step"] = state["step"].to(parameter.device)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        # "_last_lr" is what TorchTitan logs.
+        scheduler.load_state_dict(scheduler.state_dict() | {"base_lrs": [base] * len(rates), "_last_lr": rates})
+    return kept, float(first["lr"])

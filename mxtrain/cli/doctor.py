@@ -18,8 +18,6 @@ from mxtrain.errors import ConfigError
 
 PACKAGES = ("torch", "torchtitan", "torchao", "triton", "wandb")
 _NOT_TESTED = "; not tested"
-OPTIMIZER_STATES = 2
-"""Tensors of a weight's shape and dtype that Adam and AdamW keep: means of the gradient and of its square. Muon: one"""
 
 
 def add(commands) -> None:
@@ -183,7 +181,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     size = 4 if job_config.training.dtype == "float32" else 2
     optimizer = job_config.optimizer.name
     by_muon = sum(p.numel() for fqn, p in model.named_parameters() if optimizer == NAME and is_matrix(fqn, p))
-    gib = ((2 + OPTIMIZER_STATES) * total - by_muon) * size / 2**30
+    gib = (4 * total - by_muon) * size / 2**30  # AdamW keeps two states for each weight, Muon one
     rows.append(("memory", f"{gib:,.1f} GiB of weights, gradients and {optimizer} states, which FSDP shards"))
     yield titled(f"{name} {job_config.model.flavor}", rows)
     plans = convert_on_meta(job_config, model)

@@ -75,8 +75,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
                 start = checked_start(folder, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
             own = {START_VARIABLE: json.dumps(start.to_json()), **worker_defaults(os.environ, processes, devices)}
-            kept = [f"--{name}={value}" for name, value in start.settings.items()]
-            worker_arguments = [*arguments, *kept, "--job.dump_folder", str(folder), *worker_flags]
+            worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
             status = run_workers(worker_arguments, processes, folder, own)
         except ConfigError:
             status = CONFIG_ERROR_STATUS

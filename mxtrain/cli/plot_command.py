@@ -51,15 +51,9 @@ With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: 
 
 
 def _plot(options) -> int:
-    if options.numerics:
-        if len(options.runs) > 1 or options.baseline or options.smooth or options.x != "step":
-            raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o PNG")
-        return _plot_numerics(options)
-    return _plot_losses(options)
-
-
-def _plot_losses(options) -> int:
     """Draw the runs. One that cannot be drawn is a line on stderr, unless it is the only one or the baseline."""
+    if options.numerics:
+        return _plot_numerics(options)
     from mxtrain.analysis.plots import curves, plot
     from mxtrain.analysis.runs import load_run
     from mxtrain.analysis.tables import table
@@ -94,6 +88,8 @@ def _plot_numerics(options) -> int:
     from mxtrain.analysis.runs import load_run
     from mxtrain.checkpoints.run_folder import NUMERICS_FILE
 
+    if len(options.runs) > 1 or options.baseline or options.smooth or options.x != "step":
+        raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o PNG")
     run = load_run(options.runs[0])
     path, remarks = draw_numerics(run, options.output or run.folder / NUMERICS_FILE)
     print(*remarks, f"numerics: {path}", sep="\n")

@@ -149,13 +149,8 @@ def _before_rounding(matrix: Node, cast: Node) -> Node | None:
         node, user = node.args[0], node
     if node.target is not CONVERT or {*node.users} != {user}:
         return None
-    source = node.args[0]
-    value = source.meta["val"]
-    return source if value.dtype == torch.float32 and value.is_contiguous() and _is_input(source) else None
-
-
-def _is_input(node: Node) -> bool:
-    """Whether ``node`` is an input of the graph or a view of one."""
-    while node.target in VIEWS:
-        node = node.args[0]
-    return node.op == "placeholder"
+    source = stored = node.args[0]
+    while stored.target in VIEWS:
+        stored = stored.args[0]
+    value, is_input = source.meta["val"], stored.op == "placeholder"
+    return source if value.dtype == torch.float32 and value.is_contiguous() and is_input else None

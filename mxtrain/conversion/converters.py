@@ -318,7 +318,9 @@ class MXNormConverter(MXLinearConverter):
     ) -> tuple[dict[str, Swap], dict[str, str]]:
         swaps, skipped = {}, dict(survey.lookalikes[nn.RMSNorm])
         for fqn, facts in survey.norms_of(nn.RMSNorm).items():
-            mixture = _mixture_of(fqn, survey)
+            mixtures = survey.uses.mixtures.get(fqn, ())
+            is_its_only_use = len(mixtures) == 1 and not survey.uses.linears[fqn]
+            mixture = survey.mixtures[mixtures[0]] if is_its_only_use else None
             if reason := _why_norm_stays(fqn, survey, recipe_of, kept, mixture):
                 skipped[fqn] = reason
                 continue
@@ -339,12 +341,6 @@ class MXNormConverter(MXLinearConverter):
             for linear in linears:
                 swaps[linear] = ToQuantized(MXNormLinear, recipe_of[linear], self.mode, self.seed)
         return swaps, skipped
-
-
-def _mixture_of(norm: str, survey: Survey) -> MixtureFacts | None:
-    """The mixture of experts that alone uses a norm's output."""
-    mixtures = survey.uses.mixtures.get(norm, ())
-    return survey.mixtures[mixtures[0]] if len(mixtures) == 1 and not survey.uses.linears[norm] else None
 
 
 def _why_norm_stays(

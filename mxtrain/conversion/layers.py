@@ -6,6 +6,7 @@ are known by type, a model's own by results and gradients.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -191,15 +192,11 @@ def find_blocks(modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     for fqn, module in modules.items():
         around = modules[fqn.rpartition(".")[0]]
         is_numbered = isinstance(around, nn.ModuleDict) and fqn.rpartition(".")[2].isdigit()
-        is_block = isinstance(around, nn.ModuleList) or is_numbered
-        if fqn and is_block and not isinstance(module, nn.Linear) and _has_linears(module):
-            if not any(_is_in(fqn, block) for block in blocks):
+        is_member = isinstance(around, nn.ModuleList) or is_numbered
+        if fqn and is_member and not isinstance(module, nn.Linear) and not any(_is_in(fqn, block) for block in blocks):
+            if any(isinstance(part, nn.Linear) for part in module.modules()):
                 blocks.append(fqn)
     return tuple(blocks)
-
-
-def _has_linears(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Linear) for part in module.modules())
 
 
 def _is_in(fqn: str, outer: str) -> bool:
@@ -323,13 +320,13 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
 def _gated_norm_facts(module: nn.Module) -> NormFacts | None:
     """The facts of a module that computes RMSNorm of x silu(gate), or silu(gate) RMSNorm(x), in groups of features.
 
-    The size or the number of the groups is an attribute of it.
+    An attribute of the module is the size or the number of the groups.
     """
     dim = module.weight.numel()
     divisors = {value for value in vars(module).values() if type(value) is int and value > 0 and dim % value == 0}
     sizes = {dim, *divisors, *(dim // value for value in divisors)}
     forms = {(size, first): partial(_gated_norm, size, first) for size in sizes for first in (True, False)}
-    if (found := _computed_by(module, forms, gates=1)) is None:
+    if (found := _computed_by(module, forms)) is None:
         return None
     eps, (size, gates_first) = found
     recognised = f"{type(module).__name__} by results and gradients (with a gate)"
@@ -354,19 +351,16 @@ def _draw(*shape: int, seed: int) -> torch.Tensor:
 
 
 @torch.enable_grad()
-def _computed_by(module: nn.Module, forms: Mapping, gates: int = 0) -> tuple[float, Any] | None:
-    """The float among the attributes of ``module``, and the key of the form, that it computes with this float as eps.
+def _computed_by(module: nn.Module, forms: Mapping) -> tuple[float, Any] | None:
+    """The eps, a float among the attributes of ``module``, and the key of the form that it computes; None if none fits.
 
-    None if there are none. The module runs with random parameters; its own may be on the meta device. Its rows are a
-    batch of sequences, because a norm over another dimension of a matrix may compute the same.
-
-    Args:
-        forms: key -> f(x, *gates, eps=..., **parameters).
-        gates: how many tensors of the shape of x a form takes beside it.
+    The module runs with random parameters; its own may be on the meta device. Its rows are a batch of sequences,
+    because a norm over another dimension of a matrix may compute the same. A form is f(*rows, eps=..., **parameters),
+    with rows for every argument of the module's forward.
     """
     shape = 2, len(_ROWS), module.weight.numel()
-    x, dy, *others = (_draw(*shape, seed=seed) for seed in range(2 + gates))
-    rows = [x * x.new_tensor(_ROWS).unsqueeze(1), *others]
+    x, dy, *gates = (_draw(*shape, seed=seed) for seed in range(1 + len(signature(module.forward).parameters)))
+    rows = [x * x.new_tensor(_ROWS).unsqueeze(1), *gates]
     vectors = {name: _draw(shape[-1], seed=9 + i) for i, (name, _) in enumerate(module.named_parameters())}
     try:
         if not _keeps_bf16(module, rows, vectors):
@@ -387,12 +381,10 @@ def _keeps_bf16(module: nn.Module, rows: Sequence[torch.Tensor], vectors: Mappin
     """Whether rows in bf16 give results in bf16, with parameters in bf16 or in fp32, which some norms need."""
     rows = tuple(row.bfloat16() for row in rows)
     for dtype in (torch.bfloat16, torch.float32):
-        try:
+        with suppress(RuntimeError):  # mixed dtypes
             y = functional_call(module, {name: vector.to(dtype) for name, vector in vectors.items()}, rows)
-        except RuntimeError:  # mixed dtypes
-            continue
-        if y.dtype == torch.bfloat16:
-            return True
+            if y.dtype == torch.bfloat16:
+                return True
     return False
 
 

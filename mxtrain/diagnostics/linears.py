@@ -77,20 +77,12 @@ class MeasuredCast:
     tensor_scale: float | torch.Tensor | None = None
     by_row: bool = False
 
-    def block_maxima(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[R, C / size] or [R / size, C]; blocks of the same tile have the maximum of the tile.
-
-        Args:
-            blocks: magnitudes, of which dimension ``dim`` has become two. The second is the block.
-        """
-        amax = blocks.amax(self.dim + 1)
-        return tile_amax(amax, self.recipe.block_size, 1 - self.dim) if self.tiles else amax
-
     @cached_property
     def totals(self) -> Totals:
         values, recipe = self.matrix.values, self.recipe
         blocks = values.abs().unflatten(self.dim, (-1, recipe.block_size))
-        amax, tensor_scale = self.block_maxima(blocks), None
+        amax, tensor_scale = blocks.amax(self.dim + 1), None
+        amax = tile_amax(amax, recipe.block_size, 1 - self.dim) if self.tiles else amax
         if self.tensor_scale is not None:
             tensor_scale = torch.as_tensor(self.tensor_scale, dtype=amax.dtype, device=amax.device)
             tensor_scale = tensor_scale.unsqueeze(1) if tensor_scale.ndim else tensor_scale
@@ -158,32 +150,15 @@ class Input:
         return normalize_groups(self.x, self.groups, self.estimate, gemms.recipe.fprop, gemms.mode)
 
 
-@dataclass(frozen=True, eq=False)
-class Gradient:
-    """The output gradient of a linear for a sample.
-
-    Attributes:
-        dy: [R, N].
-        signs: of the Hadamard transform, int64 []; None without.
-        draws: of stochastic rounding, int64 [4]; None without.
-    """
-
-    dy: torch.Tensor
-    signs: torch.Tensor | None = None
-    draws: torch.Tensor | None = None
-
-
-def linear_totals(gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient) -> dict[str, Totals]:
+def linear_totals(gemms: ThreeGEMMs, *sample) -> dict[str, Totals]:
     """Measure a linear's GEMMs ("fprop") and casts ("fprop_input"), by name. GEMMs without a format are left out.
 
-    Args:
-        gemms: recipe, mode and split of the linear.
-        weight: W [N, D], or this process's part.
+    Arguments as for ``linear_casts``.
     """
     if gemms.mode == "native":
         gemms = replace(gemms, mode="emulated")
     found = {}
-    for gemm, casts in linear_casts(gemms, given, weight, gradient).items():
+    for gemm, casts in linear_casts(gemms, *sample).items():
         found[gemm] = product_totals(*casts.values())
         found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items() if cast.recipe.format}
     return found
@@ -208,11 +183,22 @@ def norm_to_noise(totals: Totals) -> float:
 
 
 def linear_casts(
-    gemms: ThreeGEMMs, given: Input, weight: torch.Tensor, gradient: Gradient
+    gemms: ThreeGEMMs,
+    given: Input,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    signs: torch.Tensor | None,
+    draws: torch.Tensor | None,
 ) -> dict[str, dict[str, MeasuredCast]]:
-    """Return the two casts by name of each GEMM that rounds."""
+    """Return the two casts by name of each GEMM that rounds.
+
+    Args:
+        gemms: recipe, mode and split of the linear.
+        weight: W [N, D], or this process's part.
+        dy: the sample's output gradient [R, N].
+        signs, draws: as for ``ThreeGEMMs.quantize_gradients``.
+    """
     recipe, split = gemms.recipe, gemms.split
-    dy, signs, draws = gradient.dy, gradient.signs, gradient.draws
     fprop, dgrad, wgrad = (of_gemm.rounds for of_gemm in recipe.gemms)
     w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
     w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
@@ -231,12 +217,13 @@ def linear_casts(
         of_w = measured(w, weights[0], recipe.dgrad, 0, recipe.dgrad.weight_tiles)
         found["dgrad"] = {"grad": measured(grad, dy_rows, recipe.dgrad.of_gradients, 1), "weight": of_w}
     if wgrad:
+        x, of = given.matrix, recipe.wgrad
         x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs, estimate=given.estimate)
-        of = recipe.wgrad
-        casts = {"grad": (grad, dy_columns, of.of_gradients), "input": (given.matrix, x_columns, of)}
+        if of.hadamard:
+            x, grad = (Matrix(along_tokens(matrix.values, signs), matrix.group) for matrix in (x, grad))
         found["wgrad"] = {
-            name: measured(_along_tokens(matrix, own, signs), operand, own, 0)
-            for name, (matrix, operand, own) in casts.items()
+            "grad": measured(grad, dy_columns, of.of_gradients, 0),
+            "input": measured(x, x_columns, of, 0),
         }
     return found
 
@@ -244,21 +231,13 @@ def linear_casts(
 def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
     """The cast of fprop's input."""
     fprop, estimate = gemms.recipe.fprop, given.estimate
-    by_row = fprop.tensor_scale == "row"
     if estimate is None:
-        operand = gemms.quantize_activation(given.x)
-        return MeasuredCast(given.matrix, operand.values, fprop, 1, False, operand.tensor_scale, by_row)
-    operand, _ = given.normalized(gemms)
-    static = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
-    static = operand.tensor_scale if static is None else static
-    return MeasuredCast(given.matrix, operand.values, fprop, 1, False, static, by_row)
-
-
-def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:
-    """A matrix as wgrad casts it: after the Hadamard transform if there is one."""
-    if not wgrad.hadamard:
-        return matrix
-    return Matrix(along_tokens(matrix.values, signs), matrix.group)
+        operand, scale = gemms.quantize_activation(given.x), None
+    else:
+        operand, _ = given.normalized(gemms)
+        scale = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
+    scale = operand.tensor_scale if scale is None else scale
+    return MeasuredCast(given.matrix, operand.values, fprop, 1, False, scale, by_row=fprop.tensor_scale == "row")
 
 
 def product_totals(a: MeasuredCast, b: MeasuredCast) -> Totals:

@@ -30,7 +30,7 @@ from mxtrain.analysis.metrics_file import NUMERICS
 from mxtrain.analysis.numerics import MODEL
 from mxtrain.conversion.survey import matches
 from mxtrain.diagnostics.experts import expert_figures, expert_totals, router_figures, router_totals
-from mxtrain.diagnostics.linears import Gradient, Input, linear_figures, linear_totals, norm_to_noise
+from mxtrain.diagnostics.linears import Input, linear_figures, linear_totals, norm_to_noise
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
@@ -85,7 +85,8 @@ class Numerics:
     ):
         self.every, self.tokens, self._parts, self._finds_shapes = every, tokens, model_parts, finds_shapes
         modules = {name_of(fqn): module for part in model_parts for fqn, module in part.named_modules()}
-        watched = [(fqn, module) for fqn, module in modules.items() if is_watched(fqn, fqns)]
+        is_watched = {fqn: fqns is None or any(matches(fqn, pattern) for pattern in fqns) for fqn in modules}
+        watched = [(fqn, module) for fqn, module in modules.items() if is_watched[fqn]]
         routers = {router_beside(fqn) for fqn, module in modules.items() if isinstance(module, QuantizedExperts)}
         after = {MXNorm: self._after_norm, QuantizedLinear: self._after_linear, QuantizedExperts: self._after_experts}
         self._hooks = [
@@ -191,8 +192,8 @@ class Numerics:
         self, fqn: str, linear: QuantizedLinear, given: Input, dy: torch.Tensor, signs: torch.Tensor | None
     ) -> None:
         with torch.enable_grad():  # without, a layer takes no random bits
-            gradient = Gradient(dy, signs, linear.draws(dy.device))
-        found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), gradient)
+            draws = linear.draws(dy.device)
+        found = linear_totals(linear.gemms(dy.device), given, linear.parts()[0].detach(), dy, signs, draws)
         self._found |= {(fqn, name): totals for name, totals in found.items()}
 
     def _after_experts(self, fqn: str, experts: QuantizedExperts, args: tuple, kwargs: dict, y: torch.Tensor) -> None:
@@ -228,10 +229,6 @@ class Numerics:
 def router_beside(experts: str) -> str:
     """Return the FQN of the router of the experts with this FQN."""
     return f"{experts.rpartition('.')[0]}.router".removeprefix(".")
-
-
-def is_watched(fqn: str, patterns: list[str] | None) -> bool:
-    return patterns is None or any(matches(fqn, pattern) for pattern in patterns)
 
 
 def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:

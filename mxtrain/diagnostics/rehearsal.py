@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from mxtrain.diagnostics.experts import expert_results
-from mxtrain.diagnostics.linears import Gradient, Input, linear_casts, product_totals
+from mxtrain.diagnostics.linears import Input, linear_casts, product_totals
 from mxtrain.diagnostics.recording import Numerics
 from mxtrain.diagnostics.totals import norm
 from mxtrain.formats.estimate import RMSEstimate
@@ -44,8 +44,12 @@ class Rehearsal(Numerics):
         for name, recipe in self.recipes.items():
             # Without gradients, a layer takes no random bits.
             with _gemms_of(linear, recipe, dy.device) as gemms, torch.enable_grad():
-                gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
-            casts = linear_casts(gemms, _estimated_by(given, gemms), weight, gradient)
+                bits = linear.signs(dy.device), linear.draws(dy.device)
+            if (old := given.estimate) is not None:  # the sample as an MXNorm of this recipe gives it
+                estimate = RMSEstimate.for_recipe(gemms.recipe.fprop, old.p, old.estimator, old.eps)
+                given = replace(given, estimate=estimate)
+                given = replace(given, rho=given.normalized(gemms)[1])
+            casts = linear_casts(gemms, given, weight, dy, *bits)
             norms = {gemm: product_totals(*own.values()).norms for gemm, own in casts.items()}
             found = {gemm: own["noise"] / own["signal"] for gemm, own in norms.items()}
             self.errors[fqn, name] = torch.stack([found.get(gemm, zero) for gemm in GEMMS])
@@ -70,13 +74,3 @@ def _gemms_of(layer: QuantizedLayer, recipe: LinearRecipe, device: torch.device)
         yield replace(gemms, mode="emulated" if gemms.mode == "native" else gemms.mode, runs_wgrad=True)
     finally:
         layer.take(LayerState(before))
-
-
-def _estimated_by(given: Input, gemms: ThreeGEMMs) -> Input:
-    """The sample as an MXNorm of this recipe gives it; unchanged without an MXNorm."""
-    if given.estimate is None:
-        return given
-    old, fprop = given.estimate, gemms.recipe.fprop
-    estimate = RMSEstimate.for_recipe(fprop, old.p, old.estimator, old.eps)
-    given = replace(given, estimate=estimate)
-    return replace(given, rho=given.normalized(gemms)[1])

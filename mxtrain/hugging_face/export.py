@@ -191,12 +191,9 @@ class Exporter:
         for name, part in zip(parameter.names, _matrices(weight), strict=True):
             if part.ndim == 2 and not fqn.startswith(EMBEDDING):
                 self._ignored.append(name.removesuffix(".weight"))
-            yield name, part.to(self._dtype(fqn))
+            yield name, part.to(torch.float32 if fqn.endswith(BIAS) else self.dtype)
         if fqn.endswith(GATE) and shape.model_type == "deepseek_v3" and fqn.replace(GATE, BIAS) not in parameters:
             yield name.replace(".weight", ".e_score_correction_bias"), torch.zeros(len(weight))
-
-    def _dtype(self, fqn: str) -> torch.dtype:
-        return torch.float32 if fqn.endswith(BIAS) else self.dtype
 
     def _quantized(self, fqns: list[str], is_whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of linears that vLLM joins; ``is_whole``: all of these are in the format."""

@@ -35,11 +35,6 @@ AUTO_WHEN_COMPILED = "formula"
 _AUTOCASTS = {name: autocasts_on_cuda(name) for name in ("rms_norm", "layer_norm")}
 
 
-def runs_when_compiled(when_compiled: str) -> str:
-    """Return "kernel" or "formula", whichever a fused norm with this setting runs under ``torch.compile``."""
-    return AUTO_WHEN_COMPILED if when_compiled == "auto" else when_compiled
-
-
 def _has_kernels(x: torch.Tensor) -> bool:
     # The modes native and emulated share these kernels.
     return runs_kernels("emulated", x.device.type) and x.dtype != torch.float64
@@ -199,8 +194,8 @@ class FusedNorm(nn.Module):
         """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
         if x.shape[-1:] != self.normalized_shape:
             raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {self.normalized_shape[0]}")
-        takes_formula = torch.compiler.is_compiling() and runs_when_compiled(self.when_compiled) == "formula"
-        if takes_formula and self._formula_takes(x):
+        choice = AUTO_WHEN_COMPILED if self.when_compiled == "auto" else self.when_compiled
+        if torch.compiler.is_compiling() and choice == "formula" and self._formula_takes(x):
             total = x if residual is None else (x + residual).to(x.dtype)
             y = super().forward(total)
             return y if residual is None else (y, total)

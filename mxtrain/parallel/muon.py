@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from mxtrain.nn.split import own_part
+
 BATCH = 2**27
-"""Elements that are orthogonalized at once, or those of one weight; 256 MiB in bf16, which a step holds four times"""
+"""Elements that are orthogonalized together, unless one weight has more: 256 MiB in bf16, four times in a step"""
 
 
 class Muon(torch.optim.Muon):
@@ -41,7 +43,7 @@ class Muon(torch.optim.Muon):
             matrices = orthogonalized(torch.cat(updates), group["ns_coefficients"], group["ns_steps"], group["eps"])
             rate = group["lr"] * (0.2 * math.sqrt(max(matrices.shape[1:])))
             for p, update in zip(weights, matrices.split([len(update) for update in updates])):
-                own = _local(p)
+                own = own_part(p)
                 own.mul_(1 - group["lr"] * group["weight_decay"])
                 own.add_(_part(update, p).view(own.shape), alpha=-rate)
         return loss
@@ -51,7 +53,7 @@ class Muon(torch.optim.Muon):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        gradient, mean = _local(p.grad), _local(state["momentum_buffer"])
+        gradient, mean = own_part(p.grad), own_part(state["momentum_buffer"])
         mean.lerp_(gradient, 1 - momentum)
         return gradient.lerp(mean, momentum)
 
@@ -75,10 +77,6 @@ def _batches(weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for same in by_shape.values():
         count = max(1, BATCH // max(weight.numel() for weight in same))
         yield from (same[i : i + count] for i in range(0, len(same), count))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(update: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -59,8 +59,8 @@ def without_effect(job) -> Iterator[str]:
         gemms = [gemm for recipe in (default, *others.values()) for gemm in (recipe.fprop, recipe.dgrad)]
         if any(gemm.weight_tiles and gemm.error_for("weight") for gemm in gemms):
             yield (
-                f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} does nearly nothing for weights in tiles, of "
-                "which at most 4 % take 4: set mxnorm.weight_tiles = false"
+                f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} has almost no effect on weights in tiles: at "
+                "most 4 % of the tiles take 4; set mxnorm.weight_tiles = false"
             )
     if quantizes and every > job.training.steps:
         yield f"nothing is measured: mxnorm.diagnostics.every = {every}, and the run has {job.training.steps} steps"

@@ -80,20 +80,15 @@ def _layout_problems(settings: Settings, sizes: Mapping[str, object]) -> Problem
         if (number := sizes.get(name)) and number % degree(settings, "tensor"):
             yield TENSOR, f"does not divide the {number} {kind} of {model}"
     if degree(settings, "pipeline") > 1:
-        yield from _pipeline_problems(settings, sizes, model)
+        if not HAS_PIPELINES:
+            yield PIPELINE, f"needs PyTorch 2.13 or newer, and this is {torch.__version__}: allowed is 1"
+        if sizes.get("enable_weight_tying"):
+            apart = f"separates the embedding of {model} from the head, which has the same weight"
+            yield PIPELINE, f"{apart}: allowed is 1"
+        if problem := parts_problem(settings, sizes["n_layers"]):
+            yield "parallelism.module_fqns_per_model_part", problem
     if (degree_of_experts := degree(settings, "expert")) > 1:
         if not (experts := sizes.get("num_experts", 0)):
             yield EXPERT, f"needs experts, which {model} does not have: allowed is 1"
         elif experts % degree_of_experts:
             yield EXPERT, f"does not divide the {experts} experts of {model}"
-
-
-def _pipeline_problems(settings: Settings, sizes: Mapping[str, object], model: str) -> Problems:
-    """A model that cannot be divided into stages, and stages that would make another model."""
-    if not HAS_PIPELINES:
-        yield PIPELINE, f"needs PyTorch 2.13 or newer, and this is {torch.__version__}: allowed is 1"
-    if sizes.get("enable_weight_tying"):
-        apart = f"separates the embedding of {model} from the head, which has the same weight"
-        yield PIPELINE, f"{apart}: allowed is 1"
-    if problem := parts_problem(settings, sizes["n_layers"]):
-        yield "parallelism.module_fqns_per_model_part", problem

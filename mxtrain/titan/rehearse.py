@@ -11,14 +11,14 @@ from mxtrain.analysis.rehearsal import draw, recipes_within, report, table_of, w
 from mxtrain.checkpoints.run_folder import CONFIG_FILE
 from mxtrain.conversion.convert import apply
 from mxtrain.conversion.converters import get_converter
+from mxtrain.conversion.plan import Plan
 from mxtrain.diagnostics.rehearsal import UNQUANTIZED, Rehearsal
 from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as
 from mxtrain.formats.hardware import default_device_type
 from mxtrain.formats.parse import get_recipe, spec_of
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe
-from mxtrain.nn.three_gemms import QuantizedLayer
-from mxtrain.parallel.initial_weights import draw_by_name
+from mxtrain.parallel.initial_weights import DrawsByName
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import places
@@ -69,7 +69,7 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
         folder = folder or source / "rehearsal"
     device, recipes, tokens = torch.device(default_device_type()), candidates(), job.mxnorm.diagnostics.tokens
     model, seed = sized.on_meta(), DEFAULT_SEED if job.debug.seed is None else job.debug.seed
-    _convert(model, job, seed)
+    plan = _convert(model, job, seed)
     _give_weights(model, seed, device, weights)
     with os_errors_as(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +85,7 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
     costs = {name: cost(recipe) for name, recipe in recipes.items()}
     with os_errors_as(f"{folder} cannot be written"):
         errors.to_csv(folder / "errors.csv", float_format="%.6g")
-        write_toml(recipes_within(errors, costs, bound, _together(model)), folder / "recipes.toml")
+        write_toml(recipes_within(errors, costs, bound, plan.feeds.values()), folder / "recipes.toml")
     draw(errors, f"{source.name}, {of}: {tokens} tokens a layer", folder / "errors.png")
     return (
         f"{source}, {of}: errors of the products of {tokens} tokens a layer; cost: time of products over bf16's\n"
@@ -95,34 +95,24 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
     )
 
 
-def _convert(model: nn.Module, job, seed: int) -> None:
+def _convert(model: nn.Module, job, seed: int) -> Plan:
     """Swap the layers that the job swaps, or that "mxnorm" would, for layers in high precision that can be measured."""
     name = next(iter(quantizing_among(job.model.converters)), "mxnorm")
     section = job.mxnorm
     settings = {"recipe": UNQUANTIZED, "filter_fqns": section.filter_fqns, "graph_passes": False, "seed": seed}
     if name == "mxnorm":
-        # Of rounded scales there are none here.
+        # In high precision there are no scales to estimate from.
         estimator = "pre_round" if section.estimator == "post_round" else section.estimator
         settings |= {"p": section.p, "estimator": estimator, "eps": section.eps}
     with engine().convertible(model):
-        apply(get_converter(name, settings), model, engine().example_inputs(model))
+        return apply(get_converter(name, settings), model, engine().example_inputs(model))
 
 
 def _give_weights(model: nn.Module, seed: int, device: torch.device, saved) -> None:
     """Draw the weights of a new run on ``device``, and replace weights and buffers by saved ones, if there are any."""
     model.to_empty(device=device)
-    draw_by_name(model, seed, device, engine().saved_name)
-    with torch.no_grad():
+    with torch.no_grad(), DrawsByName(model, seed, device, engine().saved_name):
         model.init_weights(buffer_device=device)
     if saved is not None:
         state = {engine().saved_name(name): tensor for name, tensor in model.state_dict().items()}
         saved.load_into({name: tensor for name, tensor in state.items() if name in saved})
-
-
-def _together(model: nn.Module) -> list[list[str]]:
-    """The layers that MXNorms feed, by norm: they read one cast."""
-    groups: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLayer) and module.fed_by:
-            groups.setdefault(module.fed_by[0], []).append(engine().saved_name(name))
-    return list(groups.values())

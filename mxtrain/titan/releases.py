@@ -23,7 +23,12 @@ class Engine(Protocol):
     Trainer: type
     """``TrainingRun`` over TorchTitan's trainer"""
     SizedModel: type
-    """A model by its sizes, as export and import see it"""
+    """
+    A model with causal attention and without data, as export and import see it. ``of_flavor`` takes settings of
+    ``[model_args]``, the number of positions, and a vocabulary unless it is 0. ``sizes`` have their names in
+    ``[model_args]``, "vocab_size", "seq_len" and, only with experts, "num_experts". ``on_meta`` builds the model
+    without converters, fp32. ``adapter`` is TorchTitan's, for one parameter at a time
+    """
     with_mxtrain: Callable
     """Gives mxtrain to the spec of a user's own model"""
 

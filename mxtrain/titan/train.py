@@ -69,7 +69,7 @@ def train(args: list[str], verbose: bool) -> Stop | None:
 
         # All ranks fail together, and nothing changes in the folder before all have passed.
         first, *_ = ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
-        settings = settings.replaced(first["result"] or {})  # the arguments have those that a launcher found
+        settings = settings.replaced(found.settings if found else first["result"])
         job_config = settings.values
         init_logger()
         terminal.start(folder, verbose)

@@ -34,6 +34,7 @@ from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
+from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
 
 
@@ -189,7 +190,7 @@ class TrainingRun:
         super().load_state_dict({**state_dict, "ntokens_seen": self._tokens.share(state_dict["ntokens_seen"])})
 
     def saved_name(self, name: str) -> str:
-        return name
+        return engine().saved_name(name)
 
     def manifest(self, step: int, holds_trainer: bool) -> Manifest:
         return Manifest(

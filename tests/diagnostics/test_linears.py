@@ -7,7 +7,6 @@ import torch
 
 from mxtrain.diagnostics import linears
 from mxtrain.diagnostics.linears import (
-    Gradient,
     Input,
     Matrix,
     MeasuredCast,
@@ -17,7 +16,7 @@ from mxtrain.diagnostics.linears import (
     product_totals,
 )
 from mxtrain.diagnostics.totals import Totals, combined, numbers
-from mxtrain.formats.matrices import CastSpec
+from mxtrain.formats.matrices import CastSpec, tile_amax
 from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.nvfp4 import ops as nvfp4_ops
@@ -50,14 +49,14 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).double().norm() / expected.double().norm()).item()
 
 
-def linear_totals(linear, given: Input, gradient: Gradient) -> dict[str, Totals]:
-    return numbers(linears.linear_totals(linear.gemms(gradient.dy.device), given, linear.weight.detach(), gradient))
+def linear_totals(linear, given: Input, dy: torch.Tensor) -> dict[str, Totals]:
+    bits = linear.signs(dy.device), linear.draws(dy.device)
+    return numbers(linears.linear_totals(linear.gemms(dy.device), given, linear.weight.detach(), dy, *bits))
 
 
 def measured(linear, given: Input, dy: torch.Tensor) -> dict[str, float]:
     set_rounding_step(0)  # the layer's first call draws the bits of its backward again
-    gradient = Gradient(dy, linear.signs(dy.device), linear.draws(dy.device))
-    return linear_figures(linear_totals(linear, given, gradient))
+    return linear_figures(linear_totals(linear, given, dy))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -171,9 +170,9 @@ def test_mxfp8_scales_are_those_of_the_cast(recipe):
     codes, expected = casts.cast(values, recipe.format, recipe.scale_rounding, tiles=True)
     image = casts.dequantize(codes, expected, recipe.format)
     for dim, x, of_x in ((1, values, image), (0, values.t(), image.t())):
-        cast = MeasuredCast(Matrix(x), of_x, recipe, dim, tiles=True)
-        found, _ = recipe.ops.block_scales(cast.block_maxima(x.abs().unflatten(dim, (-1, 32))), recipe)
-        assert torch.equal(found if dim else found.t(), expected.float())
+        totals = totals_of(x, recipe, of_x, dim, tiles=True)
+        found = totals.least["scale"], totals.largest["scale"]
+        assert found == (expected.float().min(), expected.float().max())
 
 
 @pytest.mark.parametrize("tiles", (False, True))
@@ -183,9 +182,8 @@ def test_nvfp4_scales_are_those_of_the_cast(tiles):
     scale = nvfp4.power_of_two_tensor_scale(values)
     codes, expected = (nvfp4.cast_tiles if tiles else nvfp4.cast)(values, scale)
     image = nvfp4.dequantize(codes, expected, scale)
-    cast = MeasuredCast(Matrix(values), image, NVFP4, 1, tiles)
-    maxima = cast.block_maxima(values.abs().unflatten(1, (-1, 16)))
-    scales, tops = NVFP4.ops.block_scales(maxima, NVFP4, scale)
+    maxima = values.abs().view(24, 4, 16).amax(2)
+    scales, tops = NVFP4.ops.block_scales(tile_amax(maxima, 16, 0) if tiles else maxima, NVFP4, scale)
     assert torch.equal(scales, expected.float()) and torch.equal(tops, 6 * (scales * scale))
     totals = totals_of(values, NVFP4, image, tiles=tiles)
     assert totals == totals_of(values, NVFP4, image, tiles=tiles, tensor_scale=scale.item())
@@ -235,6 +233,5 @@ def test_scales_of_rows_are_those_of_the_cast(group, is_normed, monkeypatch):
     rho, estimate = (norm(x).rho, norm.estimate) if is_normed else (None, None)
     spec = CastSpec(row_factor=rho, group=group, as_codes=True)
     scales = linear.recipe.ops.cast([x], linear.recipe, "reference", (1,), spec)[1].scales.float()
-    gradient = Gradient(torch.randn(32, 96), linear.signs(x.device), linear.draws(x.device))
-    totals = linear_totals(linear, Input(x, rho, None, estimate, group), gradient)["fprop_input"]
+    totals = linear_totals(linear, Input(x, rho, None, estimate, group), torch.randn(32, 96))["fprop_input"]
     assert (totals.least["scale"], totals.largest["scale"]) == (scales.min(), scales.max())

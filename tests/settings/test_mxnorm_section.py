@@ -15,7 +15,7 @@ def test_what_has_no_effect_is_said():
         (["--mxnorm.diagnostics.every=2", "--model.converters="], "mxnorm.diagnostics.every has no effect without"),
         (
             [*NVFP4, "--mxnorm.four_over_six=both"],
-            "mxnorm.four_over_six = 'both' does nearly nothing for weights in tiles",
+            "mxnorm.four_over_six = 'both' has almost no effect on weights in tiles",
         ),
         ([*NVFP4, "--mxnorm.four_over_six=both", "--mxnorm.weight_tiles=False"], None),
         ([*NVFP4, "--mxnorm.four_over_six=activations"], None),

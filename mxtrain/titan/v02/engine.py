@@ -81,12 +81,7 @@ def example_inputs(model: nn.Module) -> tuple:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model with causal attention and without data.
-
-    Attributes:
-        name: TorchTitan's.
-        args: TorchTitan's model arguments.
-    """
+    """See ``Engine``. ``args`` are TorchTitan's model arguments."""
 
     name: str
     args: object
@@ -98,14 +93,12 @@ class SizedModel:
 
     @staticmethod
     def flavors(name: str) -> list[str]:
-        """The flavors of a model."""
         return list(get_train_spec(name).model_args)
 
     @classmethod
     def of_flavor(
         cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0, seq_len: int = 2048
     ) -> "SizedModel":
-        """A flavor with settings of ``[model_args]``, this number of positions, and a vocabulary unless it is 0."""
         args = get_train_spec(name).model_args[flavor]  # a copy
         args.set_model_args(given)
         args.vocab_size, args.max_seq_len = vocab_size or args.vocab_size, seq_len
@@ -113,23 +106,20 @@ class SizedModel:
 
     @classmethod
     def of_job(cls, job_config) -> "SizedModel":
-        """The model of a job."""
         args = get_train_spec(job_config.model.name).model_args[job_config.model.flavor]
         args.update_from_config(job_config)
         return cls(job_config.model.name, args)
 
     @property
     def sizes(self) -> dict[str, object]:
-        """Sizes by their names in ``[model_args]``, "vocab_size" and "seq_len"; "num_experts" only if it has any."""
         return {**sizes_in(self.name, self.args), "seq_len": self.args.max_seq_len}
 
     def on_meta(self) -> nn.Module:
-        """The model without converters on the meta device, fp32."""
         with torch.device("meta"):
             return get_train_spec(self.name).model_cls(copy.deepcopy(self.args))
 
     def adapter(self):
-        """TorchTitan's adapter, for one parameter at a time: that of a tied model would want both weights at once."""
+        # That of a tied model would want both weights at once.
         args = replace(self.args, enable_weight_tying=False) if is_tied(self.args) else self.args
         return get_train_spec(self.name).state_dict_adapter(args, None)
 

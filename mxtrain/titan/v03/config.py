@@ -24,7 +24,7 @@ from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
 from mxtrain.titan.muon import NAME
-from mxtrain.titan.v03.muon import MuonContainer
+from mxtrain.titan.v03.muon import MuonConfig
 
 
 def built(kind: type, build: Callable) -> type:
@@ -55,7 +55,7 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         metrics=same(built(MetricsProcessor.Config, parts["metrics"]), job_config.metrics),
         tokenizer=built(BaseTokenizer.Config, parts["tokenizer"])(),
         dataloader=built(BaseDataLoader.Config, parts["dataloader"])(),
-        optimizer=(MuonContainer if is_muon else OptimizersContainer).Config(
+        optimizer=(MuonConfig if is_muon else OptimizersContainer.Config)(
             implementation=optimizer.implementation,
             param_groups=[
                 ParamGroupConfig(

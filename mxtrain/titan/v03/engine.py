@@ -74,41 +74,31 @@ def register() -> None:
 
 @dataclass(frozen=True)
 class SizedModel:
-    """A model with causal attention and without data.
-
-    Attributes:
-        name: TorchTitan's.
-        sizes: by their names in ``[model_args]``, "vocab_size" and "seq_len"; "num_experts" only if it has any.
-    """
+    """See ``Engine``."""
 
     name: str
     sizes: dict[str, object]
 
     @staticmethod
     def flavors(name: str) -> list[str]:
-        """The flavors of a model."""
         return list(FLAVORS.get(name, ()))
 
     @classmethod
     def of_flavor(
         cls, name: str, flavor: str, given: Mapping[str, object] = {}, vocab_size: int = 0, seq_len: int = 2048
     ) -> "SizedModel":
-        """A flavor with settings of ``[model_args]``, this number of positions, and a vocabulary unless it is 0."""
         sizes = {**DEFAULTS[name], **FLAVORS[name][flavor], **given, "seq_len": seq_len}
         return cls(name, sizes | ({"vocab_size": vocab_size} if vocab_size else {}))
 
     @classmethod
     def of_job(cls, job_config) -> "SizedModel":
-        """The model of a job."""
         return cls(job_config.model.name, sizes_of(job_config))
 
     def on_meta(self) -> nn.Module:
-        """The model without converters on the meta device, fp32."""
         with torch.device("meta"):
             return config_of(self.name, self.sizes).build()
 
     def adapter(self):
-        """TorchTitan's adapter, for one parameter at a time."""
         return MODELS[self.name][-1](config_of(self.name, self.sizes), None)
 
 

@@ -1,7 +1,5 @@
 """TorchTitan 0.3's container of optimizers with Muon: its own DistMuon, where that can train all matrices."""
 
-from dataclasses import dataclass
-
 import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -12,16 +10,13 @@ from mxtrain.parallel.muon import Muon
 from mxtrain.titan.muon import give_matrices_to_muon
 
 
-class MuonContainer(OptimizersContainer):
-    """``OptimizersContainer`` of one AdamW for each part of a model, which then gives its matrices to Muon."""
+class MuonConfig(OptimizersContainer.Config):
+    """Builds one AdamW for each part of a model, which then gives its matrices to Muon."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        pass
-
-    def __init__(self, config: Config, *, model_parts):
-        super().__init__(config, model_parts=model_parts)
-        give_matrices_to_muon(self, build)
+    def build(self, **parts) -> OptimizersContainer:
+        optimizers = super().build(**parts)
+        give_matrices_to_muon(optimizers, build)
+        return optimizers
 
 
 def build(group: dict, lr: float, weight_decay: float) -> Optimizer:

@@ -234,9 +234,6 @@ class CodesDispatcher(AllToAllTokenDispatcher):
             return super().dispatch(rows, *routing)
         packed, counts, sent = super().dispatch(rows.packed, *routing)
         index, splits = sent.token_indices_experts_sorted_N, (sent.input_splits, sent.output_splits)
-        h = SentRows.apply(rows.h, index, sent.permuted_indices, *splits, self._group())
+        h = SentRows.apply(rows.h, index, sent.permuted_indices, *splits, self.ep_mesh.get_group().group_name)
         of_results = replace(sent, input_shape=(packed.shape[0], h.shape[1]))
         return RoutedRows(h, packed, rows.format), counts, of_results
-
-    def _group(self) -> str:
-        return self.ep_mesh.get_group().group_name

@@ -57,9 +57,6 @@ class Trainer(TrainingRun, LoggingTrainer):
         schedule = self.lr_schedulers.schedulers[0]
         self.lr_schedulers.get_metrics = lambda: {"lr": schedule.get_last_lr()[0]}
 
-    def saved_name(self, name: str) -> str:
-        return name_in_022(name)
-
     def batch_generator(self, data_iterable):
         """Yield microbatches of a pipeline, and whole batches without one."""
         batches = super().batch_generator(data_iterable)
