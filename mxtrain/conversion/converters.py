@@ -183,7 +183,7 @@ class MXLinearConverter(Converter):
         heads = () if self.filter_fqns is not None else survey.heads
         layers = survey.layers
         recipe_of = dict.fromkeys(layers, self.default_recipe)
-        setting_of = dict.fromkeys(layers, f"recipe = {self.default_recipe.name!r}")
+        setting_of = dict.fromkeys(layers, f"recipe = {getattr(self.recipe, 'name', self.recipe)!r}")
         for pattern, recipe in self.recipe_by_pattern.items():
             hits = [fqn for fqn in selected(survey.fqns, pattern, "recipes") if fqn in layers]
             if not hits:
@@ -192,9 +192,11 @@ class MXLinearConverter(Converter):
                     "that it feeds, and modules named in filter_fqns keep their precision"
                 )
             recipe_of |= dict.fromkeys(hits, recipe)
-            setting_of |= dict.fromkeys(hits, f"recipes.{pattern!r} = {recipe.name!r}")
+            written = self.recipes[pattern]
+            setting_of |= dict.fromkeys(hits, f"recipes.{pattern!r} = {getattr(written, 'name', written)!r}")
+        no_codes = ", whose fprop has no codes to decode"
         high_precision = {
-            fqn: f"left in high precision by {setting_of[fqn]}"
+            fqn: f"left in high precision by {setting_of[fqn]}{no_codes * ('dequantized' in setting_of[fqn])}"
             for fqn, recipe in recipe_of.items()
             if recipe.name == HIGH_PRECISION_RECIPE
         }

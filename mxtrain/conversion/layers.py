@@ -406,11 +406,10 @@ def _are_near(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bo
 def _adds_in_fp32(module: nn.Module, eps: float) -> bool:
     """Whether an RMSNorm with a gain of 1 + weight does not round the sum to the dtype of a weight in bf16."""
     x, weight = _draw(4, module.weight.numel(), seed=0), _draw(module.weight.numel(), seed=1).bfloat16()
-    try:
+    with suppress(RuntimeError):  # mixed dtypes
         got = functional_call(module, {"weight": weight}, (x,))
-    except RuntimeError:  # mixed dtypes
-        return False
-    return _are_near([got], [_norm_of_pytorch(nn.RMSNorm, _OFFSET, x.double(), weight.double(), eps)])
+        return _are_near([got], [_norm_of_pytorch(nn.RMSNorm, _OFFSET, x.double(), weight.double(), eps)])
+    return False
 
 
 def state_of(module: nn.Module) -> str:

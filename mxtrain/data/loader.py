@@ -163,7 +163,9 @@ class RunData:
         A loader that starts anew loads no such state. Raises ConfigError if it has another tokenizer than the run.
         """
         checkpoint = self._job.checkpoint
-        if checkpoint.enable and self._has_checkpoints():
+        found = (self._folder / checkpoint.folder).glob("step-*")
+        # Step 0 holds initial weights only.
+        if checkpoint.enable and any(re.fullmatch(r"step-[1-9]\d*", path.name) for path in found):
             if not self._starts_anew:
                 return
             if kept := _read_record(self._folder):
@@ -238,11 +240,6 @@ class RunData:
             f"training.dataset = {dataset!r} gives other data than the run so far "
             f"({differences(before, after)}): {'; or '.join(ways)}"
         )
-
-    def _has_checkpoints(self) -> bool:
-        """Return whether the run's folder holds a checkpoint to resume from. Step 0 holds initial weights only."""
-        found = (self._folder / self._job.checkpoint.folder).glob("step-*")
-        return any(re.fullmatch(r"step-[1-9]\d*", path.name) for path in found)
 
 
 def _read_record(folder: Path) -> dict | None:

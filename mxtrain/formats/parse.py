@@ -158,9 +158,12 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
 
 
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
-    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching something off is always allowed."""
+    """Raise ConfigError if the switch changes no GEMM of the recipes. Switching something off is always allowed.
+
+    So is the rule of an earlier version, which a resumed run may need for the recipes of its schedule only.
+    """
     gemms = _CHANGES.get(switch)
-    if gemms is None or (value is False and UNSET[switch] is False):
+    if gemms is None or (value is False and UNSET[switch] is False) or value == "rceil_0_18":
         return
     if any(r.has(switch) and r.format is not None for recipe in recipes for r in _named(recipe, gemms)):
         return

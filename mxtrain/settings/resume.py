@@ -14,7 +14,7 @@ from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANG
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
-from mxtrain.formats.parse import get_recipes
+from mxtrain.formats.parse import parse_gemms
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import global_batch_size
 from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among
@@ -177,12 +177,15 @@ def with_own_rounding(settings: Settings, versions: Mapping[str, str | None]) ->
 
 
 def _rounds(settings: Settings) -> bool:
-    """Whether a job has scales that ``ROUNDING`` is for."""
+    """Whether a job has scales that ``ROUNDING`` is for, in the recipes of its schedule, too."""
+    scheduled = [entry["recipe"] for entry in settings["mxnorm.schedule"] if "recipe" in entry]
+    specs = [settings["mxnorm.recipe"], *settings["mxnorm.recipes"].values(), *scheduled]
     try:
-        get_recipes(settings["mxnorm.recipe"], settings["mxnorm.recipes"], scale_rounding=OLD_RCEIL)
+        gemms = [gemm for spec in specs for gemm in parse_gemms("mxnorm.recipe", spec).values()]
     except ConfigError:
         return False
-    return bool(quantizing_among(settings["model.converters"]))
+    has_scales = any(gemm.format is not None and gemm.has("scale_rounding") for gemm in gemms)
+    return has_scales and bool(quantizing_among(settings["model.converters"]))
 
 
 def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path) -> ConfigError:

@@ -85,6 +85,10 @@ def test_mistakes_leave_the_model_unchanged():
         ),
         ({"recipes": {"layers": "bf16"}}, "nothing to convert in this Llama\n(.*\n)*  layers.0.attention_norm: feeds"),
         (
+            {"recipe": "fprop=bf16, dgrad=dequantized, wgrad=bf16"},
+            "nothing to convert in this Llama\n(.*\n)*.*dgrad=dequantized, wgrad=bf16', whose fprop has no codes",
+        ),
+        (
             {"recipes": {"w1": "nvfp4", "w3": "nvfp4"}, "estimator": "post_round"},
             "^layers.*w1: estimator = 'post_round' reads rounded block scales, and those of recipe = 'nvfp4'",
         ),

@@ -8,7 +8,9 @@ import tomli_w
 from mxtrain.checkpoints.folder import Manifest, package_versions, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
+from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Settings
+from mxtrain.settings.mxnorm_section import schedule_in
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.resume import (
     SettingChange,
@@ -265,6 +267,18 @@ def test_a_run_of_an_earlier_version_keeps_its_rule_for_scales(tmp_path, saved_r
     assert begins(package_versions(), **same).settings == {}
     converters.clear()
     assert begins(**same).settings == {}
+
+
+def test_the_recipe_of_a_schedule_keeps_its_rule_for_scales(tmp_path):
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
+    entry = {"from_share": 0.9, "recipe": "wgrad=mxfp8"}
+    tables = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipe": "nvfp4", "schedule": [entry]}}
+    saved(tmp_path / "checkpoint" / "step-5", 5, settings=tables, versions={"mxtrain": "0.1.0"})
+    settings = now(**tables, checkpoint={"enable": True})
+    kept = settings.replaced(checked_start(tmp_path, settings, 1).settings)
+    check_settings(kept)
+    (change,) = schedule_in(kept.values)
+    assert kept[ROUNDING] == change.change.gemms["wgrad"].scale_rounding == "rceil_0_18"
 
 
 def test_a_run_without_power_of_two_scales_has_no_rule_to_keep(start):
