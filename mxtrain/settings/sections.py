@@ -103,7 +103,7 @@ class MXNorm:
     """NVFP4: a block's maximum becomes 4 where that loses less, in "weights", "activations" or "both". Unset: false"""
 
     four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
-    """What it loses: errors' magnitudes ("mae", the default) or squares ("mse")"""
+    """Which loss four_over_six compares: errors' magnitudes ("mae", the default) or squares ("mse")"""
 
     backward: Literal[BACKWARDS] | None = None
     """Operands of dgrad and wgrad: "quantized" or "dequantized" (values of fprop's codes; dY stays as it is)"""
@@ -112,7 +112,7 @@ class MXNorm:
     """Share of the blocks, counted from the last, that stay in high precision. Unset: 0.15 for NVFP4, else 0"""
 
     high_precision_last: NotNegative | None = None
-    """Their number, instead. Nemotron 3: Super 14, Ultra 16; Megatron Bridge: Llama 3 8B 4"""
+    """Number of these blocks, instead of a share. Nemotron 3: Super 14, Ultra 16; Megatron Bridge: Llama 3 8B 4"""
 
     mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE] = "auto"
     """
