@@ -75,25 +75,22 @@ def _encode(y: torch.Tensor, fmt: Format) -> torch.Tensor:
     return y.clamp(-fmt.element_max, fmt.element_max).to(getattr(torch, fmt.element))
 
 
-def cast(
-    x: torch.Tensor, fmt: Format, scale_rounding: str, block_size: int | None = None, tiles: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cast(x: torch.Tensor, fmt: Format, scale_rounding: str, tiles: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast ``x`` in blocks along its last dimension.
 
     A block with a NaN gets a NaN scale. A block with an infinity decodes to infinity or NaN. So a non-finite input
     never turns into a finite number.
 
     Args:
-        x: bf16 or fp32, [..., D] with D a multiple of the block size.
-        block_size: None for that of the format.
-        tiles: every ``block_size`` rows share their scales. Zeros pad the last tile, which changes nothing. The
+        x: bf16 or fp32, [..., D] with D a multiple of the block size B.
+        tiles: every B rows share their scales. Zeros pad the last tile, which changes nothing. The
             transpose of a matrix then has the same values, and its codes are the transposed ones.
 
     Returns:
         codes: the format's dtype, shape of ``x``. Of 4 bits: uint8 [..., D / 2], two a byte, the first in the low half.
-        scales: float8_e8m0fnu, [..., D / block_size].
+        scales: float8_e8m0fnu, [..., D / B].
     """
-    x, block_size = x.contiguous(), block_size or fmt.block_size
+    x, block_size = x.contiguous(), fmt.block_size
     amax = block_amax(x, block_size)
     scales = scale_codes(tile_amax(amax, block_size, -2) if tiles else amax, fmt, scale_rounding)
     y = at_least_fp32(split_blocks(x, block_size)) * _inverse_scales(scales, scale_rounding).unsqueeze(-1)
