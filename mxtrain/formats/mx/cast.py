@@ -171,7 +171,7 @@ def _cast_kernel(
 
 
 def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, hadamard: bool) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) per program, the fastest measured."""
+    """Return (rows, columns, warps) per program: the fastest measured for E4M3 in blocks."""
     if tiles and form == "image":
         # One warp holds whole tiles, so their maxima do not pass between warps.
         return 32, 64, 1
