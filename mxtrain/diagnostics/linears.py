@@ -249,9 +249,10 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
         operand = gemms.quantize_activation(given.x)
         return MeasuredCast(given.matrix, operand.values, fprop, 1, False, operand.tensor_scale, by_row)
     operand, _ = given.normalized(gemms)
-    static = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
-    static = operand.tensor_scale if static is None else static
-    return MeasuredCast(given.matrix, operand.values, fprop, 1, False, static, by_row)
+    tensor_scale = operand.tensor_scale
+    if tensor_scale is None:
+        tensor_scale = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
+    return MeasuredCast(given.matrix, operand.values, fprop, 1, False, tensor_scale, by_row)
 
 
 def _along_tokens(matrix: Matrix, wgrad: Recipe, signs: torch.Tensor | None) -> Matrix:

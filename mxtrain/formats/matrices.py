@@ -86,7 +86,7 @@ class CastSpec(NamedTuple):
         signs: packed signs of the Hadamard transform along dimension 0, int64 []; None without a transform.
         draws: for each matrix what its random bits come from (``mxtrain.rng.rounding.Draws``); None, or a recipe that
             rounds to nearest: round to nearest.
-        tensor_scale: fp32 [], a power of two. None takes it from the largest magnitude.
+        tensor_scale: fp32 [], a power of two, or under four over six a largest magnitude. None: that of X decides.
         group: name of the process group that holds X together; None for a whole X. The processes share a tensor scale;
             block scales need no communication.
         source: int64 [R]; row i of X is row source[i] of a single matrix, zero where source[i] is negative.

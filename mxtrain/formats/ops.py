@@ -153,7 +153,7 @@ class FormatOps:
         raise NotImplementedError
 
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
-        """Return the tensor scale of a norm's output with rows of ``columns``, if it is known before the cast."""
+        """Return ``CastSpec.tensor_scale`` for a norm's output with rows of ``columns``, if the norm bounds it."""
         return None
 
     def scale_after_norm(self, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, groups: int = 1):

@@ -377,7 +377,7 @@ def weight_matrices(weight, gain=None):
 def weight_in_pytorch(matrices, scales, form, weight, gain=None):
     """Codes need a copy per orientation; one image serves both."""
     orientations = matrices if form == "image" else (matrices[0], pad(matrices[0], 0).t().contiguous())
-    return [in_form(*nvfp4.cast_tiles(w, scales[0]), scales[0], form) for w in orientations]
+    return [in_form(*nvfp4.cast(w, scales[0], tiles=True), scales[0], form) for w in orientations]
 
 
 SECTIONS = {

@@ -43,7 +43,7 @@ def values(x, tensor_scale=None, bits=None):
 
 def weight_values(w):
     tensor_scale = nvfp4.power_of_two_tensor_scale(w)
-    return nvfp4.dequantize(*nvfp4.cast_tiles(w, tensor_scale), tensor_scale)
+    return nvfp4.dequantize(*nvfp4.cast(w, tensor_scale, tiles=True), tensor_scale)
 
 
 def along_tokens(x, signs_of):

@@ -125,8 +125,8 @@ def check_weight(w, form="codes", gain=None, tensor_scale=None) -> None:
         tensor_scale = nvfp4.power_of_two_tensor_scale(wide)
     with careful_call(w, gain):
         got = nvfp4_weight([w], [tensor_scale], form, gain)
-    assert_is_nvfp4(got[1], nvfp4.cast_tiles(wide, tensor_scale), tensor_scale, form)
+    assert_is_nvfp4(got[1], nvfp4.cast(wide, tensor_scale, tiles=True), tensor_scale, form)
     if form == "image":
         assert got[0].data is got[1].data
     else:
-        assert_is_nvfp4(got[0], nvfp4.cast_tiles(pad(wide, 0).t().contiguous(), tensor_scale), tensor_scale, form)
+        assert_is_nvfp4(got[0], nvfp4.cast(pad(wide, 0).t().contiguous(), tensor_scale, tiles=True), tensor_scale, form)

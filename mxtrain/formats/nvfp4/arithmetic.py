@@ -41,12 +41,6 @@ def tensor_scale_bits(amax):
 
 
 @triton.jit
-def inverse_of(tensor_scale):
-    """1 / tensor_scale (fp32); exact for a power of two."""
-    return tl.div_rn(1.0, tensor_scale)
-
-
-@triton.jit
 def quotient_of(x, DIVISOR: tl.constexpr):
     """x / DIVISOR, rounded once, for x (fp32) whose quotient is a normal number."""
     if _INTERPRETED:  # the interpreter's tl.fma rounds twice
@@ -257,12 +251,6 @@ def pack_nearest_words(eight, rho, factor, HARDWARE: tl.constexpr):
         signs = (signs << 4) | (eight[7 - i].to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
     # The eight _ABOVE_CODE add up to a constant.
     return (codes - _ABOVE_CODES) | (signs & -0x77777778)
-
-
-@triton.jit
-def image_of(value, scale, tensor_scale):
-    """E2M1 value times its block's scale and the tensor scale, exact in bf16."""
-    return (value * (scale * tensor_scale)).to(tl.bfloat16)
 
 
 @triton.jit

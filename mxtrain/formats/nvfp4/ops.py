@@ -36,7 +36,7 @@ from mxtrain.formats.matrices import (
 )
 from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
-from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, reference, static_tensor_scale
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words, rounding_words_of_rows
@@ -74,12 +74,11 @@ class NVFP4Ops(FormatOps):
             ends = torch.arange(rows, spec.experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
         if spec.source is not None:
             parts = [spec.joined(parts)]
-        is_weight = spec.role == "weight"
         signs = spec.signs if 0 in dims and spec.is_transformed(recipe) else None
         draws = [bits for bits in spec.draws or () if bits is not None] if recipe.stochastic_rounding else []
         if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
             raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
-        tiles, error = is_weight and recipe.weight_tiles, recipe.error_for(spec.role)
+        tiles, error = recipe.has_tiles(spec.role), recipe.error_for(spec.role)
         if not runs_kernels(mode, parts[0].device.type):
             results = [
                 _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles, error)
@@ -93,7 +92,7 @@ class NVFP4Ops(FormatOps):
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
         if spec.tensor_scale is not None:
-            scales = [spec.tensor_scale.view(1, 1) * (FOUR_OVER_SIX_RANGE if error else 1)]
+            scales = [spec.tensor_scale.view(1, 1)]
         else:
             # Weights one by one: forward and backward may join them differently, and read each once.
             of = [[x] for x in parts] if tiles else [parts]
@@ -113,25 +112,21 @@ class NVFP4Ops(FormatOps):
         return {dim: _from_kernel(casts[dim], dim, of_dim[dim], mode, form, error) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
-        static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
-        if static is not None:
-            tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
+        tensor_scale = self.scale_after_norm(x, estimate, recipe)
+        if recipe.tensor_scale != "dynamic" and runs_kernels(mode, x.device.type):
+            form, error = "codes" if as_codes else KERNEL_FORM[mode], recipe.error_for("input")
+            static = self.static_scale(x.shape[-1], estimate, recipe)
+            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form, error=error)
+            tensor_scale = row_scales if static is None else tensor_scale
+            return _from_kernel((data, scales), 1, tensor_scale, mode, form, error), rho
+        rho = inverse_rms(x, estimate, recipe)
         if recipe.tensor_scale == "row":
             group = None  # which holds other rows
-        if recipe.tensor_scale in ("static", "row") and runs_kernels(mode, x.device.type):
-            form = "codes" if as_codes else KERNEL_FORM[mode]
-            error = recipe.error_for("input")
-            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form, error=error)
-            if row_scales is None and tensor_scale is not None:
-                row_scales = tensor_scale * (FOUR_OVER_SIX_RANGE if error else 1)
-            return _from_kernel((data, scales), 1, row_scales, mode, form, error), rho
-        rho = inverse_rms(x, estimate, recipe)
         spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        settings = recipe.weight_tiles, recipe.error_for("weight")
-        return _in_pytorch(x, mode, (1,), CastSpec("weight", as_codes=True), None, None, None, *settings)[1]
+        return self.cast([x], recipe, "reference", (1,), CastSpec("weight", as_codes=True))[1]
 
     def decoded(self, parts, recipe, mode, spec=PLAIN):
         if not recipe.error_for(spec.role):
@@ -165,8 +160,10 @@ class NVFP4Ops(FormatOps):
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
         if recipe.tensor_scale != "static":
             return None
-        top = FOUR_OVER_SIX_RANGE if recipe.error_for("input") else RANGE
-        return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant, top)
+        of_estimate = columns, estimate.p, estimate.estimator, estimate.constant
+        if recipe.error_for("input"):
+            return static_tensor_scale(*of_estimate, FOUR_OVER_SIX_RANGE) * FOUR_OVER_SIX_RANGE
+        return static_tensor_scale(*of_estimate)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
         return reference.power_of_two_tensor_scales(amax)
@@ -213,8 +210,6 @@ def _in_pytorch(
             amax = reference.largest_magnitude(matrix) if ends is None else _amax_of_groups(matrix, dim, ends)
             amax = largest(amax, spec.group)
             scale = amax if error else reference.power_of_two_tensor_scales(amax)
-        elif error:
-            scale = scale * FOUR_OVER_SIX_RANGE
         of_blocks = scale if ends is None else _of_blocks(scale, matrix, dim, ends)
         codes = _codes(matrix, of_blocks, bits, tiles, error)
         if error and ends is not None:
@@ -295,10 +290,8 @@ def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | Non
         scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
     elif error:
         codes, scales = reference.cast_four_over_six(x, tensor_scale, error, tiles)
-    elif tiles:
-        codes, scales = reference.cast_tiles(x, tensor_scale)
     else:
-        codes, scales = reference.cast(x, tensor_scale, bits)
+        codes, scales = reference.cast(x, tensor_scale, bits, tiles)
     return Codes(codes, scales, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
 
 

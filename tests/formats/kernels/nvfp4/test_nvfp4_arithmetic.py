@@ -9,7 +9,6 @@ from mxtrain.formats.e2m1 import encode, pack
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.nvfp4.arithmetic import (
     element_code,
-    inverse_of,
     multiplier,
     pack_nearest,
     round_stochastically,
@@ -37,7 +36,7 @@ def padded_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _scale_kernel(amax_ptr, code_ptr, value_ptr, multiplier_ptr, tensor_scale, N: tl.constexpr):
     i = tl.arange(0, N)
-    inverse = inverse_of(tensor_scale)
+    inverse = tl.div_rn(1.0, tensor_scale)
     code, value = scale_of_block(tl.load(amax_ptr + i), inverse)
     tl.store(code_ptr + i, code)
     tl.store(value_ptr + i, value)

@@ -51,9 +51,10 @@ def check_weight(w, form, error="mae", gain=None, amax=None):
 def check_norm(x, form, error="mae", **estimate):
     estimate = estimate_16(**estimate)
     scale = static_tensor_scale(x.shape[1], estimate.p, estimate.estimator, top=FOUR_OVER_SIX_RANGE)
-    data, scales, rho, *_ = nvfp4_norm(x, estimate, scale, form, error=error)
-    amax, xhat = torch.tensor(scale * FOUR_OVER_SIX_RANGE), mxnorm.scale_rows(x, rho)
-    assert_is_nvfp4((data, scales), cast_four_over_six(xhat, amax, error), 1.0, form)
+    amax = scale * FOUR_OVER_SIX_RANGE
+    data, scales, rho, *_ = nvfp4_norm(x, estimate, amax, form, error=error)
+    want = cast_four_over_six(mxnorm.scale_rows(x, rho), torch.tensor(amax), error)
+    assert_is_nvfp4((data, scales), want, 1.0, form)
 
 
 def check_rows(x, form, error="mae"):
