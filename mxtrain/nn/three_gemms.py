@@ -71,6 +71,11 @@ def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return x.new_zeros(()).expand(shape)
 
 
+def weight_of(norm: nn.Module | None) -> torch.Tensor | None:
+    """Return the parameter of an MXNorm before a layer, from which its gain follows; None without one."""
+    return None if norm is None else norm.own_weight()
+
+
 def version(x: torch.Tensor) -> int | None:
     """Return the number of writes to x so far; None in compiled graphs and for inference tensors, which have none.
 
@@ -163,10 +168,11 @@ class ThreeGEMMs:
         parts = [w.flatten(0, -2) for w in ws]
         operands = self._cast(parts, recipes, spec)
         if 0 in dims and dgrad.dequantizes:
-            image, *others = operands.get(1, (None,))
-            if image is None or any(scale is not None for scale in others):
-                image = fprop.ops.decoded(parts, fprop, self.mode, spec)
-            operands[0] = Operand(image.t())
+            of_fprop = operands.get(1)
+            # An operand of values alone holds the decoded ones.
+            is_decoded = of_fprop is not None and of_fprop.scales is None and of_fprop.tensor_scale is None
+            values = of_fprop.data if is_decoded else fprop.ops.decoded(parts, fprop, self.mode, spec)
+            operands[0] = Operand(values.t())
         return operands
 
     def quantize_gradients(
@@ -196,7 +202,8 @@ class ThreeGEMMs:
 
     def quantize_ahead(self, ws: Sequence[torch.Tensor], norm: nn.Module | None, joined: bool = True) -> ReadyOperands:
         """W, or W diag(gain) behind an MXNorm, as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
-        gain, weight = (None, None) if norm is None else (norm.gain(), norm.own_weight())
+        weight = weight_of(norm)
+        gain = None if norm is None else norm.gain_of(weight)
         if self.mode == "native" and not joined:  # blocked scales are not sliced
             operands, fprop = self.quantize_weights(ws, gain, (0,)), self._for_fprop(ws, gain, False)
         else:

@@ -31,7 +31,6 @@ from mxtrain.formats.matrices import (
     Codes,
     Operand,
     converted,
-    image_dtype,
     values_dtype,
 )
 from mxtrain.formats.mx.reference import to_blocked
@@ -109,7 +108,7 @@ class NVFP4Ops(FormatOps):
             of_dim = {dim: of_matrix[0] for dim, of_matrix in of_dim.items()}
         elif spec.as_codes:
             of_dim = {1: of_dim[1][_group_of_rows(ends, casts[1].data.shape[0]).clamp(max=ends.shape[0] - 1)]}
-        return {dim: _from_kernel(casts[dim], dim, of_dim[dim], mode, form, error) for dim in dims}
+        return {dim: _from_kernel(casts[dim], dim, of_dim[dim], form, error) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         tensor_scale = self.scale_after_norm(x, estimate, recipe)
@@ -118,7 +117,7 @@ class NVFP4Ops(FormatOps):
             static = self.static_scale(x.shape[-1], estimate, recipe)
             data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form, error=error)
             tensor_scale = row_scales if static is None else tensor_scale
-            return _from_kernel((data, scales), 1, tensor_scale, mode, form, error), rho
+            return _from_kernel((data, scales), 1, tensor_scale, form, error), rho
         rho = inverse_rms(x, estimate, recipe)
         if recipe.tensor_scale == "row":
             group = None  # which holds other rows
@@ -138,7 +137,7 @@ class NVFP4Ops(FormatOps):
         return _values(codes, dtype)
 
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
-        operand = _from_codes(codes, values_dtype(mode), mode)
+        operand = _from_codes(codes, mode)
         if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
             # The memory layout of a kernel's values, because products in another layout may add up in another order.
             return operand._replace(data=operand.data.t().contiguous().t())
@@ -214,7 +213,7 @@ def _in_pytorch(
         codes = _codes(matrix, of_blocks, bits, tiles, error)
         if error and ends is not None:
             codes = codes._replace(tensor_scale=of_blocks.squeeze(1) if spec.as_codes else scale[:-1])
-        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
+        results[dim] = codes if spec.as_codes else _from_codes(codes, mode)
     return results
 
 
@@ -227,9 +226,9 @@ def _cast_rows(x: torch.Tensor, recipe: Recipe, mode: str, spec: CastSpec) -> Op
     if is_kernel:
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         data, scales, row_scales = nvfp4_rows(x, row_scales, form, error)
-        return _from_kernel((data, scales), 1, row_scales, mode, form, error)
+        return _from_kernel((data, scales), 1, row_scales, form, error)
     codes = _codes(x, row_scales.unsqueeze(1), None, False, error)._replace(tensor_scale=row_scales)
-    return codes if spec.as_codes else _from_codes(codes, image_dtype(x, mode), mode)
+    return codes if spec.as_codes else _from_codes(codes, mode)
 
 
 def _matrices_and_bits(
@@ -239,10 +238,15 @@ def _matrices_and_bits(
     draws: torch.Tensor | None,
     ends: torch.Tensor | None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-    """For each dimension the matrix to cast along its rows, and its random bits if there are draws."""
-    along = {dim: x if dim == 1 else _along_tokens(x, signs) for dim in dims}
+    """For each dimension the matrix to cast along its rows, transformed if there are signs, and bits if there are draws.
+
+    Along dimension 0 the matrix is transposed, with the rows of X rounded up to a multiple of 16.
+    """
+    along = {1: x}
+    if 0 in dims:
+        along[0] = (pad(x, 0) if signs is None else along_tokens(x, signs)).t()
     if draws is None:
-        return {dim: (matrix, None) for dim, matrix in along.items()}
+        return {dim: (along[dim], None) for dim in dims}
     # Padding adds rows. len(x) would give a compiled graph one number of tokens.
     rows, columns = along[0].t().shape if 0 in dims else x.shape
     if ends is None:
@@ -254,12 +258,12 @@ def _matrices_and_bits(
         key, step, microbatch, rank = draws[groups].unbind(1)
         words = rounding_words_of_rows(row, columns, key, step, rank, microbatch)
     bits = {1: rounding_bits(words[: x.shape[0]], 1), 0: rounding_bits(words, 0).t()}
-    return {dim: (matrix, bits[dim]) for dim, matrix in along.items()}
+    return {dim: (along[dim], bits[dim]) for dim in dims}
 
 
-def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None, mode: str) -> Operand:
+def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None) -> Operand:
     """Wrap codes [R, K / 2] with blocked scales (native) or values [R, K] (emulated)."""
-    if mode != "native":
+    if scales is None:
         return Operand(data, None, tensor_scale)
     # The tensor cores read pairs of blocks: pad an odd number with a block of zeros. Its scale is zero as well,
     # because the blocked layout pads its scales with zeros.
@@ -268,19 +272,14 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 
 
 def _from_kernel(
-    cast: tuple[torch.Tensor, torch.Tensor | None],
-    dim: int,
-    tensor_scale: torch.Tensor | None,
-    mode: str,
-    form: str,
-    error: str,
+    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor | None, form: str, error: str
 ) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
     codes = Codes(*cast, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
     if form == "codes":
         return codes
     (data, scales), tensor_scale = cast, None if form == "image" and not error else codes.scale
-    return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
+    return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale)
 
 
 def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool, error="") -> Codes:
@@ -295,12 +294,12 @@ def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | Non
     return Codes(codes, scales, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
 
 
-def _from_codes(codes: Codes, dtype: torch.dtype, mode: str) -> Operand:
+def _from_codes(codes: Codes, mode: str) -> Operand:
     if mode == "native":
-        return _operand(codes.data, to_blocked(codes.scales), codes.scale, mode)
+        return _operand(codes.data, to_blocked(codes.scales), codes.scale)
     if codes.top is not None:
-        return Operand(reference.dequantize(codes.data, codes.scales, dtype=dtype), None, codes.scale)
-    return Operand(_values(codes, dtype))
+        return Operand(reference.dequantize(codes.data, codes.scales, dtype=values_dtype(mode)), None, codes.scale)
+    return Operand(_values(codes, values_dtype(mode)))
 
 
 def _values(codes: Codes, dtype: torch.dtype) -> torch.Tensor:
@@ -328,8 +327,3 @@ def _of_blocks(of_groups: torch.Tensor, x: torch.Tensor, dim: int, ends: torch.T
     """Return the number of its group [G + 1] for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
     found = of_groups[_group_of_rows(ends, x.shape[1 - dim])]
     return found.unsqueeze(1) if dim == 1 else found[:: NVFP4.block_size].unsqueeze(0)
-
-
-def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
-    """x [T, C] -> [C, T rounded up to a multiple of 16], Hadamard-transformed if there are signs."""
-    return (pad(x, 0) if signs is None else along_tokens(x, signs)).t()
