@@ -228,7 +228,7 @@ class GatheredColumns:
     def _gather(self, x, rho, signs, estimate: RMSEstimate, recipe: LinearRecipe, mode: str) -> Operand:
         split, (recipe, dim) = from_key(self.split_key), recipe.input_of_wgrad
         rows = x.reshape(-1, x.shape[-1])
-        tensor_scale = recipe.ops.scale_after_norm(rows, estimate, recipe) if dim else None
+        tensor_scale = recipe.ops.static_scale(x.shape[-1], estimate, recipe) if dim else None
         group = None if dim and recipe.tensor_scale == "row" else split.group  # of other rows
         spec = CastSpec(row_factor=rho, signs=signs, tensor_scale=tensor_scale, group=group, as_codes=True)
         codes = recipe.ops.cast([rows], recipe, mode, (dim,), spec)[dim]

@@ -148,7 +148,7 @@ class ThreeGEMMs:
             return self._cast([x], {0: self.recipe.wgrad}, spec)[0]
         fprop = self.recipe.fprop
         if estimate is not None:
-            spec = spec._replace(tensor_scale=fprop.ops.scale_after_norm(x, estimate, fprop, groups))
+            spec = spec._replace(tensor_scale=fprop.ops.static_scale(x.shape[-1] // groups, estimate, fprop))
         return Operand(fprop.ops.decoded([x], fprop, self.mode, spec).t())
 
     def quantize_weights(

@@ -47,7 +47,7 @@ def weight_values(w):
 
 
 def along_tokens(x, signs_of):
-    return hadamard(pad(x.float(), 0), hadamard_signs(SEED, signs_of), 0).t()
+    return hadamard(pad(x.float()), hadamard_signs(SEED, signs_of), 0).t()
 
 
 def gradient_values(dy, fqn=FQN, signs_of=FQN, step=5, rank=1, microbatch=2):

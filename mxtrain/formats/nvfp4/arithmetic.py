@@ -93,12 +93,6 @@ def _binade(y):
 
 
 @triton.jit
-def _with_sign(size, y):
-    sign = y.to(tl.int32, bitcast=True) & -2147483648
-    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def magnitude_to_nearest(y):
     """Magnitude of the nearest E2M1 value to y (fp32): ties to even, saturated at 6.
 
@@ -106,12 +100,6 @@ def magnitude_to_nearest(y):
     """
     size, power = _binade(y)
     return tl.fma(power, -(2.0**22), tl.fma(power, 2.0**22, size))
-
-
-@triton.jit
-def round_to_nearest(y):
-    """Nearest E2M1 value to y (fp32), as ``magnitude_to_nearest`` with the sign of y."""
-    return _with_sign(magnitude_to_nearest(y), y)
 
 
 @triton.jit
@@ -149,11 +137,13 @@ def _truncated(steps, power):
 def round_stochastically(y, words, UPPER: tl.constexpr):
     """One of the two E2M1 values around y (fp32), chosen by the uniform halves of words (int32), saturated at 6.
 
-    A sum as in ``round_to_nearest`` rounds to 2^-16 of E2M1's step. Then the half is added and the fraction dropped.
+    A sum as in ``magnitude_to_nearest`` rounds to 2^-16 of E2M1's step. Then the half is added and the rest dropped.
     """
     size, power = _binade(y)
     steps = _plus_half(tl.fma(power, 64.0, size).to(tl.int32, bitcast=True), words, UPPER)
-    return _with_sign(_truncated(steps.to(tl.float32, bitcast=True), power), y)
+    size = _truncated(steps.to(tl.float32, bitcast=True), power)
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

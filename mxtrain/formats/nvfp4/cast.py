@@ -28,6 +28,7 @@ from mxtrain.formats.cast_kernels import (
     flat,
     tile_start,
 )
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
     STORAGE,
@@ -37,7 +38,6 @@ from mxtrain.formats.nvfp4.arithmetic import (
     pack_nearest,
     random_words,
     round_stochastically,
-    round_to_nearest,
 )
 from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
@@ -68,7 +68,7 @@ def _rounded(y, words, UPPER: tl.constexpr, STOCHASTIC: tl.constexpr):
 def _image(y, scale, STOCHASTIC: tl.constexpr):
     """Image of y from ``_rounded``, exact in bf16."""
     if not STOCHASTIC:
-        y = round_to_nearest(y)
+        y = round_to_element(y, "e2m1")
     return (y * scale).to(tl.bfloat16)
 
 

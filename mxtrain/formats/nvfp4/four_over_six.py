@@ -32,7 +32,7 @@ def _at_most(x, most):
 
 @triton.jit
 def _nearest_e4m3(x):
-    """Nearest E4M3 number to x (fp32), which is in [0, 448], or NaN: as ``round_to_nearest`` for E2M1."""
+    """Nearest E4M3 number to x (fp32), which is in [0, 448], or NaN: as ``magnitude_to_nearest`` for E2M1."""
     power = (tl.maximum(x, 2.0**-6).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.fma(power, -(2.0**20), tl.fma(power, 2.0**20, x))
 

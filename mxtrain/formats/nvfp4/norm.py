@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import scale_offset
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.norm_kernel import (
     MXNormCast,
     block_terms,
@@ -28,7 +29,6 @@ from mxtrain.formats.nvfp4.arithmetic import (
     amax_across,
     eighths,
     pack_nearest_words,
-    round_to_nearest,
     tensor_scale_bits,
 )
 from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
@@ -102,7 +102,7 @@ def _store_image(
     _, offsets, _, mask = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
     xhat = x * rho[:, None, None]
     _, factor, scale = scales_of_blocks(xhat, amax * rho[:, None], tensor_scales[:, None], "last", setting[3])
-    image = round_to_nearest(xhat * factor[:, :, None]) * scale[:, :, None]
+    image = round_to_element(xhat * factor[:, :, None], "e2m1") * scale[:, :, None]
     tl.store(data_ptr + offsets, image.to(tl.bfloat16), mask=mask)
 
 

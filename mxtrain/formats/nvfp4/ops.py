@@ -61,12 +61,11 @@ class NVFP4Ops(FormatOps):
 
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
         """Each matrix of ``parts`` has a tensor scale of its own. Several are not for codes or mode "native", whose
-        operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``.
+        operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``. An input
+        whose rows have scales is not cast along both dimensions at once.
         """
         if recipe.tensor_scale == "row" and spec.role == "input" and 1 in dims:
-            others = tuple(dim for dim in dims if dim != 1)
-            by_column = self.cast(parts, recipe, mode, others, spec) if others else {}
-            return {1: _cast_rows(spec.scaled(spec.joined(parts)), recipe, mode, spec)} | by_column
+            return {1: _cast_rows(spec.scaled(spec.joined(parts)), recipe, mode, spec)}
         ends = spec.ends
         if spec.experts > 1:
             rows = parts[0].shape[0] // spec.experts
@@ -91,7 +90,7 @@ class NVFP4Ops(FormatOps):
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
         if spec.tensor_scale is not None:
-            scales = [spec.tensor_scale.view(1, 1)]
+            scales = [torch.full((1, 1), spec.tensor_scale, dtype=torch.float32, device=parts[0].device)]
         else:
             # Weights one by one: forward and backward may join them differently, and read each once.
             of = [[x] for x in parts] if tiles else [parts]
@@ -111,17 +110,17 @@ class NVFP4Ops(FormatOps):
         return {dim: _from_kernel(casts[dim], dim, of_dim[dim], form, error) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
-        tensor_scale = self.scale_after_norm(x, estimate, recipe)
+        static = self.static_scale(x.shape[-1], estimate, recipe)
         if recipe.tensor_scale != "dynamic" and runs_kernels(mode, x.device.type):
             form, error = "codes" if as_codes else KERNEL_FORM[mode], recipe.error_for("input")
-            static = self.static_scale(x.shape[-1], estimate, recipe)
-            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form, error=error)
-            tensor_scale = row_scales if static is None else tensor_scale
+            data, scales, rho, _, tensor_scale = nvfp4_norm(x, estimate, static, form, error=error)
+            if static is not None:
+                tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
             return _from_kernel((data, scales), 1, tensor_scale, form, error), rho
         rho = inverse_rms(x, estimate, recipe)
         if recipe.tensor_scale == "row":
             group = None  # which holds other rows
-        spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
+        spec = CastSpec(row_factor=rho, tensor_scale=static, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
@@ -204,8 +203,9 @@ def _in_pytorch(
     """Cast one matrix, stochastically if there are draws, or by four over six if there is an ``error``."""
     results = {}
     for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
-        scale = spec.tensor_scale
-        if scale is None:
+        if spec.tensor_scale is not None:
+            scale = torch.full((), spec.tensor_scale, dtype=torch.float32, device=x.device)
+        else:
             amax = reference.largest_magnitude(matrix) if ends is None else _amax_of_groups(matrix, dim, ends)
             amax = largest(amax, spec.group)
             scale = amax if error else reference.power_of_two_tensor_scales(amax)
@@ -238,13 +238,10 @@ def _matrices_and_bits(
     draws: torch.Tensor | None,
     ends: torch.Tensor | None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-    """For each dimension the matrix to cast along its rows, transformed if there are signs, and bits if there are draws.
-
-    Along dimension 0 the matrix is transposed, with the rows of X rounded up to a multiple of 16.
-    """
+    """For each dimension the matrix to cast along its rows, and its random bits if there are draws."""
     along = {1: x}
     if 0 in dims:
-        along[0] = (pad(x, 0) if signs is None else along_tokens(x, signs)).t()
+        along[0] = (pad(x) if signs is None else along_tokens(x, signs)).t()
     if draws is None:
         return {dim: (along[dim], None) for dim in dims}
     # Padding adds rows. len(x) would give a compiled graph one number of tokens.

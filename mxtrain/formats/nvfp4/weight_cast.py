@@ -21,12 +21,12 @@ from mxtrain.formats.cast_kernels import (
     flat,
     tile_start,
 )
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
     STORAGE,
     amax_across,
     pack_nearest,
-    round_to_nearest,
 )
 from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
@@ -86,7 +86,7 @@ def _nvfp4_weight_kernel(
         across = column + tl.arange(0, COLUMNS)
         data_ptr += first_row * columns + column
         for i in tl.static_range(16):
-            image = (round_to_nearest(strip[i] * factor) * scale).to(tl.bfloat16)  # exact
+            image = (round_to_element(strip[i] * factor, "e2m1") * scale).to(tl.bfloat16)  # exact
             mask = across < length_of(first_row + i, rows, columns)
             tl.store(data_ptr + tl.arange(0, COLUMNS), image, mask=mask)
             data_ptr += columns

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.e2m1 import encode, pack
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.nvfp4.arithmetic import (
     element_code,
     multiplier,
     pack_nearest,
     round_stochastically,
-    round_to_nearest,
     scale_of_block,
 )
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
@@ -95,7 +95,7 @@ def _rounding_kernel(
         upper = round_stochastically(y, (random << 16) + 65535, True)
         value = tl.where(value.to(tl.int32, bitcast=True) == upper.to(tl.int32, bitcast=True), value, float("nan"))
     else:
-        value = round_to_nearest(y)
+        value = round_to_element(y, "e2m1")
         first, second = tl.split(tl.reshape(y, (N // 2, 2)))
         tl.store(packed_ptr + tl.arange(0, N // 2), pack_nearest(first, second, HARDWARE))
     tl.store(value_ptr + i, value)
