@@ -18,11 +18,11 @@ class Operand(NamedTuple):
 
     Attributes:
         data: native: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the exact values
-            of codes times scales, in bf16 (emulated) or fp32 (reference), without ``tensor_scale``.
+            of codes times scales, in bf16 (emulated) or fp32 (reference), not multiplied by ``tensor_scale``.
         scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
         tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 [], or one for each
-            row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact, and None if the
-            values contain a power of two.
+            row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact. None if it is a
+            power of two, which ``data`` contain.
     """
 
     data: torch.Tensor

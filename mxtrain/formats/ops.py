@@ -108,11 +108,12 @@ class FormatOps:
         return Operand(data if dim == 1 else data.t())
 
     def decoded(self, parts: Sequence[torch.Tensor], recipe: Recipe, mode: str, spec: CastSpec = PLAIN) -> torch.Tensor:
-        """Return the values [R, C] of the codes that ``cast`` along the rows gives: bf16, in mode "reference" fp32.
-
-        An image holds them where scales are powers of two. A format with other scales encodes and ``dequantize``s.
-        """
-        return self.cast(parts, recipe, "reference" if mode == "reference" else "emulated", (1,), spec)[1].data
+        """Return the values [R, C] of the codes that ``cast`` along the rows gives: bf16, in mode "reference" fp32."""
+        mode = "reference" if mode == "reference" else "emulated"
+        if recipe.error_for(spec.role):  # exact tensor scales, which images do not contain
+            codes = self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1]
+            return self.dequantize(codes, values_dtype(mode))
+        return self.cast(parts, recipe, mode, (1,), spec)[1].data
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [R, K] of codes, which bf16 holds exactly."""

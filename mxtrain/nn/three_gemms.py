@@ -157,9 +157,9 @@ class ThreeGEMMs:
         """W, or W diag(gain), as the operands of fprop [N, D] (1) and of dgrad [D, N] (0).
 
         Args:
-            ws: or stacked experts W_i [E, N_i, D], of which every expert's lie one below the other (one W with tensor
-                scales).
-                N_i is whole blocks, so that no block holds two experts. The operands are [E N, D] and [D, E N].
+            ws: W_i [N_i, D]. Or stacked experts [E, N_i, D], only one W with tensor scales: every expert's W_i lie one
+                below the other. N_i is whole blocks, so that no block holds two experts. The operands are [E N, D] and
+                [D, E N].
         """
         experts = ws[0].shape[0] if ws[0].ndim == 3 else 1
         fprop, dgrad = self.recipe.fprop, self.recipe.dgrad

@@ -10,8 +10,8 @@ mixture has one of its own. Only MXNorm's static scale is known beforehand. With
 fprop's X has one of its own; if processes hold parts of rows, they share the scales. Tensor scales are powers of two,
 so bf16 and fp32 operands hold their values exactly, tensor scale included.
 
-Operands under four over six have exact tensor scales, amax / (6 * 256). Their bf16 and fp32 values are without it, and
-``FormatOps.matmul`` multiplies it into the sums.
+Operands under four over six have exact tensor scales, amax / (6 * 256). Their bf16 and fp32 values do not contain
+these scales: ``FormatOps.matmul`` multiplies the sums by them.
 """
 
 from collections.abc import Sequence
@@ -125,12 +125,6 @@ class NVFP4Ops(FormatOps):
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
         return self.cast([x], recipe, "reference", (1,), CastSpec("weight", as_codes=True))[1]
-
-    def decoded(self, parts, recipe, mode, spec=PLAIN):
-        if not recipe.error_for(spec.role):
-            return super().decoded(parts, recipe, mode, spec)
-        mode = "reference" if mode == "reference" else "emulated"
-        return _values(self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1], values_dtype(mode))
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         return _values(codes, dtype)
