@@ -117,7 +117,7 @@ def test_without_codes_values_are_sent(mesh):
 
 REFUSED = {
     "no norm": ("mxfp8", False, "no MXNorm"),
-    "fprop": ("fprop=bf16, dgrad=mxfp8, wgrad=mxfp8", True, "MXFP8 in fprop"),
+    "fprop": ("fprop=bf16, dgrad=mxfp8, wgrad=mxfp8", True, "MXFP8 or MXFP4 in fprop"),
 }
 
 
