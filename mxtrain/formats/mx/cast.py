@@ -241,16 +241,8 @@ CAST = register_op(
 
 
 def _tile_launches(
-    parts: list[torch.Tensor],
-    gain: torch.Tensor | None,
-    experts: int,
-    along_rows: bool,
-    along_columns: bool,
-    element: str,
-    scale_rounding: str,
-    form: str,
+    parts: list[torch.Tensor], gain: torch.Tensor | None, experts: int, *settings
 ) -> tuple[list[torch.Tensor], list[Launch]]:
-    settings = along_rows, along_columns, element, scale_rounding, form
     return _launches(parts, 0, None, gain, None, False, experts, False, *settings, tiles=True)
 
 

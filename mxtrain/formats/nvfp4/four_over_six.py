@@ -100,7 +100,7 @@ def _loss(x, scale, factor, amax, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, E
 
 @triton.jit
 def _unseen(x):
-    """x (fp32), of which the compiler does not know that it is x."""
+    """x (fp32), as a value that the compiler cannot trace back to x."""
     if _INTERPRETED:
         return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
