@@ -112,15 +112,16 @@ def empty_casts(
 ) -> tuple[torch.Tensor | None, ...]:
     """Allocate data and scales of casts of [rows, columns]: along its rows, then along its columns. None for no cast.
 
-    Codes along columns are transposed, [columns, rows], and padded to whole blocks. An image is not transposed.
+    Codes along columns are transposed, [columns, rows], and padded to whole blocks. An image is not transposed, and
+    padded only with ``pads_image``.
     """
     by_row = by_column = Cast(None, None)
     if along_rows:
         by_row = empty_cast(storage, rows, columns, form, device)
     if along_columns:
         padded = round_up(rows, storage.block_size)
-        image = padded if pads_image else rows, columns
-        by_column = empty_cast(storage, *(image if form == "image" else (columns, padded)), form, device)
+        shape = (padded if pads_image else rows, columns) if form == "image" else (columns, padded)
+        by_column = empty_cast(storage, *shape, form, device)
     return *by_row, *by_column
 
 
