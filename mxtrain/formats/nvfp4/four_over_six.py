@@ -19,7 +19,7 @@ from mxtrain.formats.nvfp4.strip import repeat_16
 from mxtrain.launch.launch import INTERPRETED
 
 _E2M1_MAX, _SCALE_MAX = tl.constexpr(NVFP4.element_max), tl.constexpr(SCALE_MAX)
-_RANGE = tl.constexpr(FOUR_OVER_SIX_RANGE)
+_FOUR_OVER_SIX = tl.constexpr(FOUR_OVER_SIX_RANGE)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _FP32_MAX = tl.constexpr(2.0**128 - 2.0**104)
 
@@ -49,9 +49,9 @@ def _errors(x, scale, factor, amax, SQUARES: tl.constexpr, EXACT: tl.constexpr):
     """Magnitude or square of the error of each element x (fp32) under the scale of its block."""
     value = magnitude_to_nearest(x * factor)
     if EXACT:
-        error = quotient_of(value * scale * amax, _RANGE) - tl.abs(x)
+        error = quotient_of(value * scale * amax, _FOUR_OVER_SIX) - tl.abs(x)
     else:
-        error = tl.fma(value, scale * (amax * (1.0 / _RANGE)), -tl.abs(x))
+        error = tl.fma(value, scale * (amax * (1.0 / _FOUR_OVER_SIX)), -tl.abs(x))
     if SQUARES:
         return rounded_product(error, error)
     return tl.abs(error)
@@ -133,7 +133,7 @@ def _four_over_six(x, largest, amax, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
     BLOCKS: where the 16 elements of a block are in x (fp32). "last": in the last dimension. "across": in a tuple of 16
     tensors, each of the shape of ``largest``. "tiles": x is a strip, and a tile has 16 columns of all its rows.
     """
-    up = _at_most(tl.div_rn(_RANGE, amax), _FP32_MAX)
+    up = _at_most(tl.div_rn(_FOUR_OVER_SIX, amax), _FP32_MAX)
     up = tl.where((amax == 0) | (up == 0), 1.0, up)
     inverse = tl.div_rn(1.0, up)
     wanted = quotient_of(largest, _E2M1_MAX) * up
