@@ -100,14 +100,29 @@ def empty_cast(storage: Storage, rows: int, columns: int, form: str, device: tor
     return Cast(codes.view(storage.codes), allocate(shape, dtype=torch.uint8, device=device).view(storage.scales))
 
 
-def empty_column_cast(storage: Storage, rows: int, columns: int, form: str, device: torch.device) -> Cast:
-    """Allocate the result of a cast of [rows, columns] along its columns.
+def empty_casts(
+    storage: Storage,
+    rows: int,
+    columns: int,
+    along_rows: bool,
+    along_columns: bool,
+    form: str,
+    device: torch.device,
+    pads_image: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Allocate data and scales of casts of [rows, columns]: along its rows, then along its columns. None for no cast.
 
-    Codes are transposed, [columns, rows], and padded to whole blocks. An image is neither.
+    Codes along columns are transposed, [columns, rows], and padded to whole blocks. An image is not transposed, and
+    padded only with ``pads_image``.
     """
-    if form == "image":
-        return empty_cast(storage, rows, columns, form, device)
-    return empty_cast(storage, columns, round_up(rows, storage.block_size), form, device)
+    by_row = by_column = Cast(None, None)
+    if along_rows:
+        by_row = empty_cast(storage, rows, columns, form, device)
+    if along_columns:
+        padded = round_up(rows, storage.block_size)
+        shape = (padded if pads_image else rows, columns) if form == "image" else (columns, padded)
+        by_column = empty_cast(storage, *shape, form, device)
+    return *by_row, *by_column
 
 
 def flat(*results: torch.Tensor | None) -> list[torch.Tensor]:

@@ -25,7 +25,13 @@ def matmul(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torc
     # b may be bf16 values that an fp32 gradient multiplies.
     # Autocast would round the fp32 operands of the reference mode to bf16.
     with torch.autocast(device_type=a.device.type, enabled=False):
-        return _product_of_values(a, converted(b, a.dtype).t(), out_dtype, scale)
+        b = converted(b, a.dtype).t()
+        # A plain torch.mm wherever it is right: TorchTitan's own selective activation checkpointing knows no other
+        # product. Where the result is converted, one op does both, so that checkpointing keeps the result, not the
+        # larger product.
+        if scale is None and out_dtype == a.dtype and is_full_precision(a.dtype, a.is_cuda):
+            return torch.mm(a, b)
+        return guarded_mm(a, b, out_dtype, scale)
 
 
 def product_of_codes(
@@ -36,17 +42,6 @@ def product_of_codes(
     of_a = {"scale_a": a_scales, "scale_recipe_a": kinds, "swizzle_a": swizzle}
     of_b = {"scale_b": b_scales, "scale_recipe_b": kinds, "swizzle_b": swizzle}
     return scaled_mm(a, b.t(), **of_a, **of_b, output_dtype=out_dtype)
-
-
-def _product_of_values(
-    a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, scale: torch.Tensor | None
-) -> torch.Tensor:
-    """a [M, K] times b [K, N], times scale, in ``out_dtype``."""
-    # A plain torch.mm wherever it is right: TorchTitan's own selective activation checkpointing knows no other product.
-    # Where the result is converted, one op does both, so that checkpointing keeps the result, not the larger product.
-    if scale is None and out_dtype == a.dtype and is_full_precision(a.dtype, a.is_cuda):
-        return torch.mm(a, b)
-    return guarded_mm(a, b, out_dtype, scale)
 
 
 def _guarded_mm(

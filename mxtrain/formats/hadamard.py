@@ -72,18 +72,14 @@ def along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
     Without signs, in blocks of 32. Returns fp32 (fp64 for fp64 input).
     """
     unpacked = torch.ones(LONGEST_BLOCK, device=x.device) if signs is None else unpack_signs(signs)
-    return hadamard(pad(x, 0, len(unpacked)), unpacked, 0)
+    return hadamard(pad(x, len(unpacked)), unpacked, 0)
 
 
-def pad(x: torch.Tensor, dim: int, size: int = HADAMARD_SIZE) -> torch.Tensor:
-    """Append zeros along ``dim`` up to a multiple of ``size``; return ``x`` itself if nothing is missing.
+def pad(x: torch.Tensor, size: int = HADAMARD_SIZE) -> torch.Tensor:
+    """Append rows of zeros up to a multiple of ``size``; return ``x`` itself if none is missing.
 
     Both wgrad operands get the same zero tokens, which leaves their product unchanged. The padding stays: the
     transform fills all rows of the last block with values, and the product sums over them.
     """
-    missing = -x.shape[dim] % size
-    if not missing:
-        return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat((x, x.new_zeros(shape)), dim)
+    missing = -x.shape[0] % size
+    return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x

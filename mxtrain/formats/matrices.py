@@ -18,11 +18,11 @@ class Operand(NamedTuple):
 
     Attributes:
         data: native: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the exact values
-            of codes times scales, in bf16 (emulated) or fp32 (reference), without ``tensor_scale``.
+            of codes times scales, in bf16 (emulated) or fp32 (reference), not multiplied by ``tensor_scale``.
         scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
         tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 [], or one for each
-            row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact, and None if the
-            values contain a power of two.
+            row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact. None if it is a
+            power of two, which ``data`` contain.
     """
 
     data: torch.Tensor
@@ -86,7 +86,7 @@ class CastSpec(NamedTuple):
         signs: packed signs of the Hadamard transform along dimension 0, int64 []; None without a transform.
         draws: for each matrix what its random bits come from (``mxtrain.rng.rounding.Draws``); None, or a recipe that
             rounds to nearest: round to nearest.
-        tensor_scale: fp32 [], a power of two. None takes it from the largest magnitude.
+        tensor_scale: a power of two, or under four over six a largest magnitude. None takes it from X.
         group: name of the process group that holds X together; None for a whole X. The processes share a tensor scale;
             block scales need no communication.
         source: int64 [R]; row i of X is row source[i] of a single matrix, zero where source[i] is negative.
@@ -103,7 +103,7 @@ class CastSpec(NamedTuple):
     column_factor: torch.Tensor | None = None
     signs: torch.Tensor | None = None
     draws: Sequence[torch.Tensor | None] | None = None
-    tensor_scale: torch.Tensor | None = None
+    tensor_scale: float | None = None
     group: str | None = None
     source: torch.Tensor | None = None
     ends: torch.Tensor | None = None
@@ -178,11 +178,6 @@ def tile_amax(amax: torch.Tensor, size: int, dim: int) -> torch.Tensor:
     return tiles.repeat_interleave(size, -1)[..., :length].movedim(-1, dim)
 
 
-def image_dtype(x: torch.Tensor, mode: str) -> torch.dtype:
+def values_dtype(mode: str, dtype: torch.dtype = torch.float32) -> torch.dtype:
     """Return the dtype in which ``mode`` multiplies values: bf16 if emulated, fp32 (fp64 for fp64) in reference."""
-    return torch.promote_types(x.dtype, torch.float32) if mode == "reference" else torch.bfloat16
-
-
-def values_dtype(mode: str) -> torch.dtype:
-    """Return the dtype in which ``mode`` multiplies the values of codes."""
-    return torch.float32 if mode == "reference" else torch.bfloat16
+    return torch.promote_types(dtype, torch.float32) if mode == "reference" else torch.bfloat16

@@ -158,16 +158,6 @@ def normalize_rows(
             if SCALES is not None:
                 largest = tl.maximum(largest, magnitude_bits(amax))
             parts = parts + ((x, amax),)
-        rho, scales = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR), None
-        if SCALES is not None:
-            # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the row.
-            scales = SCALES(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
-        for i in tl.static_range(PARTS):
-            x, amax = parts[i]
-            STORE(
-                x, amax, rho, scales, setting, row, rows, i * BLOCKS, blocks, data_ptr, scales_ptr,
-                FORM, HARDWARE, BLOCKS,
-            )  # fmt: skip
     else:
         for first in range(0, blocks, BLOCKS):
             loaded = load_blocks(x_ptr, residual_ptr, row, rows, first, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK)
@@ -176,9 +166,18 @@ def normalize_rows(
                 sums += TERMS(x, amax, setting, P, ESTIMATOR)
             if SCALES is not None:
                 largest = tl.maximum(largest, magnitude_bits(amax))
-        rho, scales = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR), None
-        if SCALES is not None:
-            scales = SCALES(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
+    rho, scales = _inverse_rms(tl.sum(sums, 1), eps, FACTOR, P, ESTIMATOR), None
+    if SCALES is not None:
+        # fp32 multiplication is monotonic, so this is exactly the largest |x * rho| of the row.
+        scales = SCALES(tl.max(largest, 1).to(tl.float32, bitcast=True) * rho, setting, row, rows)
+    if PERSISTENT:
+        for i in tl.static_range(PARTS):
+            x, amax = parts[i]
+            STORE(
+                x, amax, rho, scales, setting, row, rows, i * BLOCKS, blocks, data_ptr, scales_ptr,
+                FORM, HARDWARE, BLOCKS,
+            )  # fmt: skip
+    else:
         for first in range(0, blocks, BLOCKS):
             loaded = load_blocks(x_ptr, residual_ptr, row, rows, first, blocks, RESIDUAL, PIECES, BLOCKS, BLOCK)
             x, amax = HOLD(loaded, total_ptr, row, rows, first, blocks, True, RESIDUAL, PIECES, BLOCKS, BLOCK)

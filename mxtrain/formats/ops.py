@@ -16,7 +16,7 @@ from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import along_tokens
-from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, image_dtype, scale_of_product, values_dtype
+from mxtrain.formats.matrices import PLAIN, CastSpec, Codes, Operand, scale_of_product, values_dtype
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.recipe import Format, Recipe
 
@@ -100,19 +100,20 @@ class FormatOps:
 
         ``role`` is that of ``CastSpec``.
         """
-        return Codes(x.to(image_dtype(x, mode)))
+        return Codes(x.to(values_dtype(mode, x.dtype)))
 
     def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int, role: str) -> Operand:
         """Return the operand of X [R, C] along ``dim``."""
-        data = x if recipe.dequantizes and mode != "reference" else x.to(image_dtype(x, mode))
+        data = x if recipe.dequantizes and mode != "reference" else x.to(values_dtype(mode, x.dtype))
         return Operand(data if dim == 1 else data.t())
 
     def decoded(self, parts: Sequence[torch.Tensor], recipe: Recipe, mode: str, spec: CastSpec = PLAIN) -> torch.Tensor:
-        """Return the values [R, C] of the codes that ``cast`` along the rows gives: bf16, in mode "reference" fp32.
-
-        An image holds them where scales are powers of two. A format with other scales encodes and ``dequantize``s.
-        """
-        return self.cast(parts, recipe, "reference" if mode == "reference" else "emulated", (1,), spec)[1].data
+        """Return the values [R, C] of the codes that ``cast`` along the rows gives: bf16, in mode "reference" fp32."""
+        mode = "reference" if mode == "reference" else "emulated"
+        if recipe.error_for(spec.role):  # exact tensor scales, which images do not contain
+            codes = self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1]
+            return self.dequantize(codes, values_dtype(mode))
+        return self.cast(parts, recipe, mode, (1,), spec)[1].data
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [R, K] of codes, which bf16 holds exactly."""
@@ -153,13 +154,8 @@ class FormatOps:
         raise NotImplementedError
 
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
-        """Return the tensor scale of a norm's output with rows of ``columns``, if it is known before the cast."""
+        """Return ``CastSpec.tensor_scale`` for a norm's output with rows of ``columns``, if the norm bounds it."""
         return None
-
-    def scale_after_norm(self, x: torch.Tensor, estimate: RMSEstimate, recipe: Recipe, groups: int = 1):
-        """``static_scale`` of the output of a norm for x [T, D] in groups of features, fp32 [] on its device."""
-        scale = self.static_scale(x.shape[-1] // groups, estimate, recipe)
-        return None if scale is None else torch.full((), scale, dtype=torch.float32, device=x.device)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
         """Return the tensor scales of matrices with these largest magnitudes, fp32, same shape."""

@@ -87,15 +87,14 @@ def switches_in_effect(recipes: Sequence[LinearRecipe]) -> dict[str, str | bool 
 
 def spec_of(recipe: LinearRecipe) -> str:
     """Return what a user writes for a recipe: its name, or names for all GEMMs where it is for some of them only."""
-    only, fmt = recipe.fprop.only, recipe.fprop.format
+    only = recipe.fprop.only
     if only == GEMMS:
         return recipe.name
-    whole = [name for name, r in RECIPES.items() if fmt and r.fprop.format is fmt and r.fprop.only == GEMMS]
-    return ", ".join(f"{gemm}={recipe.name if gemm in only else (whole or [DEFAULT_RECIPE])[0]}" for gemm in GEMMS)
+    return ", ".join(f"{gemm}={recipe.name if gemm in only else DEFAULT_RECIPE}" for gemm in GEMMS)
 
 
-def parse_gemms(field: str, spec: str) -> dict[str, Recipe]:
-    """Parse a recipe that may leave GEMMs out: GEMM -> recipe, for all three if ``spec`` is one name.
+def parse_gemms(field: str, spec: str | LinearRecipe) -> dict[str, Recipe]:
+    """Parse a recipe that may leave GEMMs out: GEMM -> recipe, for all three if ``spec`` is one name or a recipe.
 
     Args:
         field: name of the setting in error messages.
@@ -116,7 +115,10 @@ def parse_gemms(field: str, spec: str) -> dict[str, Recipe]:
 
 
 def with_switches(recipe: Recipe, gemm: str, switches: Mapping) -> Recipe:
-    """Return the recipe of a GEMM with those ``switches`` that are not None and that its format has."""
+    """Return the recipe of a GEMM with those ``switches`` that are not None and that its format has.
+
+    ``backward = "dequantized"`` replaces a recipe with a format for dgrad or wgrad, also one that the user named.
+    """
     backward = switches.get("backward")
     if backward == "dequantized" and gemm != "fprop" and recipe.format is not None:
         return DEQUANTIZED
@@ -145,16 +147,13 @@ def _recipe_for(gemm: str, field: str, recipe: str | LinearRecipe) -> Recipe:
 
 
 def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
-    if isinstance(spec, str) and spec in RECIPES:
-        spec = RECIPES[spec]
-    if isinstance(spec, LinearRecipe):
-        return linear_recipe(*(_recipe_for(gemm, field, spec) for gemm in GEMMS), spec.own_name)
     if isinstance(spec, dict):  # from an unquoted key: layers.0 = "bf16"
         raise ConfigError(f'{field} = {spec!r} is not a string: write a pattern with dots in quotes, "layers.0" = ...')
     of_gemm = parse_gemms(field, spec)
     if missing := [gemm for gemm in GEMMS if gemm not in of_gemm]:
         raise ConfigError(f"{field} = {spec!r} says nothing of {' and '.join(missing)}; name all of {', '.join(GEMMS)}")
-    return linear_recipe(**of_gemm)
+    named = RECIPES.get(spec) if isinstance(spec, str) else spec
+    return linear_recipe(**of_gemm, own_name=named and named.own_name)
 
 
 def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:

@@ -63,12 +63,8 @@ class RecipeChange:
         A GEMM in high precision has blocks, too: those of MXNorm's estimate. They stay the blocks of ``base``, so that
         the estimate does not change when only the cast goes away.
         """
-        block_size = base.fprop.block_size
-        gemms = []
-        for gemm in GEMMS:
-            recipe = self.gemms.get(gemm, getattr(base, gemm))
-            gemms.append(recipe if recipe.rounds else replace(recipe, block_size=block_size))
-        return linear_recipe(*gemms)
+        gemms = (self.gemms.get(gemm, getattr(base, gemm)) for gemm in GEMMS)
+        return linear_recipe(*(r if r.rounds else replace(r, block_size=base.fprop.block_size) for r in gemms))
 
     def __str__(self) -> str:
         if self.norm is not None:

@@ -39,6 +39,7 @@ from mxtrain.nn.three_gemms import (
     check_features,
     check_input,
     compute_dtype,
+    weight_of,
 )
 from mxtrain.norms.mxnorm import fold_backward
 
@@ -197,7 +198,7 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
 
     def _ready(self) -> tuple[ReadyOperands | None, ...]:
         """The weights that were cast ahead, if they are still those of this module."""
-        parameters = [(*ws, None if norm is None else norm.own_weight()) for ws, norm in self._products()]
+        parameters = [(*ws, weight_of(norm)) for ws, norm in self._products()]
         if self.ready is None or not all(r.are_of(p) for r, p in zip(self.ready, parameters, strict=True)):
             return (None,) * len(parameters)
         return self.ready

@@ -24,7 +24,7 @@ import torch
 from mxtrain.formats.collectives import gather_codes, gather_tokens, sum_parts, sum_tokens
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hardware import operand_mode
-from mxtrain.formats.matrices import CastSpec, Codes, Operand, values_dtype
+from mxtrain.formats.matrices import CastSpec, Operand, values_dtype
 from mxtrain.formats.recipe import LONGEST_BLOCK, LinearRecipe, Recipe
 from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
@@ -114,7 +114,8 @@ class NormThenGather(torch.autograd.Function):
         recipe, split = from_key(recipe_key), from_key(split_key)
         rows = x.reshape(-1, x.shape[-1])
         codes, rho = recipe.ops.normalize(rows, from_key(estimate_key), recipe, mode, split.group, as_codes=True)
-        xhat = _gathered(codes, recipe, mode, split, x.shape[0], dim=1)
+        codes = gather_codes(codes, 0, x.shape[0], split.group, split.processes)
+        xhat = recipe.ops.from_codes(codes, operand_mode(recipe, mode), 1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, rho)
         ctx.mode, ctx.split, ctx.is_compiled, ctx.columns = mode, split, is_compiled, columns
@@ -175,12 +176,6 @@ def _norm_backward(ctx, saved, dxhat: torch.Tensor) -> torch.Tensor:
     return dx.view(x.shape)
 
 
-def _gathered(codes: Codes, recipe: Recipe, mode: str, split: SplitSequences, batch: int, dim: int) -> Operand:
-    """Codes of a shard's tokens -> the operand of whole sequences; ``dim`` as for ``FormatOps.from_codes``."""
-    codes = gather_codes(codes, 1 - dim, batch, split.group, split.processes)
-    return recipe.ops.from_codes(codes, operand_mode(recipe, mode), dim)
-
-
 @dataclass(frozen=True, eq=False)
 class GatheredColumns:
     """Gives the linears of one norm their operand of wgrad [D, T] from codes that are cast and gathered only once.
@@ -228,11 +223,11 @@ class GatheredColumns:
     def _gather(self, x, rho, signs, estimate: RMSEstimate, recipe: LinearRecipe, mode: str) -> Operand:
         split, (recipe, dim) = from_key(self.split_key), recipe.input_of_wgrad
         rows = x.reshape(-1, x.shape[-1])
-        tensor_scale = recipe.ops.scale_after_norm(rows, estimate, recipe) if dim else None
+        tensor_scale = recipe.ops.static_scale(x.shape[-1], estimate, recipe) if dim else None
         group = None if dim and recipe.tensor_scale == "row" else split.group  # of other rows
         spec = CastSpec(row_factor=rho, signs=signs, tensor_scale=tensor_scale, group=group, as_codes=True)
         codes = recipe.ops.cast([rows], recipe, mode, (dim,), spec)[dim]
+        codes = gather_codes(codes, 1 - dim, x.shape[0], split.group, split.processes)
         if dim == 0:
-            return _gathered(codes, recipe, mode, split, x.shape[0], dim)
-        codes = gather_codes(codes, 0, x.shape[0], split.group, split.processes)
+            return recipe.ops.from_codes(codes, operand_mode(recipe, mode), dim)
         return Operand(recipe.ops.dequantize(codes, values_dtype(mode)).t())

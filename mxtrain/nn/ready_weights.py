@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.group import LinearGroup
 from mxtrain.nn.mxnorm import MXNorm
-from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, version
+from mxtrain.nn.three_gemms import QuantizedLinear, ThreeGEMMs, version, weight_of
 
 
 class ReadyWeights:
@@ -75,7 +75,7 @@ class ReadyWeights:
             linear.ready = None
         weights = [linear.weight for linear in linears]
         make = partial(gemms.quantize_ahead, weights, norm, group.joins_fprop)
-        self._cast(group, (*weights, norm.weight), gemms, make, group.joins_fprop)
+        self._cast(group, weights, norm, gemms, make, group.joins_fprop)
         return True
 
     def _refresh_single(self, linear: QuantizedLinear) -> None:
@@ -84,27 +84,28 @@ class ReadyWeights:
             linear.ready = None
         else:
             norm, gemms = norms[0] if norms else None, linear.gemms(linear.weight.device)
-            parameters = linear.weight, None if norm is None else norm.weight
-            self._cast(linear, parameters, gemms, partial(gemms.quantize_ahead, [linear.weight], norm))
+            make = partial(gemms.quantize_ahead, [linear.weight], norm)
+            self._cast(linear, [linear.weight], norm, gemms, make)
 
     def _refresh_experts(self, experts: QuantizedExperts) -> None:
         if is_parametrized(experts) or experts.layer_state.is_plain:
             experts.ready = None
         else:
-            gemms = experts.gemms(experts.weights[0].device)
-            norm = experts.folded_norm
-            parameters = *experts.weights, None if norm is None else norm.own_weight()
-            self._cast(experts, parameters, gemms, partial(experts.quantize_ahead, gemms))
+            weights, norm = experts.weights, experts.folded_norm
+            gemms = experts.gemms(weights[0].device)
+            self._cast(experts, weights, norm, gemms, partial(experts.quantize_ahead, gemms))
 
     def _cast(
         self,
         holder: QuantizedLinear | LinearGroup | QuantizedExperts,
-        parameters: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+        norm: MXNorm | None,
         gemms: ThreeGEMMs,
         make: Callable,
         joined: bool = True,
     ) -> None:
-        """Give the holder the operands that ``make`` casts from the parameters, unless it has them already."""
+        """Give the holder the operands that ``make`` casts from weights and gain, unless it has them already."""
+        parameters = *weights, weight_of(norm)
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             holder.ready = None
             return

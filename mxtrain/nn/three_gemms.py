@@ -71,6 +71,11 @@ def without_data(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return x.new_zeros(()).expand(shape)
 
 
+def weight_of(norm: nn.Module | None) -> torch.Tensor | None:
+    """Return the parameter of an MXNorm before a layer, from which its gain follows; None without one."""
+    return None if norm is None else norm.own_weight()
+
+
 def version(x: torch.Tensor) -> int | None:
     """Return the number of writes to x so far; None in compiled graphs and for inference tensors, which have none.
 
@@ -143,7 +148,7 @@ class ThreeGEMMs:
             return self._cast([x], {0: self.recipe.wgrad}, spec)[0]
         fprop = self.recipe.fprop
         if estimate is not None:
-            spec = spec._replace(tensor_scale=fprop.ops.scale_after_norm(x, estimate, fprop, groups))
+            spec = spec._replace(tensor_scale=fprop.ops.static_scale(x.shape[-1] // groups, estimate, fprop))
         return Operand(fprop.ops.decoded([x], fprop, self.mode, spec).t())
 
     def quantize_weights(
@@ -152,9 +157,9 @@ class ThreeGEMMs:
         """W, or W diag(gain), as the operands of fprop [N, D] (1) and of dgrad [D, N] (0).
 
         Args:
-            ws: or stacked experts W_i [E, N_i, D], of which every expert's lie one below the other (one W with tensor
-                scales).
-                N_i is whole blocks, so that no block holds two experts. The operands are [E N, D] and [D, E N].
+            ws: W_i [N_i, D]. Or stacked experts [E, N_i, D], only one W with tensor scales: every expert's W_i lie one
+                below the other. N_i is whole blocks, so that no block holds two experts. The operands are [E N, D] and
+                [D, E N].
         """
         experts = ws[0].shape[0] if ws[0].ndim == 3 else 1
         fprop, dgrad = self.recipe.fprop, self.recipe.dgrad
@@ -163,10 +168,11 @@ class ThreeGEMMs:
         parts = [w.flatten(0, -2) for w in ws]
         operands = self._cast(parts, recipes, spec)
         if 0 in dims and dgrad.dequantizes:
-            image, *others = operands.get(1, (None,))
-            if image is None or any(scale is not None for scale in others):
-                image = fprop.ops.decoded(parts, fprop, self.mode, spec)
-            operands[0] = Operand(image.t())
+            of_fprop = operands.get(1)
+            # An operand of values alone holds the decoded ones.
+            is_decoded = of_fprop is not None and of_fprop.scales is None and of_fprop.tensor_scale is None
+            values = of_fprop.data if is_decoded else fprop.ops.decoded(parts, fprop, self.mode, spec)
+            operands[0] = Operand(values.t())
         return operands
 
     def quantize_gradients(
@@ -196,7 +202,8 @@ class ThreeGEMMs:
 
     def quantize_ahead(self, ws: Sequence[torch.Tensor], norm: nn.Module | None, joined: bool = True) -> ReadyOperands:
         """W, or W diag(gain) behind an MXNorm, as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
-        gain, weight = (None, None) if norm is None else (norm.gain(), norm.own_weight())
+        weight = weight_of(norm)
+        gain = None if norm is None else norm.gain_of(weight)
         if self.mode == "native" and not joined:  # blocked scales are not sliced
             operands, fprop = self.quantize_weights(ws, gain, (0,)), self._for_fprop(ws, gain, False)
         else:

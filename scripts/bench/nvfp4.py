@@ -287,7 +287,7 @@ def gradient_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entr
 
 
 def gradient_matrices(dy, signs, draws):
-    return dy, hadamard(pad(dy, 0), unpack_signs(signs), 0)
+    return dy, hadamard(pad(dy), unpack_signs(signs), 0)
 
 
 def gradient_in_pytorch(matrices, scales, form, dy, signs, draws):
@@ -341,7 +341,7 @@ def input_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
 
 
 def input_matrices(x, rho, signs):
-    return (hadamard(pad(scale_rows(x, rho), 0), unpack_signs(signs), 0),)
+    return (hadamard(pad(scale_rows(x, rho)), unpack_signs(signs), 0),)
 
 
 def input_in_pytorch(matrices, scales, form, x, rho, signs):
@@ -376,8 +376,8 @@ def weight_matrices(weight, gain=None):
 
 def weight_in_pytorch(matrices, scales, form, weight, gain=None):
     """Codes need a copy per orientation; one image serves both."""
-    orientations = matrices if form == "image" else (matrices[0], pad(matrices[0], 0).t().contiguous())
-    return [in_form(*nvfp4.cast_tiles(w, scales[0]), scales[0], form) for w in orientations]
+    orientations = matrices if form == "image" else (matrices[0], pad(matrices[0]).t().contiguous())
+    return [in_form(*nvfp4.cast(w, scales[0], tiles=True), scales[0], form) for w in orientations]
 
 
 SECTIONS = {

@@ -46,6 +46,7 @@ from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
 
 KERNEL_PACKAGES = ("mxtrain", "torchao")
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
+OTHER_RECIPES = ("mxfp8_2d", "mxfp4", "nvfp4_row", "nvfp4_4over6", "nvfp4_rl")
 PROFILED_STEPS = 2
 SEED = 0
 
@@ -76,8 +77,8 @@ MODELS = {
 # Variants
 
 
-def nvfp4(converter: str, high_precision_share: float | None, model: nn.Module, mode: str) -> None:
-    mxtrain.convert(model, converter, recipe="nvfp4", mode=mode, high_precision_share=high_precision_share)
+def convert(model: nn.Module, mode: str, converter: str = "mxnorm", **settings) -> None:
+    mxtrain.convert(model, converter, mode=mode, **settings)
 
 
 def convert_grouped(model: nn.Module, mode: str) -> nn.Module:
@@ -130,21 +131,20 @@ def torchao_linear():
 VARIANTS = {
     "bf16": lambda model, mode: None,
     "bf16_passes": lambda model, mode: passes.install(),
-    "mx_linear": lambda model, mode: mxtrain.convert(model, "mx_linear", mode=mode),
-    "mxnorm": lambda model, mode: mxtrain.convert(model, "mxnorm", mode=mode),
-    "mxnorm_p1": lambda model, mode: mxtrain.convert(model, "mxnorm", p=1, mode=mode),
-    "mxnorm_exact": lambda model, mode: mxtrain.convert(model, "mxnorm", estimator="exact", mode=mode),
+    "mx_linear": partial(convert, converter="mx_linear"),
+    "mxnorm": convert,
+    "mxnorm_p1": partial(convert, p=1),
+    "mxnorm_exact": partial(convert, estimator="exact"),
     **{
-        f"{converter}_nvfp4{suffix}": partial(nvfp4, converter, share)
+        f"{converter}_nvfp4{suffix}": partial(convert, converter=converter, recipe="nvfp4", high_precision_share=share)
         for converter in ("mx_linear", "mxnorm")
         for suffix, share in (("", None), ("_all", 0.0))
     },
-    "mxnorm_single": lambda model, mode: mxtrain.convert(model, "mxnorm", mode=mode, group_linears=False),
-    "mxnorm_single_nvfp4": lambda model, mode: mxtrain.convert(
-        model, "mxnorm", recipe="nvfp4", mode=mode, group_linears=False
-    ),
+    **{f"mxnorm_{name}": partial(convert, recipe=name) for name in OTHER_RECIPES},
+    "mxnorm_single": partial(convert, group_linears=False),
+    "mxnorm_single_nvfp4": partial(convert, recipe="nvfp4", group_linears=False),
     "mxnorm_single_fprop": lambda model, mode: multiply_one_by_one(convert_grouped(model, mode)),
-    "mxnorm_mixed": lambda model, mode: mxtrain.convert(model, "mxnorm", recipe=MIXED, mode=mode),
+    "mxnorm_mixed": partial(convert, recipe=MIXED),
     "fused_norm": lambda model, mode: mxtrain.convert(model, "fused_norm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),
 }

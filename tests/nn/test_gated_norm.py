@@ -68,8 +68,7 @@ def test_operands_are_casts_of_the_rows_with_a_factor_for_each_group(recipe):
     rho = (1 / (u.unflatten(1, (GROUPS, -1)).double().square().mean(-1) + EPS).sqrt()).float()
     xhat = u * rho.repeat_interleave(D // GROUPS, 1)
     scale = recipe.fprop.ops.static_scale(D // GROUPS, block.norm.estimate, recipe.fprop)
-    spec = CastSpec(tensor_scale=None if scale is None else torch.tensor(scale))
-    fprop = recipe.fprop.ops.cast([xhat], recipe.fprop, "reference", (1,), spec)[1].data
+    fprop = recipe.fprop.ops.cast([xhat], recipe.fprop, "reference", (1,), CastSpec(tensor_scale=scale))[1].data
     wgrad = recipe.wgrad.ops.cast([xhat], recipe.wgrad, "reference", (0,), CastSpec(signs=block.norm.signs(x.device)))
     assert torch.equal(operands["reference"][0], fprop) and torch.equal(operands["reference"][5], wgrad[0].data)
     for reference, kernels in zip(operands["reference"][:2], operands["emulated"][:2], strict=True):

@@ -43,11 +43,11 @@ def values(x, tensor_scale=None, bits=None):
 
 def weight_values(w):
     tensor_scale = nvfp4.power_of_two_tensor_scale(w)
-    return nvfp4.dequantize(*nvfp4.cast_tiles(w, tensor_scale), tensor_scale)
+    return nvfp4.dequantize(*nvfp4.cast(w, tensor_scale, tiles=True), tensor_scale)
 
 
 def along_tokens(x, signs_of):
-    return hadamard(pad(x.float(), 0), hadamard_signs(SEED, signs_of), 0).t()
+    return hadamard(pad(x.float()), hadamard_signs(SEED, signs_of), 0).t()
 
 
 def gradient_values(dy, fqn=FQN, signs_of=FQN, step=5, rank=1, microbatch=2):

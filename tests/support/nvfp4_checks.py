@@ -91,7 +91,7 @@ def check_cast(x, dims=(1, 0), form="codes", transform=True, stochastic=True, te
     """Require the reference's bits. Tensor scales, unless given, come from ``nvfp4_tensor_scales``."""
     rows, columns = x.shape
     sign_tensor = signs() if transform else None
-    along = {1: product(x, **factors), 0: pad(product(x, **factors), 0)}
+    along = {1: product(x, **factors), 0: pad(product(x, **factors))}
     if transform:
         along[0] = hadamard(along[0], SIGNS, 0)
     if tensor_scales is None:
@@ -125,8 +125,8 @@ def check_weight(w, form="codes", gain=None, tensor_scale=None) -> None:
         tensor_scale = nvfp4.power_of_two_tensor_scale(wide)
     with careful_call(w, gain):
         got = nvfp4_weight([w], [tensor_scale], form, gain)
-    assert_is_nvfp4(got[1], nvfp4.cast_tiles(wide, tensor_scale), tensor_scale, form)
+    assert_is_nvfp4(got[1], nvfp4.cast(wide, tensor_scale, tiles=True), tensor_scale, form)
     if form == "image":
         assert got[0].data is got[1].data
     else:
-        assert_is_nvfp4(got[0], nvfp4.cast_tiles(pad(wide, 0).t().contiguous(), tensor_scale), tensor_scale, form)
+        assert_is_nvfp4(got[0], nvfp4.cast(pad(wide).t().contiguous(), tensor_scale, tiles=True), tensor_scale, form)

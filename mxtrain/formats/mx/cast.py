@@ -28,15 +28,13 @@ from mxtrain.formats.cast_kernels import (
     as_bytes,
     block_amax,
     by_dim,
-    empty_cast,
-    empty_column_cast,
+    empty_casts,
     flat,
     rounded,
     scale_offset,
     tile_start,
 )
 from mxtrain.formats.mx.arithmetic import (
-    BLOCK,
     STORAGE,
     element_codes,
     element_image,
@@ -48,7 +46,7 @@ from mxtrain.formats.mx.arithmetic import (
     store_codes,
 )
 from mxtrain.formats.recipe import Recipe
-from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op, round_up
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op
 
 
 @triton.jit
@@ -183,18 +181,6 @@ def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, ha
     return 32, 128, 1
 
 
-def results_for(
-    rows: int, columns: int, along_rows: bool, along_columns: bool, element: str, form: str, device: torch.device
-) -> tuple[Cast, Cast]:
-    """Allocate the casts of a matrix along its rows and along its columns. A cast not wanted has no tensors."""
-    by_row = by_column = Cast(None, None)
-    if along_rows:
-        by_row = empty_cast(STORAGE[element], rows, columns, form, device)
-    if along_columns:
-        by_column = empty_column_cast(STORAGE[element], rows, columns, form, device)
-    return by_row, by_column
-
-
 def _launches(
     parts: list[torch.Tensor],
     axis: int,
@@ -220,9 +206,7 @@ def _launches(
     whole[axis] = sum(part.shape[axis] for part in parts)
     if source is not None:
         whole[0] = source.shape[0]
-    of, rows = (element, form, parts[0].device), round_up(whole[0], BLOCK) if hadamard else whole[0]
-    by_row, _ = results_for(*whole, along_rows, False, *of)
-    _, by_column = results_for(rows, whole[1], False, along_columns, *of)
+    results = empty_casts(STORAGE[element], *whole, along_rows, along_columns, form, parts[0].device, hadamard)
     rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form, tiles, hadamard)
     launches, before = [], [0, 0]
     for x in parts:
@@ -231,7 +215,7 @@ def _launches(
             _cast_kernel,
             (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
             (
-                x, row_factor, column_factor, source, *(as_bytes(t) for t in (*by_row, *by_column)), rows, columns,
+                x, row_factor, column_factor, source, *map(as_bytes, results), rows, columns,
                 *before, rows // experts, whole[0] // experts, *whole,
             ),
             dict(
@@ -245,7 +229,7 @@ def _launches(
         if rows * columns:
             launches.append(launch)
         before[axis] += x.shape[axis] // (experts if axis == 0 else 1)
-    return flat(*by_row, *by_column), launches
+    return flat(*results), launches
 
 
 CAST = register_op(
@@ -257,16 +241,8 @@ CAST = register_op(
 
 
 def _tile_launches(
-    parts: list[torch.Tensor],
-    gain: torch.Tensor | None,
-    experts: int,
-    along_rows: bool,
-    along_columns: bool,
-    element: str,
-    scale_rounding: str,
-    form: str,
+    parts: list[torch.Tensor], gain: torch.Tensor | None, experts: int, *settings
 ) -> tuple[list[torch.Tensor], list[Launch]]:
-    settings = along_rows, along_columns, element, scale_rounding, form
     return _launches(parts, 0, None, gain, None, False, experts, False, *settings, tiles=True)
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import ScalingType
 from mxtrain.formats.e2m1 import decode, encode, pack
 from mxtrain.formats.gemm import product_of_codes
 from mxtrain.formats.hardware import operand_mode
-from mxtrain.formats.matrices import Codes, Operand, at_least_fp32, image_dtype, split_blocks, tile_amax
+from mxtrain.formats.matrices import Codes, Operand, at_least_fp32, split_blocks, tile_amax, values_dtype
 from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Format, Recipe
@@ -163,7 +163,7 @@ class MXOps(FormatOps):
                 # The tensor cores take both operands with the reduction axis contiguous, in whole blocks.
                 x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % self.format.block_size))
             return self.from_codes(self.encode(x, recipe, mode, role), mode, 1)
-        data = image(x, self.format, recipe.scale_rounding, dim, image_dtype(x, mode), recipe.has_tiles(role))
+        data = image(x, self.format, recipe.scale_rounding, dim, values_dtype(mode), recipe.has_tiles(role))
         return Operand(data if dim == 1 else data.t())
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:

@@ -19,8 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import as_bytes, flat, rounded, tile_start
-from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows, results_for
+from mxtrain.formats.cast_kernels import as_bytes, empty_casts, flat, rounded, tile_start
+from mxtrain.formats.mx.arithmetic import STORAGE
+from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows
 from mxtrain.launch.launch import Launch, cdiv, converts_fp8, register_op
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -164,9 +165,7 @@ def _launch(kernel, results, tensors, numbers, tile, element, scale_rounding, fo
 
 
 def _casts(x: torch.Tensor, width: int, along_rows: bool, along_columns: bool, element: str, form: str) -> tuple:
-    """Allocate the casts of a matrix [T, width]: data and scales along rows, then along columns, None for no cast."""
-    by_row, by_column = results_for(x.shape[0], width, along_rows, along_columns, element, form, x.device)
-    return *by_row, *by_column
+    return empty_casts(STORAGE[element], x.shape[0], width, along_rows, along_columns, form, x.device)
 
 
 def _forward(

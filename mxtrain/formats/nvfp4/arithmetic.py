@@ -41,12 +41,6 @@ def tensor_scale_bits(amax):
 
 
 @triton.jit
-def inverse_of(tensor_scale):
-    """1 / tensor_scale (fp32); exact for a power of two."""
-    return tl.div_rn(1.0, tensor_scale)
-
-
-@triton.jit
 def quotient_of(x, DIVISOR: tl.constexpr):
     """x / DIVISOR, rounded once, for x (fp32) whose quotient is a normal number."""
     if _INTERPRETED:  # the interpreter's tl.fma rounds twice
@@ -99,12 +93,6 @@ def _binade(y):
 
 
 @triton.jit
-def _with_sign(size, y):
-    sign = y.to(tl.int32, bitcast=True) & -2147483648
-    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def magnitude_to_nearest(y):
     """Magnitude of the nearest E2M1 value to y (fp32): ties to even, saturated at 6.
 
@@ -112,12 +100,6 @@ def magnitude_to_nearest(y):
     """
     size, power = _binade(y)
     return tl.fma(power, -(2.0**22), tl.fma(power, 2.0**22, size))
-
-
-@triton.jit
-def round_to_nearest(y):
-    """Nearest E2M1 value to y (fp32), as ``magnitude_to_nearest`` with the sign of y."""
-    return _with_sign(magnitude_to_nearest(y), y)
 
 
 @triton.jit
@@ -155,11 +137,13 @@ def _truncated(steps, power):
 def round_stochastically(y, words, UPPER: tl.constexpr):
     """One of the two E2M1 values around y (fp32), chosen by the uniform halves of words (int32), saturated at 6.
 
-    A sum as in ``round_to_nearest`` rounds to 2^-16 of E2M1's step. Then the half is added and the fraction dropped.
+    A sum as in ``magnitude_to_nearest`` rounds to 2^-16 of E2M1's step. Then the half is added and the rest dropped.
     """
     size, power = _binade(y)
     steps = _plus_half(tl.fma(power, 64.0, size).to(tl.int32, bitcast=True), words, UPPER)
-    return _with_sign(_truncated(steps.to(tl.float32, bitcast=True), power), y)
+    size = _truncated(steps.to(tl.float32, bitcast=True), power)
+    sign = y.to(tl.int32, bitcast=True) & -2147483648
+    return (size.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -257,12 +241,6 @@ def pack_nearest_words(eight, rho, factor, HARDWARE: tl.constexpr):
         signs = (signs << 4) | (eight[7 - i].to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
     # The eight _ABOVE_CODE add up to a constant.
     return (codes - _ABOVE_CODES) | (signs & -0x77777778)
-
-
-@triton.jit
-def image_of(value, scale, tensor_scale):
-    """E2M1 value times its block's scale and the tensor scale, exact in bf16."""
-    return (value * (scale * tensor_scale)).to(tl.bfloat16)
 
 
 @triton.jit

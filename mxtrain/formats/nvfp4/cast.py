@@ -24,27 +24,22 @@ from mxtrain.formats.cast_kernels import (
     as_bytes,
     block_amax,
     by_dim,
-    empty_cast,
-    empty_column_cast,
+    empty_casts,
     flat,
     tile_start,
 )
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
     STORAGE,
     amax_across,
-    image_of,
-    inverse_of,
     load_draws,
-    multiplier,
     pack,
     pack_nearest,
     random_words,
     round_stochastically,
-    round_to_nearest,
-    scale_of_block,
 )
-from mxtrain.formats.nvfp4.four_over_six import four_over_six
+from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -55,7 +50,7 @@ from mxtrain.formats.nvfp4.strip import (
     store_row,
     tile_columns,
 )
-from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp4, next_power_of_2, register_op, round_up
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp4, next_power_of_2, register_op
 
 # Of a thread that makes both images of a gradient. With the 205 that the compiler takes, fewer programs run at a time:
 # 99.9 instead of 90.5 us at 16384 x 2048 (H200).
@@ -70,11 +65,11 @@ def _rounded(y, words, UPPER: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def _image(y, scale, tensor_scale, STOCHASTIC: tl.constexpr):
-    """Image of y from ``_rounded``."""
+def _image(y, scale, STOCHASTIC: tl.constexpr):
+    """Image of y from ``_rounded``, exact in bf16."""
     if not STOCHASTIC:
-        y = round_to_nearest(y)
-    return image_of(y, scale, tensor_scale)
+        y = round_to_element(y, "e2m1")
+    return (y * scale).to(tl.bfloat16)
 
 
 @triton.jit
@@ -126,11 +121,6 @@ def _nvfp4_cast_kernel(
             column_data_ptr += before
     across, byte = column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
     block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
-    of_row, of_column = 1.0, 1.0  # in images; under four over six they do not contain the scales of matrices
-    if ALONG_ROWS and ERROR == "":
-        row_inverse, of_row = inverse_of(row_scale), row_scale
-    if ALONG_COLUMNS and ERROR == "":
-        column_inverse, of_column = inverse_of(column_scale), column_scale
     if ALONG_COLUMNS:
         inside = across < columns
         transformed = strip
@@ -138,13 +128,9 @@ def _nvfp4_cast_kernel(
             exact: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not (ROW_FACTOR or COLUMN_FACTOR)
             transformed = hadamard(strip, signs, exact)
         amax = amax_across(transformed, FORM != "image").to(tl.float32, bitcast=True)
-        if ERROR != "":
-            code_of_column, scale_of_column, column_factor = four_over_six(
-                transformed, amax, column_scale, "across", ERROR
-            )
-        else:
-            code_of_column, scale_of_column = scale_of_block(amax, column_inverse)
-            column_factor = multiplier(scale_of_column, column_inverse)
+        code_of_column, column_factor, scale_of_column = scales_of_blocks(
+            transformed, amax, column_scale, "across", ERROR
+        )
         eight, even = tl.zeros((COLUMNS,), tl.int64), transformed[0]
     for i in tl.static_range(16):
         row, words = first_row + i, tl.zeros((COLUMNS,), tl.int32)
@@ -154,15 +140,10 @@ def _nvfp4_cast_kernel(
         if ALONG_ROWS:
             length = length_of(row, rows, columns)
             x = tl.reshape(strip[i], (COLUMNS // 16, 16))
-            if ERROR != "":
-                code, scale, factor = four_over_six(x, block_amax(x, 1), row_scale, "last", ERROR)
-            else:
-                code, scale = scale_of_block(block_amax(x, 1), row_inverse)
-                factor = multiplier(scale, row_inverse)
-            y = x * factor[:, None]
-            y = _rounded(y, tl.reshape(words, (COLUMNS // 16, 16)), False, STOCHASTIC)
+            code, factor, scale = scales_of_blocks(x, block_amax(x, 1), row_scale, "last", ERROR)
+            y = _rounded(x * factor[:, None], tl.reshape(words, (COLUMNS // 16, 16)), False, STOCHASTIC)
             if FORM == "image":
-                image = tl.reshape(_image(y, scale[:, None], of_row, STOCHASTIC), (COLUMNS,))
+                image = tl.reshape(_image(y, scale[:, None], STOCHASTIC), (COLUMNS,))
                 tl.store(row_data_ptr + tl.arange(0, COLUMNS), image, mask=across < length)
                 row_data_ptr += stride
             else:
@@ -173,7 +154,7 @@ def _nvfp4_cast_kernel(
             y = _rounded(transformed[i] * column_factor, words, True, STOCHASTIC)
             if FORM == "image":
                 # Store all 16 rows: the transform gives values to the padding of the last block.
-                image = _image(y, scale_of_column, of_column, STOCHASTIC)
+                image = _image(y, scale_of_column, STOCHASTIC)
                 tl.store(column_data_ptr + tl.arange(0, COLUMNS), image, mask=inside)
                 column_data_ptr += stride
             elif i % 2:
@@ -200,12 +181,7 @@ def _launches(
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
     whole = list(parts[0].shape)
     whole[axis] = sum(part.shape[axis] for part in parts)
-    rows, columns = whole
-    by_row = by_column = Cast(None, None)
-    if 1 in dims:
-        by_row = empty_cast(STORAGE, rows, columns, form, parts[0].device)
-    if 0 in dims:
-        by_column = empty_column_cast(STORAGE, round_up(rows, BLOCK), columns, form, parts[0].device)
+    results = empty_casts(STORAGE, *whole, 1 in dims, 0 in dims, form, parts[0].device, pads_image=True)
     groups = 0 if ends is None else ends.shape[0]
     launches, before = [], 0  # elements of the whole before a part: only images are cast in several parts
     for i, (x, bits) in enumerate(zip(parts, draws or [None] * len(parts))):
@@ -216,7 +192,7 @@ def _launches(
             (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),
             (
                 x, row_factor, column_factor, tensor_scales, 16 * i,  # as in ``tensor_scale.py``
-                *(as_bytes(t) for t in (*by_row, *by_column)), *x.shape, columns, signs, bits, ends, groups, before,
+                *map(as_bytes, results), *x.shape, whole[1], signs, bits, ends, groups, before,
             ),
             dict(
                 ALONG_ROWS=1 in dims, ALONG_COLUMNS=0 in dims, ROW_FACTOR=row_factor is not None,
@@ -229,7 +205,7 @@ def _launches(
         if x.numel():
             launches.append(launch)
         before += x.numel() if axis == 0 else x.shape[1]
-    return flat(*by_row, *by_column), launches
+    return flat(*results), launches
 
 
 CAST = register_op(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import rounded_product
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, SCALE_MAX
-from mxtrain.formats.nvfp4.arithmetic import magnitude_to_nearest, quotient_of
+from mxtrain.formats.nvfp4.arithmetic import magnitude_to_nearest, multiplier, quotient_of, scale_of_block
 from mxtrain.formats.nvfp4.strip import repeat_16
 from mxtrain.launch.launch import INTERPRETED
 
@@ -32,7 +32,7 @@ def _at_most(x, most):
 
 @triton.jit
 def _nearest_e4m3(x):
-    """Nearest E4M3 number to x (fp32), which is in [0, 448], or NaN: as ``round_to_nearest`` for E2M1."""
+    """Nearest E4M3 number to x (fp32), which is in [0, 448], or NaN: as ``magnitude_to_nearest`` for E2M1."""
     power = (tl.maximum(x, 2.0**-6).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.fma(power, -(2.0**20), tl.fma(power, 2.0**20, x))
 
@@ -73,7 +73,7 @@ def _sum(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _loss(x, scale, factor, amax, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, EXACT: tl.constexpr):
-    """What each block loses; x, BLOCKS: as for ``four_over_six``."""
+    """What each block loses; x, BLOCKS: as for ``_four_over_six``."""
     if BLOCKS == "last":
         axis: tl.constexpr = len(x.shape) - 1
         amax = tl.expand_dims(amax + tl.zeros(scale.shape, tl.float32), axis)
@@ -100,14 +100,31 @@ def _loss(x, scale, factor, amax, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, E
 
 @triton.jit
 def _unseen(x):
-    """x (fp32), of which the compiler does not know that it is x."""
+    """x (fp32), as a value that the compiler cannot trace back to x."""
     if _INTERPRETED:
         return x
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit
-def four_over_six(x, largest, amax, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
+def scales_of_blocks(x, largest, tensor_scale, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
+    """Code (uint8) of each block's scale, the factor (fp32) before rounding, and the factor for the image after it.
+
+    ERROR "" is a cast without four over six. With an error, ``tensor_scale`` is a largest magnitude, which the image
+    leaves out. Other arguments as for ``_four_over_six``.
+    """
+    if ERROR != "":
+        code, scale, factor = _four_over_six(x, largest, tensor_scale, BLOCKS, ERROR)
+    else:
+        inverse = tl.div_rn(1.0, tensor_scale)
+        code, scale = scale_of_block(largest, inverse)
+        factor = multiplier(scale, inverse)
+        scale *= tensor_scale
+    return code, factor, scale
+
+
+@triton.jit
+def _four_over_six(x, largest, amax, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
     """Choose the scale of each block: code (uint8), value (fp32), and the factor for elements before rounding.
 
     largest: the largest magnitude of each block. amax: that of the matrix or of its rows, a number or in a shape that

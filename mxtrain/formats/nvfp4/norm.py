@@ -11,6 +11,7 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import scale_offset
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.norm_kernel import (
     MXNormCast,
     block_terms,
@@ -22,28 +23,25 @@ from mxtrain.formats.norm_kernel import (
     powers_near,
     whole_blocks,
 )
-from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
     STORAGE,
     amax_across,
     eighths,
-    image_of,
-    inverse_of,
-    multiplier,
     pack_nearest_words,
-    round_to_nearest,
-    scale_of_block,
     tensor_scale_bits,
 )
-from mxtrain.formats.nvfp4.four_over_six import four_over_six
+from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
 from mxtrain.launch.launch import Launch, contiguous, converts_fp4, register_op
 
-_BLOCK, _FOUR_OVER_SIX = tl.constexpr(BLOCK), tl.constexpr(FOUR_OVER_SIX_RANGE)
+_BLOCK = tl.constexpr(BLOCK)
 
 
 # A thread holds whole blocks of codes, eight elements at a time, and computes what belongs to a block only once. Of an
 # image it holds half a block, so that neighbouring threads store side by side.
+#
+# The setting is (one tensor scale, pointer to those of the rows, pointer for results of rows, ERROR). A variable cannot
+# hold this tuple: Triton would make a tensor of the text.
 
 
 @triton.jit
@@ -81,21 +79,18 @@ def _terms_of_eighths(x, amax, setting, P: tl.constexpr, ESTIMATOR: tl.constexpr
 def _tensor_scales(amax, setting, row, rows):
     """The tensor scale of each row, fp32 [ROWS]: the same for all, given for each, or from its largest magnitude.
 
-    For four over six, the largest magnitude itself, or of the matrix.
+    For four over six, the largest magnitude itself.
     """
-    tensor_scale, given_ptr, row_scales_ptr, by_magnitudes, by_squares = setting
-    is_plain: tl.constexpr = by_magnitudes is None and by_squares is None
     scales = amax
-    if tensor_scale is not None:
-        scales = tl.full(amax.shape, tl.cast(tensor_scale, tl.float32), tl.float32)
-        if not is_plain:
-            scales *= _FOUR_OVER_SIX
-    elif given_ptr is not None:
-        scales = tl.load(given_ptr + row, mask=row < rows, other=1.0)
-    elif is_plain:
+    ERROR: tl.constexpr = setting[3]
+    if setting[0] is not None:
+        scales = tl.full(amax.shape, tl.cast(setting[0], tl.float32), tl.float32)
+    elif setting[1] is not None:
+        scales = tl.load(setting[1] + row, mask=row < rows, other=1.0)
+    elif ERROR == "":
         scales = tensor_scale_bits(amax).to(tl.float32, bitcast=True)
-    if row_scales_ptr is not None:
-        tl.store(row_scales_ptr + row, scales, mask=row < rows)
+    if setting[2] is not None:
+        tl.store(setting[2] + row, scales, mask=row < rows)
     return scales
 
 
@@ -105,17 +100,9 @@ def _store_image(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     _, offsets, _, mask = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    _, _, _, by_magnitudes, by_squares = setting
-    error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
-    xhat, amax = x * rho[:, None, None], amax * rho[:, None]
-    if error != "":
-        _, scale, factor = four_over_six(xhat, amax, tensor_scales[:, None], "last", error)
-        image = round_to_nearest(xhat * factor[:, :, None]) * scale[:, :, None]
-    else:
-        inverse = inverse_of(tensor_scales)[:, None]
-        _, scale = scale_of_block(amax, inverse)
-        value = round_to_nearest(xhat * multiplier(scale, inverse)[:, :, None])
-        image = image_of(value, scale[:, :, None], tensor_scales[:, None, None])
+    xhat = x * rho[:, None, None]
+    _, factor, scale = scales_of_blocks(xhat, amax * rho[:, None], tensor_scales[:, None], "last", setting[3])
+    image = round_to_element(xhat * factor[:, :, None], "e2m1") * scale[:, :, None]
     tl.store(data_ptr + offsets, image.to(tl.bfloat16), mask=mask)
 
 
@@ -125,18 +112,10 @@ def _store_codes(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, _, block_mask, _ = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    _, _, _, by_magnitudes, by_squares = setting
-    error: tl.constexpr = "mae" if by_magnitudes is not None else "mse" if by_squares is not None else ""
-    rho = rho[:, None]
-    if error != "":
-        xhat = ()
-        for i in tl.static_range(16):
-            xhat = xhat + (x[i // 8][i % 8] * rho,)
-        code, _, factor = four_over_six(xhat, amax * rho, tensor_scales[:, None], "across", error)
-    else:
-        inverse = inverse_of(tensor_scales)[:, None]
-        code, scale = scale_of_block(amax * rho, inverse)
-        factor = multiplier(scale, inverse)
+    rho, xhat = rho[:, None], ()
+    for i in tl.static_range(16):
+        xhat = xhat + (x[i // 8][i % 8] * rho,)
+    code, factor, _ = scales_of_blocks(xhat, amax * rho, tensor_scales[:, None], "across", setting[3])
     first = pack_nearest_words(x[0], rho, factor, HARDWARE)
     second = pack_nearest_words(x[1], rho, factor, HARDWARE)
     words = tl.reshape(tl.join(first, second), (amax.shape[0], 2 * BLOCKS))
@@ -156,42 +135,34 @@ def _nvfp4_norm_kernel(
     HARDWARE: tl.constexpr, PERSISTENT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
     ERROR: tl.constexpr,
 ):  # fmt: skip
-    # Triton keeps no text in a tuple, but it keeps None.
-    by_magnitudes, by_squares = 1 if ERROR == "mae" else None, 1 if ERROR == "mse" else None
-    setting = tensor_scale, given_ptr, row_scales_ptr, by_magnitudes, by_squares
     if FORM == "image":
         normalize_rows(
-            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, setting,
+            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps,
+            (tensor_scale, given_ptr, row_scales_ptr, ERROR),
             whole_blocks, block_terms, _store_image,
             FACTOR, P, ESTIMATOR, FORM, RESIDUAL, HARDWARE, PERSISTENT, ROWS, PARTS, 1, BLOCKS, _BLOCK, _tensor_scales,
         )  # fmt: skip
     else:
         normalize_rows(
-            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps, setting,
+            x_ptr, residual_ptr, total_ptr, data_ptr, scales_ptr, rho_ptr, rows, blocks, eps,
+            (tensor_scale, given_ptr, row_scales_ptr, ERROR),
             _eighths, _terms_of_eighths, _store_codes,
             FACTOR, P, ESTIMATOR, FORM, RESIDUAL, HARDWARE, PERSISTENT, ROWS, PARTS, 2, BLOCKS, _BLOCK, _tensor_scales,
         )  # fmt: skip
 
 
-def _launch_with(
-    x: torch.Tensor, *settings, tensor_scale: float | None = None, given: torch.Tensor | None = None, error: str
-) -> tuple[list[torch.Tensor], Launch | None]:
-    makes_scales = tensor_scale is None and given is None and (settings[-1] != "image" or error != "")
+def _launch(x: torch.Tensor, *settings, given: torch.Tensor | None = None) -> tuple[list[torch.Tensor], Launch | None]:
+    *others, form, tensor_scale, error = settings
+    makes_scales = tensor_scale is None and given is None and (form != "image" or error != "")
     row_scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if makes_scales else None
     scales, constants = (tensor_scale, given, row_scales), dict(HARDWARE=converts_fp4(x), ERROR=error)
-    return norm_launch(_nvfp4_norm_kernel, STORAGE, x, *settings, scales, constants, row_scales)
-
-
-def _launch(x: torch.Tensor, *settings) -> tuple[list[torch.Tensor], Launch | None]:
-    *others, tensor_scale, error = settings
-    return _launch_with(x, *others, tensor_scale=tensor_scale, error=error)
+    return norm_launch(_nvfp4_norm_kernel, STORAGE, x, *others, form, scales, constants, row_scales)
 
 
 def _launch_rows(
     parts: list[torch.Tensor], given: torch.Tensor | None, form: str, error: str
 ) -> tuple[list[torch.Tensor], Launch | None]:
-    (x,) = parts
-    return _launch_with(x, None, 2, "none", 0.0, 1.0, form, given=given, error=error)
+    return _launch(*parts, None, 2, "none", 0.0, 1.0, form, None, error, given=given)
 
 
 NORM = register_op(
@@ -223,9 +194,8 @@ def nvfp4_norm(
         form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
             scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
             tensor_scale, exact).
-        error: "mae" or "mse": the cast is that of four over six, whose ``error`` that is. The largest magnitude is then
-            6 * 256 * tensor_scale, or that of each row, a result in the place of its scale. An image is element *
-            block scale.
+        error: "mae" or "mse": the cast is that of four over six, whose ``error`` that is. Tensor scales are then
+            replaced by largest magnitudes, and an image is element * block scale.
 
     Raises:
         ValueError: for longer rows.

@@ -10,8 +10,8 @@ mixture has one of its own. Only MXNorm's static scale is known beforehand. With
 fprop's X has one of its own; if processes hold parts of rows, they share the scales. Tensor scales are powers of two,
 so bf16 and fp32 operands hold their values exactly, tensor scale included.
 
-Operands under four over six have exact tensor scales, amax / (6 * 256). Their bf16 and fp32 values are without it, and
-``FormatOps.matmul`` multiplies it into the sums.
+Operands under four over six have exact tensor scales, amax / (6 * 256). Their bf16 and fp32 values do not contain
+these scales: ``FormatOps.matmul`` multiplies the sums by them.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,11 @@ from mxtrain.formats.matrices import (
     Codes,
     Operand,
     converted,
-    image_dtype,
     values_dtype,
 )
 from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
-from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, RANGE, reference, static_tensor_scale
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words, rounding_words_of_rows
@@ -62,24 +61,22 @@ class NVFP4Ops(FormatOps):
 
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
         """Each matrix of ``parts`` has a tensor scale of its own. Several are not for codes or mode "native", whose
-        operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``.
+        operands have one; nor are ``spec.ends`` and experts, which are for one matrix without ``spec.group``. An input
+        whose rows have scales is not cast along both dimensions at once.
         """
         if recipe.tensor_scale == "row" and spec.role == "input" and 1 in dims:
-            others = tuple(dim for dim in dims if dim != 1)
-            by_column = self.cast(parts, recipe, mode, others, spec) if others else {}
-            return {1: _cast_rows(spec.scaled(spec.joined(parts)), recipe, mode, spec)} | by_column
+            return {1: _cast_rows(spec.scaled(spec.joined(parts)), recipe, mode, spec)}
         ends = spec.ends
         if spec.experts > 1:
             rows = parts[0].shape[0] // spec.experts
             ends = torch.arange(rows, spec.experts * rows + 1, rows, dtype=torch.int32, device=parts[0].device)
         if spec.source is not None:
             parts = [spec.joined(parts)]
-        is_weight = spec.role == "weight"
         signs = spec.signs if 0 in dims and spec.is_transformed(recipe) else None
         draws = [bits for bits in spec.draws or () if bits is not None] if recipe.stochastic_rounding else []
         if draws and any(x.numel() > MAX_ELEMENTS for x in parts):
             raise ValueError(f"a gradient has more than the {MAX_ELEMENTS} elements that random bits are drawn for")
-        tiles, error = is_weight and recipe.weight_tiles, recipe.error_for(spec.role)
+        tiles, error = recipe.has_tiles(spec.role), recipe.error_for(spec.role)
         if not runs_kernels(mode, parts[0].device.type):
             results = [
                 _in_pytorch(x, mode, dims, spec, signs, of_x, ends, tiles, error)
@@ -93,7 +90,7 @@ class NVFP4Ops(FormatOps):
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         factors = dict(row_factor=spec.row_factor, column_factor=spec.column_factor)
         if spec.tensor_scale is not None:
-            scales = [spec.tensor_scale.view(1, 1) * (FOUR_OVER_SIX_RANGE if error else 1)]
+            scales = [torch.full((1, 1), spec.tensor_scale, dtype=torch.float32, device=parts[0].device)]
         else:
             # Weights one by one: forward and backward may join them differently, and read each once.
             of = [[x] for x in parts] if tiles else [parts]
@@ -110,40 +107,30 @@ class NVFP4Ops(FormatOps):
             of_dim = {dim: of_matrix[0] for dim, of_matrix in of_dim.items()}
         elif spec.as_codes:
             of_dim = {1: of_dim[1][_group_of_rows(ends, casts[1].data.shape[0]).clamp(max=ends.shape[0] - 1)]}
-        return {dim: _from_kernel(casts[dim], dim, of_dim[dim], mode, form, error) for dim in dims}
+        return {dim: _from_kernel(casts[dim], dim, of_dim[dim], form, error) for dim in dims}
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
-        static, tensor_scale = self.static_scale(x.shape[-1], estimate, recipe), None
-        if static is not None:
-            tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
+        static = self.static_scale(x.shape[-1], estimate, recipe)
+        if recipe.tensor_scale != "dynamic" and runs_kernels(mode, x.device.type):
+            form, error = "codes" if as_codes else KERNEL_FORM[mode], recipe.error_for("input")
+            data, scales, rho, _, tensor_scale = nvfp4_norm(x, estimate, static, form, error=error)
+            if static is not None:
+                tensor_scale = torch.full((), static, dtype=torch.float32, device=x.device)
+            return _from_kernel((data, scales), 1, tensor_scale, form, error), rho
+        rho = inverse_rms(x, estimate, recipe)
         if recipe.tensor_scale == "row":
             group = None  # which holds other rows
-        if recipe.tensor_scale in ("static", "row") and runs_kernels(mode, x.device.type):
-            form = "codes" if as_codes else KERNEL_FORM[mode]
-            error = recipe.error_for("input")
-            data, scales, rho, _, row_scales = nvfp4_norm(x, estimate, static, form, error=error)
-            if row_scales is None and tensor_scale is not None:
-                row_scales = tensor_scale * (FOUR_OVER_SIX_RANGE if error else 1)
-            return _from_kernel((data, scales), 1, row_scales, mode, form, error), rho
-        rho = inverse_rms(x, estimate, recipe)
-        spec = CastSpec(row_factor=rho, tensor_scale=tensor_scale, group=group, as_codes=as_codes)
+        spec = CastSpec(row_factor=rho, tensor_scale=static, group=group, as_codes=as_codes)
         return self.cast([x], recipe, mode, (1,), spec)[1], rho
 
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference") -> Codes:
-        settings = recipe.weight_tiles, recipe.error_for("weight")
-        return _in_pytorch(x, mode, (1,), CastSpec("weight", as_codes=True), None, None, None, *settings)[1]
-
-    def decoded(self, parts, recipe, mode, spec=PLAIN):
-        if not recipe.error_for(spec.role):
-            return super().decoded(parts, recipe, mode, spec)
-        mode = "reference" if mode == "reference" else "emulated"
-        return _values(self.cast(parts, recipe, mode, (1,), spec._replace(as_codes=True))[1], values_dtype(mode))
+        return self.cast([x], recipe, "reference", (1,), CastSpec("weight", as_codes=True))[1]
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         return _values(codes, dtype)
 
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
-        operand = _from_codes(codes, values_dtype(mode), mode)
+        operand = _from_codes(codes, mode)
         if dim == 0 and mode != "native" and runs_kernels(mode, codes.data.device.type):
             # The memory layout of a kernel's values, because products in another layout may add up in another order.
             return operand._replace(data=operand.data.t().contiguous().t())
@@ -165,8 +152,10 @@ class NVFP4Ops(FormatOps):
     def static_scale(self, columns: int, estimate: RMSEstimate, recipe: Recipe) -> float | None:
         if recipe.tensor_scale != "static":
             return None
-        top = FOUR_OVER_SIX_RANGE if recipe.error_for("input") else RANGE
-        return static_tensor_scale(columns, estimate.p, estimate.estimator, estimate.constant, top)
+        of_estimate = columns, estimate.p, estimate.estimator, estimate.constant
+        if recipe.error_for("input"):
+            return static_tensor_scale(*of_estimate, FOUR_OVER_SIX_RANGE) * FOUR_OVER_SIX_RANGE
+        return static_tensor_scale(*of_estimate)
 
     def tensor_scales(self, amax: torch.Tensor) -> torch.Tensor:
         return reference.power_of_two_tensor_scales(amax)
@@ -208,18 +197,17 @@ def _in_pytorch(
     """Cast one matrix, stochastically if there are draws, or by four over six if there is an ``error``."""
     results = {}
     for dim, (matrix, bits) in _matrices_and_bits(spec.scaled(x), dims, signs, draws, ends).items():
-        scale = spec.tensor_scale
-        if scale is None:
+        if spec.tensor_scale is not None:
+            scale = torch.full((), spec.tensor_scale, dtype=torch.float32, device=x.device)
+        else:
             amax = reference.largest_magnitude(matrix) if ends is None else _amax_of_groups(matrix, dim, ends)
             amax = largest(amax, spec.group)
             scale = amax if error else reference.power_of_two_tensor_scales(amax)
-        elif error:
-            scale = scale * FOUR_OVER_SIX_RANGE
         of_blocks = scale if ends is None else _of_blocks(scale, matrix, dim, ends)
         codes = _codes(matrix, of_blocks, bits, tiles, error)
         if error and ends is not None:
             codes = codes._replace(tensor_scale=of_blocks.squeeze(1) if spec.as_codes else scale[:-1])
-        results[dim] = codes if spec.as_codes else _from_codes(codes, image_dtype(matrix, mode), mode)
+        results[dim] = codes if spec.as_codes else _from_codes(codes, mode)
     return results
 
 
@@ -232,9 +220,9 @@ def _cast_rows(x: torch.Tensor, recipe: Recipe, mode: str, spec: CastSpec) -> Op
     if is_kernel:
         form = "codes" if spec.as_codes else KERNEL_FORM[mode]
         data, scales, row_scales = nvfp4_rows(x, row_scales, form, error)
-        return _from_kernel((data, scales), 1, row_scales, mode, form, error)
+        return _from_kernel((data, scales), 1, row_scales, form, error)
     codes = _codes(x, row_scales.unsqueeze(1), None, False, error)._replace(tensor_scale=row_scales)
-    return codes if spec.as_codes else _from_codes(codes, image_dtype(x, mode), mode)
+    return codes if spec.as_codes else _from_codes(codes, mode)
 
 
 def _matrices_and_bits(
@@ -245,9 +233,11 @@ def _matrices_and_bits(
     ends: torch.Tensor | None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
     """For each dimension the matrix to cast along its rows, and its random bits if there are draws."""
-    along = {dim: x if dim == 1 else _along_tokens(x, signs) for dim in dims}
+    along = {1: x}
+    if 0 in dims:
+        along[0] = (pad(x) if signs is None else along_tokens(x, signs)).t()
     if draws is None:
-        return {dim: (matrix, None) for dim, matrix in along.items()}
+        return {dim: (along[dim], None) for dim in dims}
     # Padding adds rows. len(x) would give a compiled graph one number of tokens.
     rows, columns = along[0].t().shape if 0 in dims else x.shape
     if ends is None:
@@ -259,12 +249,12 @@ def _matrices_and_bits(
         key, step, microbatch, rank = draws[groups].unbind(1)
         words = rounding_words_of_rows(row, columns, key, step, rank, microbatch)
     bits = {1: rounding_bits(words[: x.shape[0]], 1), 0: rounding_bits(words, 0).t()}
-    return {dim: (matrix, bits[dim]) for dim, matrix in along.items()}
+    return {dim: (along[dim], bits[dim]) for dim in dims}
 
 
-def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None, mode: str) -> Operand:
+def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torch.Tensor | None) -> Operand:
     """Wrap codes [R, K / 2] with blocked scales (native) or values [R, K] (emulated)."""
-    if mode != "native":
+    if scales is None:
         return Operand(data, None, tensor_scale)
     # The tensor cores read pairs of blocks: pad an odd number with a block of zeros. Its scale is zero as well,
     # because the blocked layout pads its scales with zeros.
@@ -273,19 +263,14 @@ def _operand(data: torch.Tensor, scales: torch.Tensor | None, tensor_scale: torc
 
 
 def _from_kernel(
-    cast: tuple[torch.Tensor, torch.Tensor | None],
-    dim: int,
-    tensor_scale: torch.Tensor | None,
-    mode: str,
-    form: str,
-    error: str,
+    cast: tuple[torch.Tensor, torch.Tensor | None], dim: int, tensor_scale: torch.Tensor | None, form: str, error: str
 ) -> Operand | Codes:
     """Wrap a kernel's cast along ``dim``. Kernels transpose codes, but not values: those only need a view."""
     codes = Codes(*cast, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
     if form == "codes":
         return codes
     (data, scales), tensor_scale = cast, None if form == "image" and not error else codes.scale
-    return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale, mode)
+    return _operand(data.t() if dim == 0 and scales is None else data, scales, tensor_scale)
 
 
 def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | None, tiles: bool, error="") -> Codes:
@@ -295,19 +280,17 @@ def _codes(x: torch.Tensor, tensor_scale: torch.Tensor, bits: torch.Tensor | Non
         scales = torch.empty(x.shape[0], x.shape[1] // NVFP4.block_size, dtype=torch.float8_e4m3fn, device=x.device)
     elif error:
         codes, scales = reference.cast_four_over_six(x, tensor_scale, error, tiles)
-    elif tiles:
-        codes, scales = reference.cast_tiles(x, tensor_scale)
     else:
-        codes, scales = reference.cast(x, tensor_scale, bits)
+        codes, scales = reference.cast(x, tensor_scale, bits, tiles)
     return Codes(codes, scales, tensor_scale, FOUR_OVER_SIX_RANGE if error else None)
 
 
-def _from_codes(codes: Codes, dtype: torch.dtype, mode: str) -> Operand:
+def _from_codes(codes: Codes, mode: str) -> Operand:
     if mode == "native":
-        return _operand(codes.data, to_blocked(codes.scales), codes.scale, mode)
+        return _operand(codes.data, to_blocked(codes.scales), codes.scale)
     if codes.top is not None:
-        return Operand(reference.dequantize(codes.data, codes.scales, dtype=dtype), None, codes.scale)
-    return Operand(_values(codes, dtype))
+        return Operand(reference.dequantize(codes.data, codes.scales, dtype=values_dtype(mode)), None, codes.scale)
+    return Operand(_values(codes, values_dtype(mode)))
 
 
 def _values(codes: Codes, dtype: torch.dtype) -> torch.Tensor:
@@ -335,8 +318,3 @@ def _of_blocks(of_groups: torch.Tensor, x: torch.Tensor, dim: int, ends: torch.T
     """Return the number of its group [G + 1] for each row of x = X (dim 1), or for each block of x = X^T (dim 0)."""
     found = of_groups[_group_of_rows(ends, x.shape[1 - dim])]
     return found.unsqueeze(1) if dim == 1 else found[:: NVFP4.block_size].unsqueeze(0)
-
-
-def _along_tokens(x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:
-    """x [T, C] -> [C, T rounded up to a multiple of 16], Hadamard-transformed if there are signs."""
-    return (pad(x, 0) if signs is None else along_tokens(x, signs)).t()

@@ -46,26 +46,23 @@ def power_of_two_tensor_scale(x: torch.Tensor) -> torch.Tensor:
     NaN or infinity if ``x`` holds one. An element above 2^128 (1 - 1/64), within 2 % of the largest number of fp32 and
     bf16, dequantizes to infinity: the nearest value that the scales can express is above all numbers.
     """
-    return _to_power_of_two(dynamic_tensor_scale(x))
+    return power_of_two_tensor_scales(largest_magnitude(x))
 
 
 def power_of_two_tensor_scales(amax: torch.Tensor) -> torch.Tensor:
     """Return ``power_of_two_tensor_scale`` of several matrices from their largest magnitudes, fp32, same shape."""
-    return _to_power_of_two(_dynamic(amax))
+    scale = _dynamic(amax)
+    # In the bits of fp32: carry any mantissa into the exponent, then drop the mantissa.
+    rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(scale.isfinite(), rounded, scale)
 
 
 def _dynamic(amax: torch.Tensor) -> torch.Tensor:
     return (amax / amax.new_full((), RANGE)).clamp(min=TENSOR_SCALE_MIN)
 
 
-def _to_power_of_two(scale: torch.Tensor) -> torch.Tensor:
-    # In the bits of fp32: carry any mantissa into the exponent, then drop the mantissa.
-    rounded = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    return torch.where(scale.isfinite(), rounded, scale)
-
-
 def cast(
-    x: torch.Tensor, tensor_scale: float | torch.Tensor, bits: torch.Tensor | None = None
+    x: torch.Tensor, tensor_scale: float | torch.Tensor, bits: torch.Tensor | None = None, tiles: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast ``x`` in blocks of 16 along its last dimension.
 
@@ -86,40 +83,19 @@ def cast(
         tensor_scale: a number or fp32, at least ``TENSOR_SCALE_MIN``: [], or one for each block or for each row,
             in a shape that broadcasts to that of ``scales``.
         bits: int64, shape of ``x``, uniform in [0, 2^16).
+        tiles: every 16 rows of ``x`` [N, D] share their scales, so the transpose casts to the same values. Zeros pad
+            the last tile, which changes nothing.
 
     Returns:
         codes: uint8, [..., D / 2], two elements per byte, the first in the low half.
         scales: float8_e4m3fn, [..., D / 16].
     """
     blocks = split_blocks(at_least_fp32(x), NVFP4.block_size)
-    tensor_scale = _as_tensor(tensor_scale, x)
-    scales = block_scales(blocks.abs().amax(-1), tensor_scale)
-    scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
+    amax, tensor_scale = blocks.abs().amax(-1), _as_tensor(tensor_scale, x)
+    scales = block_scales(tile_amax(amax, NVFP4.block_size, 0) if tiles else amax, tensor_scale)
+    # One over both scales, in torchao's order of operations.
+    scaled = blocks * ((1.0 / tensor_scale) / scales.float()).unsqueeze(-1)
     return pack(encode(scaled.reshape(x.shape), bits)).contiguous(), scales.contiguous()
-
-
-def cast_tiles(w: torch.Tensor, tensor_scale: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a weight with one scale per tile of 16 x 16, rounded to nearest.
-
-    The transpose casts to the same values, so fprop and dgrad see the same weight. The last tile along rows may be
-    incomplete: zeros pad it, which changes nothing.
-
-    Args:
-        w: bf16 or fp32, [N, D] with D a multiple of 16.
-        tensor_scale: see ``cast``.
-
-    Returns:
-        codes: uint8, [N, D / 2], as in ``cast``.
-        scales: float8_e4m3fn, [N, D / 16], equal in all 16 rows of a tile. ``cast`` returns the same scales if every
-            block has the maximum of its tile.
-    """
-    rows, tile = w.shape[0], NVFP4.block_size
-    blocks = split_blocks(at_least_fp32(w), tile)
-    amax = _of_tiles(blocks.abs().amax(-1)).amax(1)
-    tensor_scale = _as_tensor(tensor_scale, w)
-    scales = block_scales(amax.repeat_interleave(tile, 0)[:rows], tensor_scale)
-    scaled = blocks * _inverse(scales, tensor_scale).unsqueeze(-1)
-    return pack(encode(scaled.reshape(w.shape), None)).contiguous(), scales.contiguous()
 
 
 def cast_four_over_six(
@@ -143,7 +119,7 @@ def cast_four_over_six(
         x: bf16 or fp32, [..., D] with D a multiple of 16; [N, D] for tiles.
         amax: the largest magnitude of the matrix, fp32 [], or of parts of it, in a shape that broadcasts to ``scales``.
         error: sum of the magnitudes ("mae") or of the squares ("mse") of the errors.
-        tiles: tiles of 16 x 16 share a scale, as in ``cast_tiles``.
+        tiles: as for ``cast``.
         top: the tensor scale is amax / top. 6 * 256 leaves room for block scales that are larger by half.
 
     Returns:
@@ -171,7 +147,7 @@ def cast_four_over_six(
         for i in range(1, size):
             total = total + of_elements[..., i]
         if tiles:
-            rows = _of_tiles(total)
+            rows = torch.nn.functional.pad(total, (0, 0, 0, -len(total) % size)).unflatten(0, (-1, size))
             while rows.shape[1] > 1:
                 half = rows.shape[1] // 2
                 rows = rows[:, :half] + rows[:, half:]
@@ -208,13 +184,6 @@ def dequantize_by_amax(
     return dequantize(codes, scales.float() * amax * (1 / FOUR_OVER_SIX_RANGE), dtype=dtype)
 
 
-def _of_tiles(of_blocks: torch.Tensor) -> torch.Tensor:
-    """A number for each block of a weight [N, D / 16] -> [tiles, 16, D / 16], padded with zeros."""
-    tile = NVFP4.block_size
-    padded = torch.nn.functional.pad(of_blocks, (0, 0, 0, -len(of_blocks) % tile))
-    return padded.reshape(-1, tile, of_blocks.shape[1])
-
-
 def _as_tensor(tensor_scale: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """fp32 on the device of ``like``."""
     if isinstance(tensor_scale, torch.Tensor):
@@ -226,8 +195,3 @@ def block_scales(amax: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor
     """Return the float8_e4m3fn scales of block maxima, same shape."""
     wanted = amax / amax.new_full((), NVFP4.element_max) / tensor_scale
     return wanted.clamp(SCALE_MIN, SCALE_MAX).to(torch.float8_e4m3fn)
-
-
-def _inverse(scales: torch.Tensor, tensor_scale: torch.Tensor) -> torch.Tensor:
-    """Return 1 / (block scale * tensor scale) in fp32, in torchao's order of operations."""
-    return (1.0 / tensor_scale) / scales.float()

@@ -101,7 +101,7 @@ def nvfp4_tensor_scales(
 ) -> torch.Tensor:
     """Return the tensor scale of each part, fp32 [n, 1], or with ``signs`` [n, 2]: as it is, and transformed.
 
-    The bits are those of ``reference.nvfp4.power_of_two_tensor_scale``. Arguments as for ``nvfp4_cast``, which takes
+    The bits are those of ``reference.power_of_two_tensor_scale``. Arguments as for ``nvfp4_cast``, which takes
     the result. With ``ends``, the n scales are those of the groups of rows of a single matrix.
     ``exact``: return the largest magnitudes, from which four over six makes its scales.
     """

@@ -17,23 +17,18 @@ from mxtrain.formats.cast_kernels import (
     Cast,
     as_bytes,
     by_dim,
-    empty_cast,
-    empty_column_cast,
+    empty_casts,
     flat,
     tile_start,
 )
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
     STORAGE,
     amax_across,
-    image_of,
-    inverse_of,
-    multiplier,
     pack_nearest,
-    round_to_nearest,
-    scale_of_block,
 )
-from mxtrain.formats.nvfp4.four_over_six import four_over_six
+from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -84,20 +79,14 @@ def _nvfp4_weight_kernel(
     tensor_scale = tl.load(tensor_scale_ptr + group)
     amax = tl.reshape(amax_across(strip, FORM != "image"), (COLUMNS // 16, 16))
     amax = tl.max(amax, 1).to(tl.float32, bitcast=True)
-    if ERROR != "":
-        code, scale, factor = four_over_six(strip, amax, tensor_scale, "tiles", ERROR)
-        tensor_scale = 1.0  # was a largest magnitude
-    else:
-        inverse = inverse_of(tensor_scale)
-        code, scale = scale_of_block(amax, inverse)
-        factor = multiplier(scale, inverse)
+    code, factor, scale = scales_of_blocks(strip, amax, tensor_scale, "tiles", ERROR)
     factor = repeat_16(factor, COLUMNS)
     if FORM == "image":
         scale = repeat_16(scale, COLUMNS)
         across = column + tl.arange(0, COLUMNS)
         data_ptr += first_row * columns + column
         for i in tl.static_range(16):
-            image = image_of(round_to_nearest(strip[i] * factor), scale, tensor_scale)
+            image = (round_to_element(strip[i] * factor, "e2m1") * scale).to(tl.bfloat16)  # exact
             mask = across < length_of(first_row + i, rows, columns)
             tl.store(data_ptr + tl.arange(0, COLUMNS), image, mask=mask)
             data_ptr += columns
@@ -118,25 +107,22 @@ def _launches(
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-    cast, transposed = empty_cast(STORAGE, rows, columns, form, parts[0].device), Cast(None, None)
-    if form != "image":
-        transposed = empty_column_cast(STORAGE, rows, columns, form, parts[0].device)
+    results = empty_casts(STORAGE, rows, columns, True, form != "image", form, parts[0].device)
     tile, groups = tile_columns(columns), 0 if ends is None else ends.shape[0]
     launches, before = [], 0  # elements of the whole before a weight: only images are cast in several parts
     for w, tensor_scale in zip(parts, tensor_scales):
         if w.numel():
-            results = map(as_bytes, (*cast, *transposed))
             launches.append(Launch(
                 _nvfp4_weight_kernel,
                 (cdiv(w.shape[0], BLOCK) * cdiv(columns, tile),),
-                (w, gain, tensor_scale, *results, *w.shape, ends, groups, before),
+                (w, gain, tensor_scale, *map(as_bytes, results), *w.shape, ends, groups, before),
                 dict(
                     GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w),
                     GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, ERROR=error, num_warps=WARPS,
                 ),
             ))  # fmt: skip
         before += w.numel()
-    return flat(*cast, *transposed), launches
+    return flat(*results), launches
 
 
 CAST = register_op(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mxtrain.formats.nvfp4 import RANGE
-from mxtrain.formats.nvfp4.reference import cast, cast_tiles, dequantize, dynamic_tensor_scale
+from mxtrain.formats.nvfp4.reference import cast, dequantize, dynamic_tensor_scale
 from tests.support.nvfp4_blocks import E2M1, block, draw, draw_bits, same_bits, torchao_cast
 
 INF, NAN = float("inf"), float("nan")
@@ -142,7 +142,7 @@ def test_infinity_saturates_under_a_static_tensor_scale():
 @pytest.mark.parametrize("tensor_scale", [2.0**-8, 0.0031])
 def test_values_without_their_tensor_scale_are_exact_in_bf16(tensor_scale):
     x, bits = draw(32, 96) * draw(32, 1, seed=1).mul(2).exp(), draw_bits(32, 96)
-    for codes, scales in (cast(x, tensor_scale), cast(x, tensor_scale, bits), cast_tiles(x, tensor_scale)):
+    for codes, scales in (cast(x, tensor_scale), cast(x, tensor_scale, bits), cast(x, tensor_scale, tiles=True)):
         wide = dequantize(codes, scales)
         assert torch.equal(dequantize(codes, scales, dtype=torch.bfloat16).float(), wide)
         assert torch.equal(wide * tensor_scale, dequantize(codes, scales, tensor_scale))
@@ -152,8 +152,8 @@ def test_values_without_their_tensor_scale_are_exact_in_bf16(tensor_scale):
 
 
 def test_no_rows_one_dimension_and_strides():
-    for function in (cast, cast_tiles):
-        codes, scales = function(torch.empty(0, 64), 1.0)
+    for tiles in (False, True):
+        codes, scales = cast(torch.empty(0, 64), 1.0, tiles=tiles)
         assert codes.shape == (0, 32) and scales.shape == (0, 4) and dequantize(codes, scales).shape == (0, 64)
     x = draw(64, 48).t()
     for got, expected in zip(cast(x, 2.0**-8), cast(x.contiguous(), 2.0**-8)):
@@ -166,7 +166,7 @@ def test_no_rows_one_dimension_and_strides():
 def test_it_compiles_in_one_graph():
     def run(x, bits):
         dynamic = dynamic_tensor_scale(x)
-        return (*cast(x, dynamic, bits), dequantize(*cast(x, 2.0**-8)), *cast_tiles(x, dynamic))
+        return (*cast(x, dynamic, bits), dequantize(*cast(x, 2.0**-8)), *cast(x, dynamic, tiles=True))
 
     x, bits = draw(32, 48), draw_bits(32, 48)
     torch._dynamo.reset()

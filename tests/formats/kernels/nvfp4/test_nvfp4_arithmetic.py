@@ -6,14 +6,13 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.e2m1 import encode, pack
+from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4 import reference as nvfp4
 from mxtrain.formats.nvfp4.arithmetic import (
     element_code,
-    inverse_of,
     multiplier,
     pack_nearest,
     round_stochastically,
-    round_to_nearest,
     scale_of_block,
 )
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
@@ -37,7 +36,7 @@ def padded_to_power_of_two(x: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _scale_kernel(amax_ptr, code_ptr, value_ptr, multiplier_ptr, tensor_scale, N: tl.constexpr):
     i = tl.arange(0, N)
-    inverse = inverse_of(tensor_scale)
+    inverse = tl.div_rn(1.0, tensor_scale)
     code, value = scale_of_block(tl.load(amax_ptr + i), inverse)
     tl.store(code_ptr + i, code)
     tl.store(value_ptr + i, value)
@@ -96,7 +95,7 @@ def _rounding_kernel(
         upper = round_stochastically(y, (random << 16) + 65535, True)
         value = tl.where(value.to(tl.int32, bitcast=True) == upper.to(tl.int32, bitcast=True), value, float("nan"))
     else:
-        value = round_to_nearest(y)
+        value = round_to_element(y, "e2m1")
         first, second = tl.split(tl.reshape(y, (N // 2, 2)))
         tl.store(packed_ptr + tl.arange(0, N // 2), pack_nearest(first, second, HARDWARE))
     tl.store(value_ptr + i, value)

@@ -23,7 +23,7 @@ pytestmark = kernel_tests
 def check_casts(x, form, error="mae", transform=True, amax=None, **factors):
     """Along both dimensions, with the largest magnitudes that the kernel finds unless ``amax`` is given."""
     wide, of = product(x, **factors), signs() if transform else None
-    along = {1: wide, 0: pad(wide, 0)}
+    along = {1: wide, 0: pad(wide)}
     if transform:
         along[0] = hadamard(along[0], SIGNS, 0)
     if amax is None:
@@ -44,16 +44,17 @@ def check_weight(w, form, error="mae", gain=None, amax=None):
     got = nvfp4_weight([w], [amax], form, gain, error=error)
     assert_is_nvfp4(got[1], cast_four_over_six(wide, amax, error, tiles=True), 1.0, form)
     if form != "image":
-        transposed = pad(wide, 0).t().contiguous()
+        transposed = pad(wide).t().contiguous()
         assert_is_nvfp4(got[0], cast_four_over_six(transposed, amax, error, tiles=True), 1.0, form)
 
 
 def check_norm(x, form, error="mae", **estimate):
     estimate = estimate_16(**estimate)
     scale = static_tensor_scale(x.shape[1], estimate.p, estimate.estimator, top=FOUR_OVER_SIX_RANGE)
-    data, scales, rho, *_ = nvfp4_norm(x, estimate, scale, form, error=error)
-    amax, xhat = torch.tensor(scale * FOUR_OVER_SIX_RANGE), mxnorm.scale_rows(x, rho)
-    assert_is_nvfp4((data, scales), cast_four_over_six(xhat, amax, error), 1.0, form)
+    amax = scale * FOUR_OVER_SIX_RANGE
+    data, scales, rho, *_ = nvfp4_norm(x, estimate, amax, form, error=error)
+    want = cast_four_over_six(mxnorm.scale_rows(x, rho), torch.tensor(amax), error)
+    assert_is_nvfp4((data, scales), want, 1.0, form)
 
 
 def check_rows(x, form, error="mae"):
