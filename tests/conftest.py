@@ -3,48 +3,11 @@
 import os
 import resource
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
-
-def interpret_faster() -> None:
-    """Spare Triton's interpreter work that changes nothing: more than half of its time."""
-    from triton.language import block_type
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched = set()
-
-    def patch_once(function):
-        # Functions of a kernel patch the language anew in every call, although those of a module see the same one.
-        if id(function.__globals__) not in patched:
-            patched.add(id(function.__globals__))
-            return patch(function)
-
-    def launch_anew(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch_anew
-    # Every sum and product of integers is computed again in 64 bits, for an assertion that only debugging makes.
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
-    # Every call builds the table of all dtypes.
-    np_dtype_of, np_dtypes = interpreter._get_np_dtype, {}
-
-    def np_dtype(dtype):
-        name = dtype.scalar.name
-        if name not in np_dtypes:
-            np_dtypes[name] = np_dtype_of(dtype)
-        return np_dtypes[name]
-
-    interpreter._get_np_dtype = np_dtype
-    # The interpreter's types are those of the language.
-    to_ir = block_type.to_ir
-    block_type.to_ir = lambda self, of: self if of is builder else to_ir(self, of)
-
+from tests.support.interpreter import interpret_faster
 
 if not torch.cuda.is_available():
     # Before any kernel is imported: without a GPU Triton interprets them, so that emulation on the CPU runs on them.

@@ -1,6 +1,7 @@
 """A format from outside of mxtrain: a user's module declares its numbers, and everything else follows."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from mxtrain import ConfigError, MXLinear, MXNorm, MXNormLinear, Recipe, cli
 from mxtrain.formats import FORMATS, Format, register_format
 from mxtrain.formats.recipe import RECIPES
 from tests.support.forked import Forked
+from tests.support.training_worker import free_port
 
 TOY = Path(__file__).with_name("toy_format.py")
 NAME = "toy"
@@ -66,6 +68,16 @@ def test_a_norm_and_its_linear_compile(toy):
         torch.testing.assert_close(eager, compiled)
 
 
+def train() -> int:
+    """What a worker of ``mxtrain train toy.toml`` does, without the seconds that the launcher and its imports take."""
+    from mxtrain.titan.train import work
+
+    sys.path.insert(0, "")
+    os.environ["MASTER_PORT"] = free_port()
+    Path("run").mkdir()
+    return work(["--job.config_file=toy.toml", "--job.dump_folder=run", "--metrics.log_freq=1"], verbose=False)
+
+
 def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
     """It trains compiled blocks, its plan names the recipe, and its weights are exported in high precision only."""
     shutil.copy(TOY, tmp_path)
@@ -75,8 +87,7 @@ def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
         '[compile]\nenable = true\nbackend = "aot_eager"\n'
         "[checkpoint]\nenable = true\ninterval = 3\n[validation]\nenable = false\n[metrics]\nenable_wandb = false\n"
     )
-    train = ["train", "toy.toml", "--job.dump_folder=run", "--metrics.log_freq=1"]
-    training = Forked(cli.main, train, cwd=tmp_path, NGPU="1")
+    training = Forked(train, cwd=tmp_path, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     out, err = training.communicate(400)
     assert training.process.exitcode == 0, err
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

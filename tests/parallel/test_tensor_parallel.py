@@ -14,11 +14,7 @@ from tests.support import oracle
 
 NEAREST = "--mxnorm.stochastic_rounding=False"
 FLAGS = {
-    "unquantized": oracle.RECIPES["unquantized"],
-    "mxfp8": [],
-    "mxfp8_2d": oracle.RECIPES["mxfp8_2d"],
-    "dequantized": oracle.RECIPES["dequantized"],
-    "e2m1 and e5m2": oracle.RECIPES["e2m1 and e5m2"],
+    **oracle.RECIPES,
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
     "scales of rows": ["--mxnorm.recipe=nvfp4_row", NEAREST],
@@ -55,19 +51,21 @@ def recipe_of(name: str) -> str:
     return name.partition(", ")[0]
 
 
-def with_recipes(base, runs: dict[str, list[str]], group: str = oracle.ALONE) -> dict[str, list[str]]:
-    followed = {recipe: oracle.follow(base, recipe, group) for recipe in FLAGS.keys() - oracle.HIGH_PRECISION}
+def with_recipes(base, runs: dict[str, list[str]]) -> dict[str, list[str]]:
+    groups = {recipe: oracle.ALONE if recipe in oracle.RECIPES else BESIDE for recipe in FLAGS}
+    followed = {recipe: oracle.follow(base, recipe, groups[recipe]) for recipe in FLAGS.keys() - oracle.HIGH_PRECISION}
     recipes = {name: recipe_of(name) for name in runs}
     return {name: [*flags, *FLAGS[recipes[name]], *followed.get(recipes[name], [])] for name, flags in runs.items()}
 
 
 def beside(base) -> dict[str, oracle.Training]:
     """What one process computes, by the names of ``FLAGS``. The runs of ``sweep`` follow it."""
-    return oracle.train(base, BESIDE, 1, {recipe: [*oracle.layout(), *FLAGS[recipe]] for recipe in FLAGS})
+    others = {recipe: [*oracle.layout(), *flags] for recipe, flags in FLAGS.items() if recipe not in oracle.RECIPES}
+    return oracle.one_process(base) | oracle.train(base, BESIDE, 1, others)
 
 
 def sweep(base, processes: int) -> dict[str, oracle.Training]:
-    runs = with_recipes(base, {2: TWO_SWEEP, 4: FOUR_SWEEP}[processes], BESIDE)
+    runs = with_recipes(base, {2: TWO_SWEEP, 4: FOUR_SWEEP}[processes])
     return oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, runs)
 
 

@@ -15,6 +15,7 @@ PRELOADED = [
     "tyro",
     "tokenizers",
     "wandb",
+    "mxtrain.cli",
     "mxtrain.titan.train",
 ]
 # As in training on a CPU: without Triton's interpreter, which other tests are for.

@@ -26,12 +26,14 @@ TWO = {
 }
 if RELEASE == "v03":  # which has no context parallelism for this attention
     TWO = {name: flags for name, flags in TWO.items() if not name.startswith("cp ")}
+TWO_SWEEP = {
+    "ddp 2, compiled, full, mxfp8_2d": [*layout(replicate=2), *COMPILED, FULL, *RECIPES["mxfp8_2d"]],
+    "fsdp 2, compiled, e2m1 and e5m2": [*layout(shard=2), *COMPILED, *RECIPES["e2m1 and e5m2"]],
+    "ddp 2, dequantized": [*layout(replicate=2), *RECIPES["dequantized"]],
+}
 FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
-    "ddp 4, compiled, full, mxfp8_2d": [*layout(replicate=4), *COMPILED, FULL, *RECIPES["mxfp8_2d"]],
-    "fsdp 4, compiled, e2m1 and e5m2": [*layout(shard=4), *COMPILED, *RECIPES["e2m1 and e5m2"]],
-    "ddp 4, dequantized": [*layout(replicate=4), *RECIPES["dequantized"]],
     "cp 2 x hsdp 2 x 1, unquantized": [*layout(replicate=2, context=2), *RECIPES["unquantized"]],
     "cp 2 x fsdp 2, selective, nvfp4": [*layout(shard=2, context=2), SELECTIVE, *RECIPES["nvfp4"]],
     "cp 4, full, fused_norm": [*layout(context=4), FULL, *RECIPES["fused_norm"]],
@@ -49,9 +51,10 @@ def on_two(base: Path) -> dict[str, Outcome]:
     return oracle.outcomes_of(base, "sharded on two", 2, oracle.following(base, TWO) | more)
 
 
-def on_four(base: Path) -> dict[str, Outcome]:
+def of_sweep(base: Path, processes: int) -> dict[str, Outcome]:
     oracle.outcomes_of_one(base)
-    return oracle.outcomes_of(base, "sharded on four", 4, oracle.following(base, FOUR))
+    runs = oracle.following(base, TWO_SWEEP if processes == 2 else FOUR)
+    return oracle.outcomes_of(base, f"sharded sweep on {processes}", processes, runs)
 
 
 def resumed_on_one(base: Path) -> Outcome:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support import oracle, sharded_runs
-from tests.support.sharded_runs import FOUR, TWO
+from tests.support.sharded_runs import FOUR, TWO, TWO_SWEEP
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +21,10 @@ def test_gradients_on_two_processes_match_one(base, one, name):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", FOUR)
-def test_gradients_on_four_processes_match_one(base, one, name):
-    recipe = name.rpartition(", ")[2]
-    found = oracle.read(sharded_runs.on_four(base)[name], 4)
+@pytest.mark.parametrize("name", [*TWO_SWEEP, *FOUR])
+def test_gradients_of_every_layout_match_one(base, one, name):
+    recipe, processes = name.rpartition(", ")[2], 2 if name in TWO_SWEEP else 4
+    found = oracle.read(sharded_runs.of_sweep(base, processes)[name], processes)
     oracle.require_match(one[recipe], found, recipe)
 
 
