@@ -113,6 +113,7 @@ def test_a_job_on_two_nodes_saves_goes_back_into_the_queue_and_resumes(tmp_path)
         "job": {"custom_config_module": "mxtrain.titan.job_config"},
         "experimental": {"custom_import": "mxtrain.titan"},
         "model": {"name": "llama3", "flavor": "debugmodel", "converters": ["mxnorm"]},
+        "model_args": {"n_layers": 1},
         "data": {"vocab_size": 300},
         "training": {
             "dataset": "files",

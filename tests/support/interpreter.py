@@ -13,7 +13,7 @@ def interpret_faster() -> None:
     # Sums and products of integers are computed again in 64 bits, for an assertion that only debugging makes.
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     _know_types(interpreter, core, builder)
-    _leave_scalars_to_numpy(interpreter.interpreter_semantic, core)
+    _broadcast_in_few_steps(interpreter.interpreter_semantic, core, builder)
 
 
 def _patch_the_language_once_per_launch(interpreter) -> None:
@@ -60,19 +60,20 @@ def _know_types(interpreter, core, builder) -> None:
     core._unwrap_if_constexpr = lambda value: value if type(value) in (int, core.tensor) else unwrap(value)
 
 
-def _leave_scalars_to_numpy(semantic, core) -> None:
-    """A scalar beside a block keeps its one number, which NumPy broadcasts."""
+def _broadcast_in_few_steps(semantic, core, builder) -> None:
+    """Most pairs are blocks of one shape, or a block and a scalar of the same dtype: neither needs another type."""
     broadcast = semantic.broadcast_impl_value
 
-    def of_block(scalar, block):
+    def splat(scalar, block):
         same = block.type.scalar == scalar.type
-        return core.tensor(scalar.handle, block.type if same else block.type.with_element_ty(scalar.type))
+        type = block.type if same else block.type.with_element_ty(scalar.type)
+        return core.tensor(builder.create_splat(type, scalar.handle), type)
 
     def broadcast_blocks(lhs, rhs):
         if lhs.type.is_block() and rhs.type.is_block():
             return (lhs, rhs) if lhs.type.shape == rhs.type.shape else broadcast(lhs, rhs)
         if lhs.type.is_block():
-            return lhs, of_block(rhs, lhs)
-        return (of_block(lhs, rhs) if rhs.type.is_block() else lhs), rhs
+            return lhs, splat(rhs, lhs)
+        return (splat(lhs, rhs) if rhs.type.is_block() else lhs), rhs
 
     semantic.broadcast_impl_value = broadcast_blocks

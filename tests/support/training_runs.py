@@ -252,6 +252,7 @@ def command_run(base: Path) -> "Outcome":
             config = {
                 **CONFIG,
                 "model": {**CONFIG["model"], "flavor": "debugmodel"},
+                "model_args": {"n_layers": 1},
                 "data": {"vocab_size": 300, "validation_share": 0.0, "cache_dir": str(base / "command-cache")},
                 "training": {**CONFIG["training"], **small},
                 "validation": {**validation, "dataset_path": str(REPOSITORY / "mxtrain" / "titan" / "train.py")},
