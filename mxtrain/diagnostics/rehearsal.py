@@ -46,7 +46,7 @@ class Rehearsal(Numerics):
             with _gemms_of(linear, recipe, dy.device) as gemms, torch.enable_grad():
                 bits = linear.signs(dy.device), linear.draws(dy.device)
             if (old := given.estimate) is not None:  # the sample as an MXNorm of this recipe gives it
-                estimate = RMSEstimate.for_recipe(gemms.recipe.fprop, old.p, old.estimator, old.eps)
+                estimate = RMSEstimate.for_recipe(gemms.recipe.fprop, old.p, old.estimator, old.eps, old.ratio)
                 given = replace(given, estimate=estimate)
                 given = replace(given, rho=given.normalized(gemms)[1])
             casts = linear_casts(gemms, given, weight, dy, *bits)

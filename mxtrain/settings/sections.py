@@ -76,6 +76,9 @@ class MXNorm:
     true RMS, a control)
     """
 
+    gated_estimate_ratio: FinitePositive | None = None
+    """Measured ratio of estimate to RMS behind gates (Mamba-2), which divides the estimate. Unset: exact there"""
+
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
     MX: block scales rounded by "rceil" (up, the default), "rceil_0_18" (torchao 0.18's) or "floor" (OCP,
