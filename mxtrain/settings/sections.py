@@ -77,7 +77,7 @@ class MXNorm:
     """
 
     gated_estimate_ratio: FinitePositive | None = None
-    """Measured ratio of estimate to RMS behind gates (Mamba-2), which divides the estimate. Unset: exact there"""
+    """Behind gates (Mamba-2): divide estimates by this, their measured ratio to the RMS. Unset: exact RMS"""
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
