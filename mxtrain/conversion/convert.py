@@ -41,6 +41,7 @@ class Settings(TypedDict, total=False):
     p: P | None
     estimator: Estimator | None
     eps: float | None
+    gated_estimate_ratio: float | None
     group_linears: bool | None
     when_compiled: WhenCompiled | None
 

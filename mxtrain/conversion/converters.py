@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import ClassVar, get_args
 
 import torch.nn as nn
@@ -294,8 +294,10 @@ class MXNormConverter(MXLinearConverter):
     has the recipe of the linears that it feeds; it stays if their recipes for fprop differ.
 
     Attributes:
-        p, estimator: see ``mxtrain.mxnorm_cast``. Gated norms have the estimator "exact" (``mxtrain.nn.gated_norm``).
+        p, estimator: see ``mxtrain.mxnorm_cast``.
         eps: added to the squared RMS estimate; None keeps the eps of each norm.
+        gated_estimate_ratio: the mean ratio of the estimate to the RMS that was measured behind gates, with this ``p``
+            and recipe. Estimates of gated norms are divided by it. None: their estimator is "exact".
         group_linears: whether the linears of a norm that is called once are one GEMM each way (``mxtrain.nn.group``).
             Their outputs are then columns of one matrix, not contiguous: set False for a model that calls ``.view`` to
             merge features with tokens, or hands an output to a kernel that expects contiguous memory.
@@ -308,12 +310,18 @@ class MXNormConverter(MXLinearConverter):
     p: P = 2
     estimator: Estimator = "pre_round"
     eps: float | None = None
+    gated_estimate_ratio: float | None = None
     group_linears: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         require_one_of("group_linears", self.group_linears, (True, False))
         RMSEstimate.for_recipe(self.default_recipe.fprop, self.p, self.estimator, 0.0 if self.eps is None else self.eps)
+        if (ratio := self.gated_estimate_ratio) is not None:
+            if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0 < ratio < math.inf:
+                raise ConfigError(f"gated_estimate_ratio = {ratio!r} is not a finite number > 0")
+            if self.estimator == "exact":
+                raise ConfigError(f"gated_estimate_ratio = {ratio!r} has no effect with estimator = 'exact'")
 
     def _plan_norms(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
@@ -334,14 +342,18 @@ class MXNormConverter(MXLinearConverter):
             recipe = recipe_of_norm([recipe_of[layer] for layer in fed])
             # A norm that is called for each of its linears gives each of them other rows.
             grouped = self.group_linears and len(linears) > 1 and survey.uses.calls[fqn] == 1
+            own = self.gated_estimate_ratio if facts.group_size else 1.0
+            estimator, ratio = ("exact", 1.0) if own is None else (self.estimator, float(own))
             swaps[fqn] = ToMXNorm(
-                facts, linears, self.p, self.estimator, self.eps, recipe, self.mode, self.seed, grouped, mixture
+                facts, linears, self.p, estimator, self.eps, recipe, self.mode, self.seed, grouped, mixture, ratio
             )
             if mixture is not None:
                 swaps[mixture.gate] = ToRouter(MXNormRouter)
                 swaps[mixture.experts] = ToQuantized(QuantizedExperts, recipe_of[mixture.experts], self.mode, self.seed)
             for linear in linears:
                 swaps[linear] = ToQuantized(MXNormLinear, recipe_of[linear], self.mode, self.seed)
+        if self.gated_estimate_ratio and not any(survey.norms[fqn].group_size for fqn in swaps if fqn in survey.norms):
+            raise ConfigError(f"gated_estimate_ratio = {self.gated_estimate_ratio!r} finds no gated norm to swap")
         return swaps, skipped
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch.nn as nn
 
@@ -55,6 +55,7 @@ class ToMXNorm:
         eps: None keeps the norm's own.
         grouped: whether the linears are one GEMM each way.
         mixture: the mixture of experts that takes its result; ``feeds`` are then linears of its shared experts.
+        ratio: as in ``RMSEstimate``.
     """
 
     norm: NormFacts
@@ -67,12 +68,14 @@ class ToMXNorm:
     seed: int
     grouped: bool = False
     mixture: MixtureFacts | None = None
+    ratio: float = 1.0
 
     def build(self, fqn: str, old: nn.Module) -> MXNorm:
         """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
         norm = self.norm.as_norm(old)
-        kind, estimator = (GatedMXNorm, "exact") if self.norm.group_size else (MXNorm, self.estimator)
-        new = kind.from_rms_norm(norm, p=self.p, estimator=estimator, eps=self.eps, recipe=self.recipe, mode=self.mode)
+        kind, common = GatedMXNorm if self.norm.group_size else MXNorm, dict(recipe=self.recipe, mode=self.mode)
+        new = kind.from_rms_norm(norm, p=self.p, estimator=self.estimator, eps=self.eps, **common)
+        new.estimate = replace(new.estimate, ratio=self.ratio)
         if self.norm.group_size:
             new.groups = new.normalized_shape[0] // self.norm.group_size
         new.set_seed(self.seed, fqn)

@@ -196,7 +196,8 @@ class _Layers:
                 )
             recipe = recipe_of_norm([recipes[fqn] for fqn in fed])
             with errors_begin_with(f"{names}: {norm}: "):
-                states[norm] = LayerState(recipe, RMSEstimate.for_recipe(recipe.fprop, own.p, own.estimator, own.eps))
+                estimate = RMSEstimate.for_recipe(recipe.fprop, own.p, own.estimator, own.eps, own.ratio)
+                states[norm] = LayerState(recipe, estimate)
         return states
 
 

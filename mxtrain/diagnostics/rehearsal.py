@@ -46,7 +46,7 @@ class Rehearsal(Numerics):
             with _gemms_of(linear, recipe, dy.device) as gemms, torch.enable_grad():
                 bits = linear.signs(dy.device), linear.draws(dy.device)
             if (old := given.estimate) is not None:  # the sample as an MXNorm of this recipe gives it
-                estimate = RMSEstimate.for_recipe(gemms.recipe.fprop, old.p, old.estimator, old.eps)
+                estimate = RMSEstimate.for_recipe(gemms.recipe.fprop, old.p, old.estimator, old.eps, old.ratio)
                 given = replace(given, estimate=estimate)
                 given = replace(given, rho=given.normalized(gemms)[1])
             casts = linear_casts(gemms, given, weight, dy, *bits)
@@ -55,22 +55,23 @@ class Rehearsal(Numerics):
             self.errors[fqn, name] = torch.stack([found.get(gemm, zero) for gemm in GEMMS])
 
     def _measure_experts(self, fqn: str, experts: QuantizedExperts, rows, counts, dy) -> None:
-        exact = expert_results(experts, replace(experts.gemms(rows.device), runs_wgrad=True), rows, counts, dy)
-        for name, recipe in self.recipes.items():
+        def results(recipe: LinearRecipe) -> list[torch.Tensor]:
             with _gemms_of(experts, recipe, rows.device) as gemms:
-                products = expert_results(experts, gemms, rows, counts, dy)
-            y, dx, *dws = zip(products, exact)
+                return expert_results(experts, gemms, rows, counts, dy)
+
+        exact = results(experts.recipe)
+        for name, recipe in self.recipes.items():
+            y, dx, *dws = zip(results(recipe), exact)
             dw = [torch.cat([part.flatten() for part in parts]) for parts in zip(*dws)]
             self.errors[fqn, name] = torch.stack([norm(q - g) / norm(g) for q, g in (y, dx, dw)])
 
 
 @contextmanager
 def _gemms_of(layer: QuantizedLayer, recipe: LinearRecipe, device: torch.device) -> Iterator[ThreeGEMMs]:
-    """Give a layer this recipe for the time of the context."""
+    """Give a layer this recipe for the time of the context, in plain PyTorch: compiling kernels would take longer."""
     before = layer.recipe
     layer.take(LayerState(recipe))
     try:
-        gemms = layer.gemms(device)
-        yield replace(gemms, mode="emulated" if gemms.mode == "native" else gemms.mode, runs_wgrad=True)
+        yield replace(layer.gemms(device), mode="reference", runs_wgrad=True)
     finally:
         layer.take(LayerState(before))

@@ -66,13 +66,15 @@ class RMSEstimate(Keyed):
             rounded block scales stand for (the paper's ablation), ``"exact"`` is the true mean square (a control).
         eps: added to the squared estimate, as in RMSNorm, so that zero rows stay finite.
         block_size: elements per block maximum.
-        constant: c(p, B). Computed once here, so that ``torch.compile`` does not trace the integral.
+        ratio: that of the p-mean over c(p, B) to the RMS, for rows that are far from Gaussian.
+        constant: c(p, B) * ratio. Computed once here, so that ``torch.compile`` does not trace the integral.
     """
 
     p: P
     estimator: Estimator
     eps: float
     block_size: int
+    ratio: float = 1.0
     constant: float = field(init=False)
 
     def __post_init__(self):
@@ -81,19 +83,19 @@ class RMSEstimate(Keyed):
         if not isinstance(self.eps, Real) or isinstance(self.eps, bool) or not 0 <= self.eps < math.inf:
             raise ConfigError(f"eps = {self.eps!r} is not a finite number >= 0")
         object.__setattr__(self, "eps", float(self.eps))  # also from a number of NumPy's
-        object.__setattr__(self, "constant", norm_constant(self.p, self.block_size))
+        object.__setattr__(self, "constant", norm_constant(self.p, self.block_size) * self.ratio)
         self._register()
 
     @classmethod
     def for_recipe(
-        cls, recipe: Recipe, p: P = 2, estimator: Estimator = "pre_round", eps: float = 1e-5
+        cls, recipe: Recipe, p: P = 2, estimator: Estimator = "pre_round", eps: float = 1e-5, ratio: float = 1.0
     ) -> "RMSEstimate":
         """Return the estimate over the blocks of ``recipe``.
 
         Raises:
             ConfigError: for a wrong setting, or for "post_round" with a recipe that has no power-of-two scales.
         """
-        estimate = cls(p, estimator, eps, recipe.block_size)
+        estimate = cls(p, estimator, eps, recipe.block_size, ratio)
         if estimator == "post_round" and (recipe.format is None or not recipe.has("scale_rounding")):
             why = f"and those of recipe = {recipe.name!r} follow from a tensor scale, which follows from the norm"
             if recipe.format is None:

@@ -116,7 +116,7 @@ class FormatOps:
         return self.cast(parts, recipe, mode, (1,), spec)[1].data
 
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values [R, K] of codes, which bf16 holds exactly."""
+        """Return the values [R, K] of codes, which bf16 holds exactly unless tensor scales are exact quotients."""
         return codes.data.to(dtype)
 
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:

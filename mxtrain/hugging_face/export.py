@@ -15,6 +15,8 @@ takes the largest for all. So weights that vLLM joins get one tensor scale: thei
 which leaves every product of the scales, and every code, unchanged. Where E4M3 cannot hold such a block scale, or where
 one of the weights trained in another format, all of them are written as values. These are the values that training
 multiplied, and bf16 holds them exactly. The same goes for the output head, which vLLM reads in high precision only.
+Exact tensor scales, those of four over six, do not differ by powers of two: weights that vLLM joins are then values.
+Other block scales would change them by up to 6 %, bf16 rounds them by 0.4 % at most, fp32 by 2e-7.
 
 All experts of a layer have one scheme in vLLM (``get_moe_method`` in compressed_tensors_moe.py), and w1 and w3 of each
 expert one tensor scale. If those of one expert cannot, all experts of the layer are written as values.
@@ -118,6 +120,7 @@ class Exporter:
         norms = {fqn: norm_before(fqn) for fqn in model.parameters}
         self._norms = {fqn: norm for fqn, norm in norms.items() if norm and self._folds(norm, fold_gain)}
         self._ignored: list[str] = []
+        self._values: list[str] = []  # linears that trained in the format, but cannot be stored in it
 
     def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
@@ -179,9 +182,20 @@ class Exporter:
                 "format": self._layout.compression,
                 "config_groups": {"group_0": group},
                 # A head is never in the block format. Readers look for a tied head under its own name.
-                "ignore": sorted({HEAD, *self._ignored}),
+                "ignore": sorted({HEAD, *self._ignored, *self._values}),
             }
         }
+
+    def notes(self) -> list[str]:
+        """Return a line for the user about each thing that the block format cannot store, after all tensors."""
+        notes, joined = [], [linear for linear in self._values if linear != HEAD]
+        if joined:
+            why = "vLLM joins each with others, and no format and tensor scale serves all of them"
+            notes.append(f"{len(joined)} linears are values, not codes, such as {joined[0]}: {why}")
+        if any(recipe.tensor_scale == "row" for recipe in self._recipes.values()):
+            why = f"{self._layout.compression} has none, so readers leave inputs in high precision"
+            notes.append(f"training had a scale for each row of inputs (tensor_scale = 'row'): {why}")
+        return notes
 
     def _plain(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a parameter in high precision."""
@@ -207,7 +221,7 @@ class Exporter:
         unified = [ops.with_one_tensor_scale([*matrix.values()]) if readable else None for matrix in matrices]
         for matrix, own in zip(matrices, unified, strict=True):
             if None in unified:  # vLLM cannot read them in the block format
-                self._ignored += matrix
+                self._values += matrix
                 yield from ((f"{linear}.weight", ops.dequantize(part, self.dtype)) for linear, part in matrix.items())
             else:
                 for linear, part in zip(matrix, own, strict=True):

@@ -5,7 +5,8 @@
 
 The norm and its backward see every group as a row. Blocks do not cross groups, so the blocks of all groups of a token
 are a row for the linear.
-The estimator is always "exact": gated rows are far from Gaussian, and block maxima would give 1.66 times their RMS.
+Gated rows are far from Gaussian: block maxima (p = 2) give 1.66 times their RMS with blocks of 32, 1.49 times with 16.
+So ``convert`` takes the exact RMS, or divides by a measured ratio, ``RMSEstimate.ratio``.
 """
 
 import torch
@@ -96,4 +97,4 @@ class GatedMXNorm(MXNorm):
         return NormedInput(self, *normed, self.signs(x.device), recipe, mode, None, call)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, groups={self.groups}"
+        return f"{super().extra_repr()}, groups={self.groups}, ratio={self.estimate.ratio:g}"

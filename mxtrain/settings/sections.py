@@ -76,6 +76,9 @@ class MXNorm:
     true RMS, a control)
     """
 
+    gated_estimate_ratio: FinitePositive | None = None
+    """Behind gates (Mamba-2): divide estimates by this, their measured ratio to the RMS. Unset: exact RMS"""
+
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
     MX: block scales rounded by "rceil" (up, the default), "rceil_0_18" (torchao 0.18's) or "floor" (OCP,

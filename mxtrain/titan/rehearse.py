@@ -104,6 +104,7 @@ def _convert(model: nn.Module, job, seed: int) -> Plan:
         # In high precision there are no scales to estimate from.
         estimator = "pre_round" if section.estimator == "post_round" else section.estimator
         settings |= {"p": section.p, "estimator": estimator, "eps": section.eps}
+        settings["gated_estimate_ratio"] = section.gated_estimate_ratio
     with engine().convertible(model):
         return apply(get_converter(name, settings), model, engine().example_inputs(model))
 

@@ -17,7 +17,8 @@ Usage:
     python scripts/bench/layouts.py --model qwen3 --layouts tp2,tp2xep2,pp2 --follow
 
 NVFP4's tensor scales are those of a pipeline's chunk, so its gradients differ from one process's without a fault.
-qwen3, llama4 and deepseek_v3 have experts, whose products on GPUs are bf16 in every dtype.
+qwen3, llama4 and deepseek_v3 have experts. TorchTitan's own multiply in bf16 in every dtype, on GPUs and under 0.3
+everywhere. Every process and microbatch rounds its part of their gradients, which then differ by 2.4e-3.
 In bfloat16 one process computes under autocast, and FSDP and context parallelism cast the weights: compare those two.
 """
 

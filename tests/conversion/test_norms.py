@@ -1,12 +1,16 @@
 """Which modules are norms: by type, or by results and gradients in small, ordinary and large rows."""
 
+import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import mxtrain
-from mxtrain import FusedLayerNorm, FusedRMSNorm, MXNorm
+from mxtrain import ConfigError, FusedLayerNorm, FusedRMSNorm, MXNorm
 from mxtrain.conversion.layers import NormFacts, find_norms, norm_facts
+from mxtrain.conversion.schedule import attach_schedule, set_step
+from mxtrain.formats.estimate import norm_constant
+from mxtrain.formats.schedule import parse_entries
 
 RMS, LAYER = nn.RMSNorm, nn.LayerNorm
 OTHER_RESULTS = "does not compute the results and gradients of nn.RMSNorm"
@@ -287,6 +291,25 @@ def test_gated_norms_convert_where_groups_are_whole_blocks_and_the_plan_names_th
     assert all(block.norm.weight.grad is not None for block in model[:4])
     mixed = nn.Sequential(nn.RMSNorm(64), GatedBlock(SiluGatedRMSNorm()))
     assert mxtrain.convert(mixed, "fused_norm").skipped == {"1.norm": "takes a gate"}
+
+
+def test_a_measured_ratio_is_that_of_gated_norms_alone_at_every_step():
+    model = nn.Sequential(GatedBlock(SiluGatedRMSNorm()), Block(nn.RMSNorm(64)))
+    settings = dict(example_inputs=(torch.zeros(4, 64),), filter_fqns=[])
+    for ratio in (0.0, float("nan"), True, "1.5"):
+        with pytest.raises(ConfigError, match=f"gated_estimate_ratio = {ratio!r} is not a finite number > 0$"):
+            mxtrain.convert(model, gated_estimate_ratio=ratio, **settings)
+    with pytest.raises(ConfigError, match="gated_estimate_ratio = 1.66 has no effect with estimator = 'exact'$"):
+        mxtrain.convert(model, gated_estimate_ratio=1.66, estimator="exact", **settings)
+    with pytest.raises(ConfigError, match="gated_estimate_ratio = 1.66 finds no gated norm to swap$"):
+        mxtrain.convert(model[1], gated_estimate_ratio=1.66, **settings)
+    plan = mxtrain.convert(model, gated_estimate_ratio=1.66, **settings)
+    attach_schedule(model, plan.feeds, parse_entries([{"from_step": 2, "recipe": "nvfp4"}], 3, {}, "schedule"))
+    for step, block_size in ((1, 32), (2, 16)):
+        set_step(model, step)
+        estimates = [block.norm.estimate for block in model]
+        assert [(e.estimator, e.ratio) for e in estimates] == [("pre_round", 1.66), ("pre_round", 1.0)]
+        assert all(e.constant == e.ratio * norm_constant(2, block_size) for e in estimates)
 
 
 def test_norms_of_pytorch_and_fused_norms_keep_their_arguments():

@@ -45,6 +45,7 @@ RECIPES = {
     "nvfp4, blocks": get_recipe("nvfp4", weight_tiles=False),
     "fprop alone": get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=bf16"),
 }
+EXACT = get_recipe("nvfp4_4over6")
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
@@ -102,9 +103,8 @@ def test_a_block_of_nvfp4_by_hand():
     assert VALUES["nvfp4"](tensors, "x")[0, [0, 1, 2, 3, 16, 17]].tolist() == [2688.0, -448.0, 672.0, 0.0, 3.0, -1.5]
 
 
-def codes_of(weight: torch.Tensor) -> Codes:
-    recipe = RECIPES["nvfp4, blocks"].fprop
-    return NVFP4.ops.encode(weight, recipe)
+def codes_of(weight: torch.Tensor, recipe=RECIPES["nvfp4, blocks"]) -> Codes:
+    return NVFP4.ops.encode(weight, recipe.fprop)
 
 
 def test_one_tensor_scale_leaves_all_values_as_they_were():
@@ -116,6 +116,18 @@ def test_one_tensor_scale_leaves_all_values_as_they_were():
         assert torch.equal(after.data, before.data)
         values = [VALUES["nvfp4"](NVFP4.ops.stored("x", codes), "x") for codes in (before, after)]
         assert torch.equal(*values)
+
+
+def test_exact_tensor_scales_serve_weights_with_equal_ones_only():
+    weight = codes_of(torch.full((1, 16), 0.125), EXACT)
+    before, *after = (NVFP4.ops.stored("x", c) for c in (weight, *NVFP4.ops.with_one_tensor_scale([weight, weight])))
+    assert all(all(map(torch.equal, before.values(), tensors.values())) for tensors in after)
+    plain = codes_of(torch.full((1, 16), 0.125 * 2688))
+    assert plain.tensor_scale == weight.tensor_scale == 0.125, "a scale, and a largest magnitude"
+    assert NVFP4.ops.with_one_tensor_scale([plain, weight]) is None
+    (zeros,) = NVFP4.ops.with_one_tensor_scale([codes_of(torch.zeros(1, 16), EXACT)])
+    tensors = NVFP4.ops.stored("x", zeros)
+    assert not VALUES["nvfp4"](tensors, "x").any() and tensors["x.weight_global_scale"].isfinite()
 
 
 @pytest.mark.parametrize(

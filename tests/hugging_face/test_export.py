@@ -134,6 +134,38 @@ def test_weights_that_vllm_joins_are_values_if_no_tensor_scale_serves_them_all()
         assert torch.equal(tensors[f"{LAYER}{NAMES[own]}.weight"].float(), run.operand(own))
 
 
+def test_weights_with_exact_tensor_scales_are_values_where_vllm_joins_them():
+    """The divisor of the others is rounded, which changes their values by less than fp32's rounding."""
+    run = Run({"": "nvfp4_4over6", "wk": "nvfp4"})
+    joined = [own for own in NAMES if own not in ("attention.wo", "feed_forward.w2")]
+    for dtype, error in ((torch.bfloat16, 2.0**-8), (torch.float32, 2e-7)):
+        exporter = Exporter(run.trained, "nvfp4", dtype=dtype)
+        tensors = dict(exporter.tensors())
+        ignored = exporter.quantization()["quantization_config"]["ignore"]
+        assert ignored == sorted(["lm_head", *(LAYER + NAMES[own] for own in joined)])
+        (note,) = exporter.notes()
+        assert note.startswith(f"5 linears are values, not codes, such as {LAYER}self_attn.q_proj: vLLM joins each")
+        for own, hf in NAMES.items():
+            fprop = run.recipes[f"layers.0.{own}"].fprop
+            data, _, scale = cast([run.weights[f"layers.0.{own}.weight"]], fprop, "reference", (1,), role="weight")[1]
+            expected = data.double() * (1 if scale is None else scale.double())
+            found = tensors[f"{LAYER}{hf}.weight"] if own in joined else VALUES["nvfp4"](tensors, LAYER + hf)
+            off = (found.double() - expected).abs()
+            assert (off <= expected.abs() * (error if own in joined else 2e-7)).all(), own
+
+
+def test_what_a_layout_cannot_store_is_said():
+    notes = {}
+    for name in ("nvfp4", "nvfp4_row"):
+        exporter = Exporter(Run({"": name, "output": name}).trained, "nvfp4")
+        list(exporter.tensors())
+        notes[name] = exporter.notes()
+    assert notes["nvfp4"] == [] and notes["nvfp4_row"] == [
+        "training had a scale for each row of inputs (tensor_scale = 'row'): nvfp4-pack-quantized has none, so readers "
+        "leave inputs in high precision"
+    ]
+
+
 @pytest.mark.parametrize("name, is_small", [("mxfp8", False), ("nvfp4", False), ("nvfp4", True)])
 def test_every_expert_has_codes_of_its_own_or_all_of_a_layer_are_values(name, is_small):
     """w1 and w3 of an expert, which vLLM joins, have one tensor scale; ``is_small``: those of expert 1 cannot."""

@@ -1,14 +1,17 @@
 """MXNorm of gated rows in groups: results and gradients of the plain formula, and the bits of casts of whole rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from mxtrain import MXNormLinear
+from mxtrain import MXNorm, MXNormLinear
 from mxtrain.formats.matrices import CastSpec, Codes, Operand
 from mxtrain.formats.mx.reference import from_blocked
 from mxtrain.formats.parse import get_recipe
+from mxtrain.formats.swiglu import swiglu
 from mxtrain.nn.gated_norm import GatedMXNorm, _GatedNormFunction
 from mxtrain.nn.ready_weights import ReadyWeights
 from tests.support.layer_checks import assert_near, draw, fill
@@ -73,6 +76,29 @@ def test_operands_are_casts_of_the_rows_with_a_factor_for_each_group(recipe):
     assert torch.equal(operands["reference"][0], fprop) and torch.equal(operands["reference"][5], wgrad[0].data)
     for reference, kernels in zip(operands["reference"][:2], operands["emulated"][:2], strict=True):
         assert (reference != kernels).sum() <= reference.numel() / 1000  # rho may differ in its last bit
+
+
+@pytest.mark.parametrize(
+    "recipe, mode, ratio",
+    [("mxfp8", "emulated", 1.66), ("nvfp4", "emulated", 1.49), ("nvfp4_row", "reference", 1.49)],
+)
+def test_a_measured_ratio_makes_the_estimate_of_gated_rows_their_rms(recipe, mode, ratio):
+    """A ratio of 1 gives the bits of the plain estimate."""
+    norm, own = (kind(size, EPS, recipe=recipe, mode=mode) for kind, size in ((GatedMXNorm, 2048), (MXNorm, 1024)))
+    norm.groups = 2
+    x, gate = (draw(T // 2, 2048, seed=seed) for seed in (0, 1))
+    u = swiglu(gate, x).view(T, 1024)
+    expected, rms = own(u), u.double().square().mean(-1).sqrt()
+    for factor in (1.0, ratio):
+        norm.estimate = replace(own.estimate, ratio=factor)
+        normed = norm(x, gate)
+        xhat, rho = normed.xhat.data.view(T, 1024).float(), normed.rho.flatten()
+        if factor == 1:
+            assert torch.equal(rho, expected.rho)
+            # Rows of whole tokens have other scales.
+            assert recipe == "nvfp4_row" or torch.equal(xhat, expected.xhat.data.float())
+        assert (rho * rms).mean().item() == pytest.approx(factor / ratio, abs=0.02)
+        assert xhat.square().mean().sqrt().item() == pytest.approx(factor / ratio, abs=0.02)
 
 
 def test_a_dequantized_backward_decodes_the_rows_of_fprop():

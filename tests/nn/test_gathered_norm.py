@@ -40,10 +40,11 @@ RECIPES = {
     "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2": (MXFP8, MXFP8),
     "nvfp4_dynamic": (NVFP4, NVFP4),
     "nvfp4_row": (NVFP4 + 4 / DIM, NVFP4),
+    "nvfp4_4over6": (NVFP4, NVFP4),
     "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8": (NVFP4, MXFP8),
     "fprop=mxfp8, dgrad=nvfp4, wgrad=bf16": (MXFP8, FP32),
     "fprop=nvfp4, dgrad=dequantized, wgrad=dequantized": (NVFP4, NVFP4),
-    "fprop=nvfp4_row, dgrad=dequantized, wgrad=dequantized": (NVFP4 + 4 / DIM, NVFP4 + 4 / DIM),
+    "nvfp4_rl": (NVFP4 + 4 / DIM, NVFP4 + 4 / DIM),
 }
 
 
@@ -77,7 +78,7 @@ def results_of(block, call, mesh) -> list[torch.Tensor]:
 
 def split_blocks(mesh, recipe: str) -> list[NormBlock]:
     """The same norm and three linears twice, with both kinds of gathers."""
-    recipe = get_recipe(recipe, stochastic_rounding=False if "nvfp4" in recipe else None)
+    recipe = get_recipe(recipe, stochastic_rounding=False if get_recipe(recipe).needs_draws else None)
     blocks = [NormBlock(DIM, OUTPUTS, *[recipe] * 3) for _ in range(2)]
     for block, gather in zip(blocks, ("high_precision", "quantized")):
         split_block(block, mesh, gather)

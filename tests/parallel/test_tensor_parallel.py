@@ -17,7 +17,7 @@ FLAGS = {
     **oracle.RECIPES,
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
-    "scales of rows": ["--mxnorm.recipe=nvfp4_row", NEAREST],
+    "scales of rows": ["--mxnorm.recipe=nvfp4_4over6", "--mxnorm.tensor_scale=row", NEAREST],
 }
 AC = "--activation_checkpoint.mode="
 # The same graphs as in training, without the minutes that Inductor takes on a CPU.

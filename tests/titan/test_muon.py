@@ -9,7 +9,7 @@ from tests.support import oracle
 from tests.support.oracle import RECIPES, layout
 
 ALONE = "muon alone"
-ONE = {"muon": RECIPES["muon"], "muon of experts": [*RECIPES["muon"], "--model.name=qwen3"]}
+ONE = {"muon": RECIPES["muon"], "muon of experts": oracle.MUON_OF_EXPERTS}
 FOUR = {
     "hsdp 2 x 2, muon": layout(replicate=2, shard=2),
     "tp 2 x fsdp 2, muon": layout(tensor=2, shard=2),

@@ -97,7 +97,7 @@ def test_every_layout_resumes_bit_for_bit(base):
         name: [*flags, *(f"--parallelism.{kind}_degree={degree}" for kind, degree in degrees.items())]
         for name, degrees in layouts.items()
     }
-    runs["tp x fsdp, muon"] += ["--optimizer.name=Muon"]
+    runs["tp x fsdp, muon"] += ["--model.name=qwen3", "--optimizer.name=Muon"]
     runs |= {f"{name}, resumed": Resumed(name, 1) for name in [*runs]}
     found = done_once(base, "layouts that resume", 4, runs)
     for name in layouts:

@@ -35,7 +35,7 @@ from mxtrain.formats.matrices import (
 )
 from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
-from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, reference, static_tensor_scale
+from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, TENSOR_SCALE_MIN, reference, static_tensor_scale
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Recipe
 from mxtrain.rng.philox import rounding_bits, rounding_words, rounding_words_of_rows
@@ -178,16 +178,16 @@ class NVFP4Ops(FormatOps):
         A block scale shrinks by the power of two by which its tensor scale grows. This is exact unless E4M3 runs out of
         small numbers: training's block scales are at least 2^-6, and E4M3 goes on to 2^-9 with fewer bits.
         """
-        tensor_scale = torch.stack([weight.tensor_scale for weight in weights]).max()
+        tensor_scale = torch.stack([weight.scale for weight in weights]).max().clamp(min=TENSOR_SCALE_MIN)
         changed = []
         for weight in weights:
-            wanted = weight.scales.float() * (weight.tensor_scale / tensor_scale)
+            wanted = weight.scales.float() * (weight.scale / tensor_scale)
             scales = wanted.to(torch.float8_e4m3fn)
             # A block of zeros may have any scale. Codes of zero differ in their signs only.
             is_zero = (weight.data & 0x77).view(*scales.shape, -1).eq(0).all(-1)
             if not ((scales.float() == wanted) | is_zero).all():
                 return None
-            changed.append(weight._replace(scales=scales, tensor_scale=tensor_scale))
+            changed.append(weight._replace(scales=scales, tensor_scale=tensor_scale, top=None))
         return changed
 
 

@@ -66,7 +66,7 @@ def export(
         saved = open_run(run, step)
         exporter = Exporter(_trained(saved, where), format, fold_gain, dtype)
         size, missing = exporter.write(folder)
-        notes = missing or require_same_tokens(run / TOKENIZER_FOLDER, folder, where)
+        notes = exporter.notes() + (missing or require_same_tokens(run / TOKENIZER_FOLDER, folder, where))
         report = {
             "run": str(run.absolute()),
             "step": saved.step,

@@ -24,7 +24,7 @@ RUNS = {
     "mxfp8, 2 processes": ("mxfp8", "llama3", "mxnorm", {}),
     "mxfp8, floor, qwen3": ("mxfp8", "qwen3", "mxnorm", {"scale_rounding": "floor"}),
     "nvfp4, 2 processes": ("nvfp4", "llama3", "mxnorm", {"recipe": "nvfp4", "high_precision_share": 0.5}),
-    "nvfp4 without tiles": ("nvfp4", "llama3", "mx_linear", {"recipe": "nvfp4", "weight_tiles": False}),
+    "nvfp4 without tiles": ("nvfp4", "llama3", "mx_linear", {"recipe": "nvfp4_row", "weight_tiles": False}),
     "mixed": ("nvfp4", "llama3", "mxnorm", {"recipe": MIXED, "recipes": {"layers.*.feed_forward.w2": "mxfp8"}}),
     "scheduled RMSNorm": ("mxfp8", "llama3", "mxnorm", {"schedule": [{"from_step": 3, "norm": "rmsnorm"}]}),
     "mxfp8 experts": ("mxfp8", EXPERTS, "mxnorm", {}),
@@ -100,7 +100,8 @@ def test_the_exported_codes_are_those_that_training_multiplied(name, tmp_path, m
     run = saved_runs.save_run(tmp_path / "run", model, flavor, converters=[converter], mxnorm=settings)
     processes = 2 if name.endswith("2 processes") else 1
     saved_runs.add_manifest(run / "checkpoint" / "step-3", processes)
-    export(run, tmp_path / "out", format=format)
+    _, lines = export(run, tmp_path / "out", format=format)
+    assert ("note        training had a scale for each row of inputs" in lines) == (name == "nvfp4 without tiles")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
     saved = open_run(run)
