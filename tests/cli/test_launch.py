@@ -190,7 +190,7 @@ def test_a_signal_goes_to_the_workers_and_a_persons_second_one_kills_them(kind, 
     if kind == "trains":
         for _ in range(2):  # one signal, sent twice by a terminal or Slurm
             os.kill(forked.process.pid, signal.SIGTERM)
-            time.sleep(0.3)
+            time.sleep(0.1)
         time.sleep(1)
         assert forked.process.is_alive()
     os.kill(forked.process.pid, signal.SIGTERM)
