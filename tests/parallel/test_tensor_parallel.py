@@ -17,7 +17,9 @@ FLAGS = {
     **oracle.RECIPES,
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
-    "scales of rows": ["--mxnorm.recipe=nvfp4_4over6", "--mxnorm.tensor_scale=row", NEAREST],
+    "scales of rows": ["--mxnorm.recipe=nvfp4_row", NEAREST],
+    # Not under FSDP, whose ranks have exact tensor scales of their own tokens.
+    "four over six": ["--mxnorm.recipe=nvfp4_4over6", "--mxnorm.tensor_scale=row", NEAREST],
 }
 AC = "--activation_checkpoint.mode="
 # The same graphs as in training, without the minutes that Inductor takes on a CPU.
@@ -37,7 +39,7 @@ TWO_SWEEP = {
     "quantized head": oracle.layout(tensor=2),
     "mxfp8_2d, compiled": [*oracle.layout(tensor=2), *COMPILED, CODES],
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
-    "scales of rows, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
+    "four over six, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
 }
 FOUR_SWEEP = {
     "unquantized, tp 4": oracle.layout(tensor=4),
