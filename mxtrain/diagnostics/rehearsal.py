@@ -68,7 +68,7 @@ class Rehearsal(Numerics):
 
 @contextmanager
 def _gemms_of(layer: QuantizedLayer, recipe: LinearRecipe, device: torch.device) -> Iterator[ThreeGEMMs]:
-    """Give a layer this recipe for the time of the context, in plain PyTorch: compiling kernels would take longer."""
+    """Give a layer this recipe for the time of the context, in plain PyTorch, for which no kernel is compiled."""
     before = layer.recipe
     layer.take(LayerState(recipe))
     try:

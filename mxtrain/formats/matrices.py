@@ -22,7 +22,7 @@ class Operand(NamedTuple):
         scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
         tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 [], or one for each
             row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact. None if it is a
-            power of two, which ``data`` contain.
+            power of two, which ``data`` contains.
     """
 
     data: torch.Tensor
