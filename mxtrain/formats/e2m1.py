@@ -4,8 +4,7 @@ import torch
 
 from mxtrain.formats.matrices import split_blocks
 
-# The magnitudes by code; bit 3 is the sign.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MAX = 6.0
 
 
 def encode(y: torch.Tensor, bits: torch.Tensor | None = None) -> torch.Tensor:
@@ -13,7 +12,7 @@ def encode(y: torch.Tensor, bits: torch.Tensor | None = None) -> torch.Tensor:
 
     Rounds to nearest, ties to even; with bits, int64 in [0, 2^16), as if they were added to the fraction.
     """
-    magnitude = y.abs().clamp(max=_MAGNITUDES[-1]).nan_to_num(nan=0.0)
+    magnitude = y.abs().clamp(max=_MAX).nan_to_num(nan=0.0)
     # Neighbours are 0.5 apart below 2, 1 apart below 4, then 2 apart. Position, in units of that distance, plus
     # ``first`` gives the code. ``first`` is even, so rounding ties to an even position gives an even code.
     # Sums of 0 and 1 in the place of torch.where, which takes ten times as long on a CPU.
@@ -34,8 +33,10 @@ def pack(elements: torch.Tensor) -> torch.Tensor:
 
 
 def elements(device: torch.device) -> torch.Tensor:
-    """Return the values of all codes, fp32 [16]."""
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=device)
+    """Return the values of all codes, fp32 [16]: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same with bit 3, the sign."""
+    # Ranges, because a compiled graph keeps one of equal calls, but every constant tensor.
+    ranges = ((0.0, 2.0, 0.5), (2.0, 4.0, 1.0), (4.0, 8.0, 2.0))
+    magnitudes = torch.cat([torch.arange(*ends, dtype=torch.float32, device=device) for ends in ranges])
     return torch.cat([magnitudes, -magnitudes])
 
 
