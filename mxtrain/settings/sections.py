@@ -75,7 +75,7 @@ class MXNorm:
     """
 
     gated_estimate_ratio: FinitePositive | None = None
-    """Norms behind gates (Mamba-2) divide estimates by this, the measured ratio to the RMS. Unset: the exact RMS"""
+    """Norms behind gates (Mamba-2) divide estimates by this measured ratio of estimate to RMS. Unset: the exact RMS"""
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
@@ -100,8 +100,8 @@ class MXNorm:
 
     four_over_six: Literal[FOUR_OVER_SIX] | None = None
     """
-    NVFP4: a block of "weights", "activations" or "both" may have 4 as its largest element, instead of 6, where the
-    block then loses less. Unset: as in the recipe
+    NVFP4: in "weights", "activations" or "both", the largest element of a block becomes 4 instead of 6 if the block
+    then loses less. Unset: as in the recipe
     """
 
     four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
@@ -194,9 +194,9 @@ class DecomposeKRouter:
 
 @dataclass
 class ModelArgs:
-    """The model's own sizes, on top of ``model.flavor``. Unset keeps the flavor's.
+    """Sizes that replace those of ``model.flavor``. An unset size keeps the value of the flavor.
 
-    ``mxtrain.settings.model_settings`` lists which of them each model has. The vocabulary is ``data.vocab_size``.
+    ``mxtrain.settings.model_settings`` lists the sizes of each model. The vocabulary is ``data.vocab_size``.
     """
 
     resume = Resume.REFUSED
