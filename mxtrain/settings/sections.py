@@ -118,7 +118,7 @@ class MXNorm:
 
     high_precision_last: NotNegative | None = None
     """
-    Number of blocks that stay in high precision, instead of the share. Published: Nemotron 3 Super 14, Nemotron 3 Ultra
+    Number of blocks that stay in high precision, instead of a share. Published: Nemotron 3 Super 14, Nemotron 3 Ultra
     16; Megatron Bridge 4 for Llama 3 8B
     """
 
@@ -130,20 +130,20 @@ class MXNorm:
 
     gather: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
     """
-    Tensor parallelism: what a norm sends to the other processes: "high_precision" (its input), "quantized" (codes and
-    scales; needs a multiple of 32 tokens of each sequence on every process) or "auto" (whichever has fewer bytes)
+    Tensor parallelism: what a norm sends: "high_precision" (its input), "quantized" (codes and scales; every process
+    needs a multiple of 32 tokens of each sequence) or "auto" (whichever has fewer bytes)
     """
 
     dispatch: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
     """
-    Expert parallelism: what an MXNorm sends to the experts: "high_precision" (values), "quantized" (MXFP8 codes, which
-    are half the bytes and give the same results) or "auto" (codes if fprop is MXFP8)
+    Expert parallelism: what an MXNorm sends to experts: "high_precision" (values), "quantized" (MXFP8 codes: half the
+    bytes, the same results) or "auto" (codes if fprop is MXFP8)
     """
 
     graph_passes: Free[bool] = True
     """
-    Under torch.compile, fuse SwiGLU with the casts after it, and residual additions with MXNorm; make each rotation one
-    kernel. The last bits of fp32 results may differ before they are rounded
+    Under torch.compile, fuse SwiGLU with its casts and residual additions with MXNorm; make each rotation one kernel.
+    Last bits of fp32 results may differ before rounding
     """
 
     eps: Amount | None = None
@@ -156,9 +156,9 @@ class MXNorm:
 
     schedule: Schedule = field(default_factory=list)
     """
-    Other recipes for some steps. Each entry [[mxnorm.schedule]] has from_step or from_share (0.9: after 90 % of
-    training.steps), and recipe or norm = "rmsnorm". It may have until_step or until_share (else it lasts to the end)
-    and modules (else it is for all swapped layers)
+    Other recipes for some steps: entries [[mxnorm.schedule]] with from_step or from_share (0.9: after 90 % of
+    training.steps), until_step or until_share (unset: to the end), modules (unset: all swapped layers), and recipe or
+    norm = "rmsnorm"
     """
 
     filter_fqns: Names = None
@@ -247,7 +247,7 @@ class ModelArgs:
     n_dense_layers: NotNegative | None = None
     """Number of layers without experts, at the beginning"""
     interleave_moe_layer_step: Positive | None = None
-    """One layer in so many has experts"""
+    """Every n-th layer has experts; this is n"""
     q_lora_rank: NotNegative | None = None
     """Rank of the query projection; 0 is full rank"""
     kv_lora_rank: Positive | None = None
@@ -276,8 +276,8 @@ class Data:
 
     validation_share: ShareBelowOne = 0.01
     """
-    Share of the documents that is held out for validation, in [0, 1), selected by a hash of the path ("python") or of
-    the text ("files", "hf")
+    Share, in [0, 1), of the documents that is held out for validation. A hash of the path ("python") or of the text
+    ("files", "hf") selects the documents
     """
 
     seed: NotNegative = 0
@@ -290,7 +290,7 @@ class Data:
     cache_dir: Free[LocalPath] = ""
     """Folder for tokenizers and prepared texts. Empty: $MXTRAIN_CACHE, or ~/.cache/mxtrain if that is not set"""
     prepared: Free[LocalPath] = ""
-    """Name (of a folder in data.cache_dir) or path of a prepared text, which replaces reading the source"""
+    """Name (a folder in data.cache_dir) or path of a prepared text; the source is then not read"""
 
 
 @dataclass
