@@ -357,4 +357,4 @@ def test_no_sentence_stands_twice():
 def test_a_reader_gets_through_all_documents():
     folders = (".", "mxtrain", "scripts/*", "train_configs")
     texts = [path.read_text() for folder in folders for path in ROOT.glob(f"{folder}/*.md")]
-    assert len(texts) > len(DOCUMENTS) and sum(len(text.split()) for text in texts) <= 16_000
+    assert len(texts) > len(DOCUMENTS) and sum(len(text.split()) for text in texts) <= 19_000
