@@ -41,10 +41,10 @@ from mxtrain.settings.removed import CONVERTERS as REMOVED_CONVERTERS
 
 @dataclass(kw_only=True)
 class Converter(ABC):
-    """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
+    """Checks its settings when it is built, and makes a plan from a ``Survey``. It holds no model.
 
     Attributes:
-        filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None names none.
+        filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None keeps none.
 
     Raises:
         ConfigError: for a wrong setting.
@@ -69,7 +69,7 @@ class Converter(ABC):
 
     @abstractmethod
     def plan(self, survey: Survey) -> Plan:
-        """What every module that concerns this converter becomes, or why it stays.
+        """Return what every module that this converter looks at becomes, or why it stays.
 
         Raises:
             ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
