@@ -1,7 +1,7 @@
 """mxtrain in TorchTitan. A config enables it with ``experimental.custom_import = "mxtrain.titan"``.
 
 Importing this package makes TorchTitan use the CPU if there is no accelerator. With release 0.2.2, the import also
-registers mxtrain's converters and models, for ``-m mxtrain.train`` and ``-m torchtitan.train``.
+registers mxtrain's converters and its versions of the models, also for ``-m torchtitan.train``.
 """
 
 import math
