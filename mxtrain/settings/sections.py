@@ -39,12 +39,12 @@ class Diagnostics:
 
     fqns: Names = None
     """
-    Modules to measure; names as in mxnorm.filter_fqns. Unset: every swapped norm, linear and experts module, and the
-    routers beside these experts
+    Modules to measure, by names as in mxnorm.filter_fqns. Unset: all swapped norms, linears and experts, and their
+    routers
     """
 
     tokens: Groups = 512
-    """Number of tokens that every process measures, a multiple of 32. They are spread over the first sequences"""
+    """Tokens that every process measures, a multiple of 32, spread over the first sequences"""
 
 
 @dataclass
@@ -63,9 +63,9 @@ class MXNorm:
 
     recipes: Table = field(default_factory=dict)
     """
-    Other recipes for some linears and experts, by names as in mxnorm.filter_fqns. If several names match, the last one
-    wins; mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. In TOML: a table [mxnorm.recipes] with
-    lines such as "layers.0" = "bf16"
+    Other recipes for linears and experts, by names as in mxnorm.filter_fqns. The last matching name wins;
+    mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. In TOML: a table [mxnorm.recipes] with lines
+    such as "layers.0" = "bf16"
     """
 
     estimator: Literal[ESTIMATORS] = "pre_round"
@@ -86,11 +86,11 @@ class MXNorm:
     tensor_scale: Literal[TENSOR_SCALES] | None = None
     """
     NVFP4: source of the tensor scale of a norm's output: "static" (MXNorm's bound), "dynamic" (the largest element) or
-    "row" (the largest element of each row of inputs). Unset: as in the recipe
+    "row" (the largest element of each row of inputs). Unset: the recipe's
     """
 
     weight_tiles: bool | None = None
-    """Weights have one scale per square tile: fprop and dgrad multiply the same codes. Unset: as in the recipe"""
+    """Weights have one scale per square tile: fprop and dgrad multiply the same codes. Unset: the recipe's"""
 
     hadamard: bool | None = None
     """NVFP4 and MXFP4: Hadamard-transform both operands of wgrad along the tokens. Unset: true"""
@@ -101,7 +101,7 @@ class MXNorm:
     four_over_six: Literal[FOUR_OVER_SIX] | None = None
     """
     NVFP4: in "weights", "activations" or "both", the largest element of a block becomes 4 instead of 6 if the block
-    then loses less. Unset: as in the recipe
+    then loses less. Unset: the recipe's
     """
 
     four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
@@ -110,7 +110,7 @@ class MXNorm:
     backward: Literal[BACKWARDS] | None = None
     """
     Operands of dgrad and wgrad: "quantized" (cast anew) or "dequantized" (values of the codes of fprop; output
-    gradients are not rounded). Unset: as in the recipe
+    gradients are not rounded). Unset: the recipe's
     """
 
     high_precision_share: ShareBelowOne | None = None
@@ -147,9 +147,9 @@ class MXNorm:
     """
 
     eps: Amount | None = None
-    """Added to the squared RMS. Unset: the eps of the replaced norm"""
+    """Added to the squared RMS. Unset: the replaced norm's eps"""
     cache_weights: Free[bool] = True
-    """Cast every weight once per step when a step has several microbatches (gradient accumulation or a pipeline)"""
+    """Cast every weight once per step if a step has several microbatches (gradient accumulation, pipeline)"""
 
     group_linears: Free[bool] = True
     """Multiply the linears that share a norm in one GEMM. Only the order of sums changes"""
@@ -176,8 +176,8 @@ class FusedNorm:
 
     when_compiled: Literal["auto", "kernel", "formula"] = "auto"
     """
-    What runs in compiled layers: "kernel" (the kernel of mxtrain), "formula" (the formula of PyTorch, which the
-    compiler may fuse) or "auto" (the faster of both in our measurements)
+    What runs in compiled layers: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler may fuse) or "auto"
+    (the faster of both in our measurements)
     """
 
     filter_fqns: Names = field(default_factory=list)
@@ -210,13 +210,13 @@ class ModelArgs:
     n_kv_heads: Positive | None = None
     """Number of key and value heads; divides n_heads"""
     head_dim: Positive | None = None
-    """Features of a head; in llama3 and llama4 a head has dim / n_heads features"""
+    """Features of a head; llama3 and llama4 have dim / n_heads"""
     hidden_dim: Positive | None = None
     """Hidden features of a dense feed-forward. Unset: llama3 computes them from dim"""
     multiple_of: Positive | None = None
     """Hidden features are rounded up to a multiple of this"""
     ffn_dim_multiplier: FinitePositive | None = None
-    """Factor of the hidden features; without the factor they are 8/3 of dim"""
+    """Factor of the hidden features. Unset: they are 8/3 of dim"""
     enable_weight_tying: bool | None = None
     """The output head shares the weight of the embedding"""
     norm_eps: Amount | None = None
@@ -227,19 +227,19 @@ class ModelArgs:
     rope_theta: FinitePositive | None = None
     """Base of the rotary frequencies"""
     rope_factor: FinitePositive | None = None
-    """Factor by which the long rotary wavelengths are stretched; 1 stretches nothing"""
+    """Factor that stretches long rotary wavelengths; 1 stretches nothing"""
     rope_low_freq_factor: FinitePositive | None = None
     """Wavelengths longer than rope_original_seq_len / this are stretched by the whole factor"""
     rope_high_freq_factor: FinitePositive | None = None
     """Wavelengths shorter than rope_original_seq_len / this are not stretched"""
     rope_original_seq_len: Positive | None = None
-    """Number of positions of the model before the stretching"""
+    """Number of positions before the stretching"""
     num_experts: Positive | None = None
-    """Number of routed experts in a layer"""
+    """Routed experts of a layer"""
     num_shared_experts: NotNegative | None = None
-    """Number of experts that every token uses"""
+    """Experts that every token uses"""
     top_k: Positive | None = None
-    """Number of routed experts that a token uses"""
+    """Routed experts that a token uses"""
     load_balance_coeff: Amount | None = None
     """Step by which the bias that balances the experts changes; 0: no bias"""
     moe_inter_dim: Positive | None = None
@@ -268,7 +268,7 @@ class Data:
     """For "python": also read the source of installed packages; no package gives more than 20 % of the text"""
 
     vocab_size: Refused[VocabularySize] = 0
-    """Vocabulary size of the model, and of the tokenizer if one is built. 0: the vocabulary of the flavor"""
+    """Vocabulary size of the model, and of a tokenizer that is built. 0: the flavor's"""
     unseparated: Free[bool] = False
     """Accept a tokenizer that has neither a bos nor an eos token: nothing then separates documents"""
     max_bytes: NotNegative = 0
@@ -283,12 +283,12 @@ class Data:
     seed: NotNegative = 0
     """Seed of the order of the documents"""
     text_key: str = "text"
-    """Column or key that holds the text or the token ids, in JSONL, CSV, Parquet, Arrow and Hugging Face datasets"""
+    """Column or key of the text or token ids, in JSONL, CSV, Parquet, Arrow and Hugging Face datasets"""
     hf_config: str | None = None
     """For "hf": configuration of the dataset, such as "en" for allenai/c4"""
 
     cache_dir: Free[LocalPath] = ""
-    """Folder for tokenizers and prepared texts. Empty: $MXTRAIN_CACHE, or ~/.cache/mxtrain if that is not set"""
+    """Folder for tokenizers and prepared texts. Empty: $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
     prepared: Free[LocalPath] = ""
     """Name (a folder in data.cache_dir) or path of a prepared text; the source is then not read"""
 
@@ -315,14 +315,14 @@ class Metrics:
 
     on_nonfinite_loss: Literal["stop", "continue"] = "stop"
     """
-    What happens if a loss is not finite, or if a weight or optimizer state is not finite at a checkpoint or at the end:
-    "stop" (exit status 1) or "continue" (with a warning). Such a state is never saved
+    If a loss is not finite, or at a checkpoint or the end a weight or optimizer state: "stop" (exit status 1) or
+    "continue" (with a warning). Such a state is never saved
     """
 
     wandb_project: str = ""
-    """Project on wandb. Empty: $WANDB_PROJECT, or mxtrain if that is not set"""
+    """Project on wandb. Empty: $WANDB_PROJECT, else mxtrain"""
     wandb_name: str = ""
-    """Name of the run on wandb. Empty: $WANDB_RUN_NAME; if that is not set, model, flavor, converter, recipe and p"""
+    """Name of the run on wandb. Empty: $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
     wandb_group: str = ""
     """Group of the run on wandb. Empty: $WANDB_RUN_GROUP"""
     wandb_tags: Names = None
@@ -334,9 +334,9 @@ class Checkpoint:
     resume = Resume.FREE
 
     last_save_model_only: bool = False
-    """Save only the weights after the last step; no run can resume from this checkpoint"""
+    """Save only the weights after the last step; no run resumes from them"""
     verify: bool = False
-    """Keep a hash of every file, and compare hashes, not only sizes, before a checkpoint is loaded"""
+    """Keep a hash of every file, and compare hashes before a load, not only sizes"""
     may_change: Names = field(default_factory=list)
     """Full names of settings (mxnorm.p) that a resumed run may change although they make another experiment"""
 
