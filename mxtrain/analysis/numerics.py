@@ -113,8 +113,8 @@ def worst_modules(values: Values) -> list[tuple[str, str, float, float, str]]:
 
 
 def trend(bad: "pd.Series") -> str:
-    """Return "worse" or "better" if the values' ranks rise or fall by more than two standard errors, else "steady"."""
-    if len(bad) < 3:
+    """Return "worse" or "better" if ranks rise or fall by over two standard errors, "steady", or "-" if not known."""
+    if len(bad) < 3 or np.isinf(bad.iloc[-1]):
         return "-"
     with np.errstate(invalid="ignore"):
         r = np.corrcoef(bad.index, bad.rank())[0, 1]  # NaN of equal values
