@@ -136,8 +136,9 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, str]:
     from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
 
     values = by_figure(run.numerics)
-    bad, worst, step = badness(values), worst_modules(values), run.numerics[-1]["step"]
-    height = min(TALLEST, max(1.5, ROW * len(bad)))
+    bad, worst = badness(values), worst_modules(values)
+    step = bad.columns[-1][1]
+    height = np.clip(ROW * len(bad), 1.5, TALLEST)
     picture = Picture((PAGE, height + 4.2))
     picture.suptitle(literal(f"{run.name}: numerics of its modules up to step {step}"))
     above, below = picture.subfigures(2, 1, height_ratios=(2.2, height + 2))
