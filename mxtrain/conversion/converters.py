@@ -361,7 +361,7 @@ def _why_norm_stays(
         if reason := kept.get(linear) or survey.layers[linear].why_it_stays:
             return f"feeds {linear}, which {reason}"
     if uses.others[fqn]:
-        return f"feeds more than linears: {', '.join(sorted(uses.others[fqn]))}"
+        return f"feeds something other than a linear: {', '.join(sorted(uses.others[fqn]))}"
     if fqn in uses.overwritten:
         return "reads an input that is written to in place after it"
     if (mixtures := uses.mixtures.get(fqn)) and mixture is None:

@@ -286,14 +286,14 @@ class Plan:
             lines.append(f"  norms recognized: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
         texts = {fqn: str(swap) for fqn, swap in self.swaps.items()}
         texts |= {fqn: f"kept because it {reason}" for fqn, reason in self.skipped.items()}
-        shares: Counter[str] = Counter()
+        shares, total = Counter[str](), self._multiplications
         for name, use in self.weights.items():
             if not use.quantized:
                 module = name.rpartition(".")[0]
                 fqn = module if module in texts else name
                 note = use.note and f", {use.note}"  # the same for all weights of experts
                 texts[fqn] = texts.get(fqn, "in high precision").removesuffix(note) + note
-                shares[fqn] += use.multiplications / self._multiplications
+                shares[fqn] += use.multiplications / total
         for line, fqns in folded(texts).items():
             share = sum(shares[fqn] for fqn in fqns)
             lines.append(f"  {line}; {_percent(share)} of the multiplications" if share else f"  {line}")

@@ -45,7 +45,7 @@ CONVERTED = {
     "Gemma2": DENSE,  # two more norms feed no linear
 }
 REFUSED = {
-    "Olmo2": "post_attention_layernorm: it feeds more than linears: add",  # norms after attention and MLP
+    "Olmo2": "post_attention_layernorm: it feeds something other than a linear: add",  # norms after attention and MLP
 }
 
 

@@ -285,7 +285,7 @@ def test_gated_norms_convert_where_groups_are_whole_blocks_and_the_plan_names_th
     assert {fqn: reason for fqn, reason in plan.skipped.items() if fqn.endswith("norm")} == {
         "2.norm": "normalizes groups of 16 features, which are not whole blocks of 32",
         "3.norm": "multiplies by a gate after it normalizes",
-        "4.norm": "feeds more than linears: to in GatedBlock",
+        "4.norm": "feeds something other than a linear: to in GatedBlock",
     }
     model[:4](torch.randn(4, 64)).sum().backward()
     assert all(block.norm.weight.grad is not None for block in model[:4])

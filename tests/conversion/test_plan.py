@@ -88,7 +88,7 @@ def test_a_mode_that_no_device_of_the_machine_runs_is_refused(monkeypatch):
 
 def test_a_norm_stays_unless_it_provably_feeds_linears_alone():
     for uses, linears, reason in [
-        (Uses({"norm": ("wq",)}, {"norm": ("add", "mul")}, {"wq": 1}, ()), {}, "feeds more than linears: add, mul"),
+        (Uses({"norm": ("wq",)}, {"norm": ("add", "mul")}, {"wq": 1}, ()), {}, "feeds something .* a linear: add, mul"),
         (Uses({"norm": ()}, {"norm": ()}, {}, ()), {}, "feeds no linear"),
         (Uses({"norm": ()}, {"norm": ()}, {}, ("0, broken",)), {}, "feeds no linear; not followed: 0, bro"),
         (Uses({"norm": ("wq",)}, {"norm": ()}, {"wq": 2}, ()), {}, "feeds wq, which is called more than once"),
