@@ -95,7 +95,7 @@ class TrainingRun:
         try:
             super().train()
             # TorchTitan validates every validation.freq steps, which may leave out the last one.
-            if self.job_config.validation.enable and self.stop is None and self._validated < self._last_step:
+            if self.job_config.validation.enable and not self.is_stopping() and self._validated < self._last_step:
                 self.validator.validate(self.model_parts, self._last_step)
             self.may_save(self._last_step or self.step)  # which need not be saved, nor last where the text ends
         except NonFiniteError as error:
