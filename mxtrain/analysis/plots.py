@@ -67,7 +67,7 @@ def window(losses: "pd.Series", points: int | None) -> int:
 
 
 def moving_average(losses: "pd.Series", points: int) -> "pd.Series":
-    """Return the centred mean of up to ``points`` neighbours, an odd number. Non-finite values are skipped, and NaN.
+    """Return the centered mean of up to ``points`` neighbors, an odd number. Non-finite values are skipped, and NaN.
 
     At the start the window shrinks on both sides: the loss falls fast there, and a one-sided window would lie below
     the curve. At the end the loss is flat, and the window shrinks on one side only.
@@ -146,7 +146,7 @@ def plot(
 
     Args:
         differences: a second panel shows the losses of the other runs minus those of the first one.
-        smooth: number of neighbouring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
+        smooth: number of neighboring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
             of the longest curve. The plot states it.
         x: the x-axis.
 
