@@ -8,12 +8,15 @@ of them uploads one run (wandb 0.31). wandb's history only grows, so steps that 
 import glob
 import logging
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
+
+import numpy as np
 
 from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.runs import variant_of
@@ -36,6 +39,25 @@ TRAINING_KEYS = {
     "tokens_seen": "n_tokens_seen",
 }
 LOSS, VALIDATION_LOSS = TRAINING_KEYS["loss"], "validation_metrics/loss"
+# Beginning of the names of figures of a linear's casts. All casts share a curve.
+_CAST = re.compile(r"^(fprop|dgrad|wgrad)_(input|weight|grad)_")
+LOW_IS_BAD = ("_sqnr_db", "_min", "_min_exponent", "_r2", "_agreement", "_to_noise")
+"""Ends of the names of figures whose least value is the worst. The worst value of another figure is the largest"""
+
+
+def overview(metrics: dict) -> dict:
+    """Return metrics with the worst value over all modules in the place of every module's figures, about 20 values.
+
+    "numerics/worst/cast_sqnr_db" is the least SQNR among all casts of all modules. NaN is worse than any number.
+    """
+    shown = {}
+    for key, value in metrics.items():
+        if key.startswith(NUMERICS):
+            figure = _CAST.sub("cast_", key.rpartition("/")[2]).removesuffix("_worst_expert")
+            key, worst = f"{NUMERICS}worst/{figure}", np.minimum if figure.endswith(LOW_IS_BAD) else np.maximum
+            value = float(worst(value, shown.get(key, value)))
+        shown[key] = value
+    return shown
 
 
 class MetricsFileLogger:
@@ -111,9 +133,8 @@ class ProgressLogger:
             first_step, first_time = self.first
             left = (self.steps - step) * (now - first_time) / (step - first_step)
             words.append(f"{timedelta(seconds=round(left))} left")
-        words.append(f"{row['tflops']:,.4g} TFLOP/s{self.each}")
-        if "mfu" in row:
-            words.append(f"MFU {row['mfu']:.1f} %")
+        if "mfu" in row:  # the device's peak is known
+            words += [f"{row['tflops']:,.4g} TFLOP/s{self.each}", f"MFU {row['mfu']:.1f} %"]
         show_line("  ".join(words))
 
     def close(self) -> None:
@@ -169,7 +190,7 @@ class WandbLogger:
             earlier = None
         run_id, self.last_step = earlier or (None, 0)
         self.has_failed = False
-        with patch.dict(os.environ, wandb_variables(job["metrics"], facts, run_id)):
+        with patch.dict(os.environ, wandb_variables(job, facts, run_id)):
             os.environ.pop("WANDB_RUN_TAGS", None)  # a text, which TorchTitan hands on as a list: a tag per letter
             # The variable comes too late: wandb reads the environment once per process.
             if wandb.setup().settings.mode == "online" and not wandb.login(verify=False, prompt=False):
@@ -182,8 +203,15 @@ class WandbLogger:
         self.run.config.update({key: value for key, value in facts.items() if key not in job}, allow_val_change=True)
 
     def log(self, metrics: dict, step: int) -> None:
+        """Log an overview of the figures of diagnostics, and a table of all of them; other metrics as they are."""
+        import wandb
+
+        shown = overview(metrics)
+        figures = [[*key.split("/")[1:], value] for key, value in metrics.items() if key.startswith(NUMERICS)]
+        if figures:
+            shown[f"{NUMERICS}all"] = wandb.Table(["module", "figure", "value"], figures)
         if step > self.last_step:
-            self._try(lambda: self.logger.log(metrics, step))
+            self._try(lambda: self.logger.log(shown, step))
 
     def log_event(self, step: int, text: str) -> None:
         """Log a text with a step, in the column "event"; the run's summary keeps the last one."""
@@ -202,23 +230,26 @@ class WandbLogger:
             self.has_failed = True
 
 
-def wandb_variables(metrics: dict, facts: dict, run_id: str | None) -> dict[str, str]:
+def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str]:
     """Return the environment variables by which TorchTitan and wandb name the run.
 
     Each comes from the first of these that says something: the section [metrics], the environment, the run's own facts.
     A run that continues keeps the name that it has on the server, where a user may have changed it.
 
     Args:
-        metrics: the section of the job config. Without mxtrain's config module it has no settings of wandb.
+        job: the sections of the job config. Without mxtrain's config module, [metrics] has no settings of wandb.
         facts: of the run, as in run.json.
         run_id: of the wandb run that goes on, if any.
     """
-    env, tags = os.environ.get, metrics.get("wandb_tags")
+    env, metrics = os.environ.get, job["metrics"]
+    tags = metrics.get("wandb_tags")
     found = {name: env(name, value) for name, value in WANDB_DEFAULTS.items()}
     if run_id:
         found |= {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
     elif not env("WANDB_RUN_NAME"):
-        found["WANDB_RUN_NAME"] = f"{facts['model']} {facts['flavor']} {variant_of(facts)}"
+        sizes = [f"{name}={value}" for name, value in facts.get("model_args", {}).items()]
+        seed = [f"seed {seed}"] if (seed := job.get("debug", {}).get("seed")) is not None else []
+        found["WANDB_RUN_NAME"] = " ".join([facts["model"], facts["flavor"], *sizes, variant_of(facts), *seed])
     given = {"PROJECT": "project", "RUN_NAME": "name", "RUN_GROUP": "group"}
     found |= {f"WANDB_{name}": metrics[f"wandb_{key}"] for name, key in given.items() if metrics.get(f"wandb_{key}")}
     words = env("WANDB_RUN_TAGS") if tags is None else ",".join(tags)

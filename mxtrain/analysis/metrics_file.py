@@ -1,12 +1,12 @@
 """Reads and writes ``metrics.jsonl``: one JSON object per logged step, in the order of logging.
 
-A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` and ``tflops`` (per
-device), ``mfu`` (percent of the peak in bf16, for GPUs whose peak TorchTitan knows), ``memory_gib`` (peak since the
-previous row), ``tokens_seen`` and ``time`` (Unix seconds). A loss that ends the run between logged steps has ``step``,
-``loss``, ``tokens_seen`` and ``time``. A validation row has ``step``, ``validation_loss`` and ``time``. A row of
-diagnostics has ``step``, the figures of ``mxtrain.analysis.numerics`` and ``time``. An event row has ``step``,
-``event`` and ``time``: a text that says what changes with this step, such as another recipe or a setting of a resumed
-run, or that weights after it are not finite, which ends the run.
+A training row has ``step``, ``loss``, ``max_loss``, ``grad_norm``, ``lr``, ``tokens_per_second`` (per device),
+``tflops`` (per device) and ``mfu`` (percent of the peak in bf16) for GPUs whose peak TorchTitan knows, ``memory_gib``
+(peak since the previous row), ``tokens_seen`` and ``time`` (Unix seconds). A loss that ends the run between logged
+steps has ``step``, ``loss``, ``tokens_seen`` and ``time``. A validation row has ``step``, ``validation_loss`` and
+``time``. A row of diagnostics has ``step``, the figures of ``mxtrain.analysis.numerics`` and ``time``. An event row has
+``step``, ``event`` and ``time``: a text that says what changes with this step, such as another recipe or a setting of a
+resumed run, or that weights after it are not finite, which ends the run.
 
 JSON has no NaN or infinity. Such a value is written as null, and the row's extra key ``nonfinite`` holds its name:
 ``{"step": 7, "loss": null, ..., "nonfinite": {"loss": "nan"}}``. Any JSON reader can parse the line and sees a

@@ -1,6 +1,9 @@
 """Formats runs as text: a table of several runs, and the summary printed after a run."""
 
+import math
 import os
+import statistics
+from itertools import pairwise
 from textwrap import indent
 
 from mxtrain.analysis.plots import plot
@@ -79,9 +82,14 @@ def _verdict(run: Run) -> str:
     if problem := run.nonfinite_loss:
         return problem.removeprefix("its ").replace("not finite", "NOT FINITE")
     steps = run.training[-1]["step"]
-    if len(run.training) == 1:
-        return f"one logged step ({steps})"
-    moved = "fell" if run.tail_loss < run.first_loss else "DID NOT FALL"
+    if len(run.training) < 3:
+        return f"{len(run.training)} of {steps} steps logged"
+    # The noise is the standard deviation of one loss. It is estimated from neighbors among the last 10 % of the losses,
+    # or the last three: the difference of two neighbors has twice the variance, and hardly any trend.
+    losses = [row["loss"] for row in run.training[-max(3, round(0.1 * len(run.training))) :]]
+    noise = math.sqrt(statistics.fmean((b - a) ** 2 for a, b in pairwise(losses)) / 2)
+    change = run.tail_loss - run.first_loss
+    moved = "unchanged" if abs(change) <= 2 * noise else "fell" if change < 0 else "rose"
     return f"{moved} over {steps} steps (mean of the last 10 %: {form(run.tail_loss)})"
 
 

@@ -94,23 +94,16 @@ def note(text: str) -> None:
     logger.info(text)
 
 
-def note_conversion(name: str, headline: str, details: str) -> None:
-    """Show in one line what a converter did, and write the whole of it to the run's ``conversion.txt``.
-
-    Args:
-        name: of the converter, with its recipe and mode if it has some: "mxnorm mxfp8 p=2 (reference)".
-        headline: what it did, in one line: "12 norms and 36 linears swapped, 5 kept".
-        details: the list of modules, one a line.
-    """
-    headline = f"{name}: {headline}"
-    logger.info(f"{headline}\n{details}")
+def note_conversion(report: str) -> None:
+    """Show the first line of the report on a conversion, and write all of it to the run's ``conversion.txt``."""
+    logger.info(report)
     if _folder is None:
         return
-    path = _folder / CONVERSION_FILE
+    path, headline = _folder / CONVERSION_FILE, report.partition("\n")[0]
     with go_on_without(path):
         with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{headline}\n{details}\n")
-        headline = f"{headline}; details in {path}"
+            file.write(f"{report}\n")
+        headline += f"; details in {path}"
     show_line(headline)
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -196,7 +195,7 @@ def _sections(words: list[str]) -> Iterator[str]:
         if plan is None:
             yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"
         else:
-            yield f"{name}: {plan.headline}\n{_grouped(plan.details)}"
+            yield str(plan)
     if entries := schedule_in(job_config):
         yield "\n".join(["precision schedule", *(f"  {entry} ({entry.name})" for entry in entries)])
 
@@ -210,10 +209,3 @@ def _fewest_processes(parallelism) -> int:
         shards = experts // math.gcd(experts, context_tensor)
     replicas, pipeline = parallelism.data_parallel_replicate_degree, parallelism.pipeline_parallel_degree
     return shards * replicas * pipeline * context_tensor
-
-
-def _grouped(details: str) -> str:
-    """Join the lines of a conversion that differ in the number of the layer only."""
-    counts = Counter(re.sub(r"\blayers\.\d+\b", "layers.*", line.strip()) for line in details.splitlines())
-    width = max((len(str(count)) for count in counts.values()), default=0)
-    return "\n".join(f"  {count:>{width}} x  {line}" for line, count in counts.items())

@@ -10,8 +10,9 @@ from typing import ClassVar, get_args
 
 import torch.nn as nn
 
+from mxtrain.analysis.runs import variant_of
 from mxtrain.conversion.layers import MixtureFacts
-from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter, weight_uses
+from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter, folded, weight_uses
 from mxtrain.conversion.survey import Survey, selected
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
@@ -80,17 +81,10 @@ class Converter(ABC):
         """The modules that the user named, and those that no converter can swap -> the reason to keep them."""
         patterns = self.filter_fqns or ()
         named = [fqn for pattern in patterns for fqn in selected(survey.fqns, pattern, "filter_fqns")]
-        return {**survey.unswappable, **dict.fromkeys(named, "named in filter_fqns")}
+        return {**survey.unswappable, **dict.fromkeys(named, "is named in filter_fqns")}
 
     def _nothing_to_convert(self, survey: Survey, skipped: Mapping[str, str]) -> ConfigError:
-        # A large model has hundreds of modules that stay for the same reason.
-        by_reason: dict[str, list[str]] = {}
-        for fqn, reason in skipped.items():
-            by_reason.setdefault(reason, []).append(fqn)
-        left = "".join(
-            f"\n  {first}{f' and {len(others)} more' if others else ''}: {reason}"
-            for reason, (first, *others) in by_reason.items()
-        )
+        left = "".join(f"\n  {line}" for line in folded({fqn: f"it {reason}" for fqn, reason in skipped.items()}))
         way_out = f"\n{self.way_out}" if self.way_out else ""
         return ConfigError(f"converter = {self.name!r} finds nothing to convert in this {survey.kind}{left}{way_out}")
 
@@ -169,8 +163,10 @@ class MXLinearConverter(Converter):
                     check_tiles(experts.in_features, experts.out_features, recipes[fqn], self._mode_on(survey))
         weights = weight_uses(survey.weights, recipes)
         _, share = self._last_blocks(survey)
-        notes = (self._execution(survey), share) if share else (self._execution(survey),)
-        return Plan(swaps, skipped, self.default_recipe, weights, notes)
+        check_mode(self.mode)
+        variant = variant_of({**vars(self), "converter": self.name, "recipe": self.default_recipe.name})
+        converter = f"{variant}, mode {self._mode_on(survey)}"
+        return Plan(swaps, skipped, weights, tuple(filter(None, [share])), converter)
 
     def _plan_norms(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
@@ -196,7 +192,7 @@ class MXLinearConverter(Converter):
             setting_of |= dict.fromkeys(hits, f"recipes.{pattern!r} = {getattr(written, 'name', written)!r}")
         no_codes = ", whose fprop has no codes to decode"
         high_precision = {
-            fqn: f"left in high precision by {setting_of[fqn]}{no_codes * ('dequantized' in setting_of[fqn])}"
+            fqn: f"is left in high precision by {setting_of[fqn]}{no_codes * ('dequantized' in setting_of[fqn])}"
             for fqn, recipe in recipe_of.items()
             if recipe.name == HIGH_PRECISION_RECIPE
         }
@@ -217,7 +213,7 @@ class MXLinearConverter(Converter):
                 if self.refuses_odd_sizes and 1 not in (layer.in_features, layer.out_features):
                     with self._advice(survey, fqn):
                         raise
-                kept[fqn] = str(error)
+                kept[fqn] = f"does not fit: {error}"
         return recipe_of, kept
 
     def _last_blocks(self, survey: Survey) -> tuple[dict[str, str], str]:
@@ -238,7 +234,7 @@ class MXLinearConverter(Converter):
         words = f"{count} of {len(blocks)} blocks"
         last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
         kept = [fqn for fqn in survey.fqns if f"{fqn}.".startswith(last)]
-        return dict.fromkeys(kept, f"in the last {words} ({setting})"), f"{setting} keeps {words}" if value else ""
+        return dict.fromkeys(kept, f"is in the last {words} ({setting})"), f"{setting} keeps {words}" if value else ""
 
     def _plan_layers(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str]
@@ -269,15 +265,6 @@ class MXLinearConverter(Converter):
         if self.filter_fqns is not None or not survey.heads:
             return ""
         return f", together with the output head: {', '.join(survey.heads)}"
-
-    def _execution(self, survey: Survey) -> str:
-        """The mode in words: the layers keep "auto", which follows the model from device to device."""
-        check_mode(self.mode)
-        if self.mode != "auto":
-            return f"mode {self.mode}"
-        device_type = survey.device_type or default_device_type()
-        where = ", where the parameters are" if survey.device_type else ""
-        return f'mode {self._mode_on(survey)} on {device_type}{where}; "auto" follows the device'
 
     def _mode_on(self, survey: Survey) -> str:
         """The mode that the layers compute in, on the device of the parameters or, without one, of this machine."""
@@ -370,21 +357,24 @@ def _why_norm_stays(
         linears = [*mixture.linears, mixture.experts]
     if reason := kept.get(fqn) or survey.norms[fqn].why_it_stays:
         return reason
+    for linear in linears:
+        if reason := kept.get(linear) or survey.layers[linear].why_it_stays:
+            return f"feeds {linear}, which {reason}"
     if uses.others[fqn]:
-        return f"its output is used by {', '.join(sorted(uses.others[fqn]))}"
+        return f"feeds something other than a linear: {', '.join(sorted(uses.others[fqn]))}"
     if fqn in uses.overwritten:
-        return "its input is written to in place after it"
+        return "reads an input that is written to in place after it"
     if (mixtures := uses.mixtures.get(fqn)) and mixture is None:
         return f"feeds {', '.join(mixtures)}, a mixture of experts"
-    if mixture is not None and (reason := _why_mixture_stays(mixture, survey, recipe_of, kept)):
-        return reason
+    if mixture is not None:
+        gate = survey.linears[mixture.gate]
+        if mixture.gate in kept or gate.kind not in ("Linear", DecomposeKRouter.__name__):
+            return f"feeds {mixture.gate}, which {kept.get(mixture.gate, f'is a {gate.kind}')}"
+        if fmt := recipe_of[mixture.experts].fprop.tensor_scaled:
+            return f"feeds {mixture.experts}, whose fprop in {fmt} would round the norm's rows a second time"
     if not linears:
         unfollowed = f"; not followed: {uses.unfollowed[0]}" if uses.unfollowed else ""
-        return f"no linear was seen to use its output{unfollowed}"
-    if kept_linears := [linear for linear in linears if linear in kept]:
-        return f"feeds {', '.join(kept_linears)}, {kept[kept_linears[0]]}"
-    if gates := [linear for linear in uses.linears[fqn] if survey.linears[linear].is_gate]:
-        return f"feeds {', '.join(gates)}, the gate of a router"
+        return f"feeds no linear{unfollowed}"
     if mixture is None and (again := [linear for linear in dict.fromkeys(linears) if uses.calls[linear] != 1]):
         return f"feeds {', '.join(again)}, which is called more than once"
     group, block = survey.norms[fqn].group_size, max(recipe_of[linear].fprop.block_size for linear in linears)
@@ -393,21 +383,6 @@ def _why_norm_stays(
     if len({recipe_of[linear].fprop for linear in linears}) > 1:
         fprops = ", ".join(f"{linear}: {recipe_of[linear].fprop.name}" for linear in linears)
         return f"feeds linears with different recipes of fprop ({fprops})"
-    return None
-
-
-def _why_mixture_stays(
-    mixture: MixtureFacts, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
-) -> str | None:
-    """Why a mixture cannot take the result of an MXNorm; None if it can."""
-    gate = survey.linears[mixture.gate]
-    if mixture.gate in kept or gate.kind not in ("Linear", DecomposeKRouter.__name__):
-        return f"feeds {mixture.gate}, {kept.get(mixture.gate, f'a {gate.kind}')}"
-    for part in (*mixture.linears, mixture.experts):
-        if reason := survey.layers[part].why_it_stays:
-            return f"feeds {part}, which {reason}"
-    if fmt := recipe_of[mixture.experts].fprop.tensor_scaled:
-        return f"feeds {mixture.experts}, whose fprop in {fmt} would round the norm's rows a second time"
     return None
 
 
@@ -438,7 +413,7 @@ class FusedNormConverter(Converter):
         # A model whose norms an earlier conversion has turned into MXNorms needs nothing.
         if not swaps and "MXNorm" not in survey.converted.values():
             raise self._nothing_to_convert(survey, skipped)
-        return Plan(swaps, skipped)
+        return Plan(swaps, skipped, converter=self.name)
 
 
 @dataclass(kw_only=True)
@@ -454,13 +429,13 @@ class DecomposeKRouterConverter(Converter):
             if not linear.is_gate:
                 continue
             if fqn in kept or not linear.is_plain:
-                skipped[fqn] = kept.get(fqn, f"is a {linear.kind}")
+                skipped[fqn] = kept.get(fqn, f"is of class {linear.kind}")
             else:
                 swaps[fqn] = ToRouter(DecomposeKRouter)
         # An earlier conversion may have turned them into MXNormRouters.
         if not swaps and "MXNormRouter" not in survey.converted.values():
             raise self._nothing_to_convert(survey, skipped)
-        return Plan(swaps, skipped)
+        return Plan(swaps, skipped, converter=self.name)
 
 
 CONVERTERS = {

@@ -30,7 +30,7 @@ class Uses:
     """What uses the outputs of norms.
 
     Attributes:
-        linears: norm FQN -> FQNs of the linears that multiply its output, in order.
+        linears: norm FQN -> FQNs of the linears that multiply its output, or a part of it, in order.
         others: norm FQN -> everything else that uses its output.
         calls: FQN of a norm or linear -> how often it is called.
         unfollowed: modules that cannot run without data, and why.
@@ -130,6 +130,7 @@ class _Watcher(TorchFunctionMode):
         self._modules, self._linears, self._mixtures = modules, {*linears}, mixtures
         # Outputs are kept alive: Python gives the id of a collected tensor to another one.
         self._outputs: dict[int, tuple[str, torch.Tensor]] = {}
+        self._parts: dict[int, tuple[str, torch.Tensor]] = {}  # of outputs
         for fqn, module in modules.items():
             module.forward = self._watched(fqn, module.forward)
 
@@ -147,8 +148,8 @@ class _Watcher(TorchFunctionMode):
                     return self._like(given[0])
                 if fqn in self.uses.calls:
                     self.uses.calls[fqn] += 1
-                if fqn in self._linears:
-                    for norm in norms:
+                if isinstance(self._modules[fqn], nn.Linear):
+                    for norm in (*norms, *(self._parts[id(x)][0] for x in given if id(x) in self._parts)):
                         self.uses.linears[norm].append(fqn)
                 output = forward(*args, **kwargs)
             except Exception as error:
@@ -193,10 +194,12 @@ class _Watcher(TorchFunctionMode):
             # A property's getter is called __get__; the property itself has the telling name.
             named = getattr(func, "__self__", None) if getattr(func, "__name__", "") == "__get__" else func
             # Many layers have modules of the same class.
-            module = self._modules[self.running]
-            user = self.running if isinstance(module, nn.Linear) else type(module).__name__
-            self.note_other_use((args, kwargs), f"{getattr(named, '__name__', str(func))} in {user}")
-        return func(*args, **kwargs)
+            user = type(self._modules[self.running]).__name__
+            self.note_other_use((args, kwargs), f"{getattr(named, '__name__', str(func)).strip('_')} in {user}")
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.__getitem__:  # models of transformers give their head the last tokens
+            self._parts |= {id(result): (norm, result) for norm in self._norms_of(args[0])}
+        return result
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

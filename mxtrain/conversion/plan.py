@@ -1,8 +1,9 @@
 """What every module of a model becomes, or why it stays: a value that can be printed and tested without a model."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch.nn as nn
@@ -70,6 +71,12 @@ class ToMXNorm:
     mixture: MixtureFacts | None = None
     ratio: float = 1.0
 
+    def __str__(self) -> str:
+        fed = self.feeds if self.mixture is None else (self.mixture.gate, *self.feeds, self.mixture.experts)
+        kind = "GatedMXNorm" if self.norm.group_size else "MXNorm"
+        names = ", ".join(fqn.rpartition(".")[2] for fqn in fed)
+        return f"{kind}{' with the exact RMS' if self.estimator == 'exact' else ''}, feeds {names}"
+
     def build(self, fqn: str, old: nn.Module) -> MXNorm:
         """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
         norm = self.norm.as_norm(old)
@@ -96,6 +103,9 @@ class ToQuantized:
     mode: str
     seed: int
 
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}, {self.recipe.name}"
+
     def build(self, fqn: str, old: nn.Module) -> QuantizedLayer:
         """The layer that takes the place of ``old``, called ``fqn``; they share the parameters."""
         make = QuantizedExperts.from_experts if self.kind is QuantizedExperts else self.kind.from_linear
@@ -111,6 +121,9 @@ class ToFusedNorm:
     norm: NormFacts
     when_compiled: str
 
+    def __str__(self) -> str:
+        return FUSED_NORMS[self.norm.kind].__name__
+
     def build(self, fqn: str, old: nn.Module) -> FusedNorm:
         """The fused norm that takes the place of ``old``; they share the parameters."""
         return FUSED_NORMS[self.norm.kind].from_norm(self.norm.as_norm(old), when_compiled=self.when_compiled)
@@ -121,6 +134,9 @@ class ToRouter:
     """The gate of a router becomes a DecomposeKRouter, or an MXNormRouter behind an MXNorm."""
 
     kind: type[DecomposeKRouter] | type[MXNormRouter]
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__}, in high precision"
 
     def build(self, fqn: str, old: nn.Linear) -> DecomposeKRouter | MXNormRouter:
         """The router that takes the place of ``old``; they share the parameters."""
@@ -141,6 +157,34 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+# A number in an FQN, such as a layer's; not a number in the middle of a text.
+_NUMBER = re.compile(r"(?<=[A-Za-z_]\.)\d+\b")
+
+
+def folded(texts: Mapping[str, str]) -> dict[str, list[str]]:
+    """Lines about modules -> FQNs of the modules in each line. Modules that differ only in numbers share a line.
+
+    Args:
+        texts: FQN of a module -> text about the module: two layers give "layers.0-1.wo: MXLinear, mxfp8".
+    """
+    alike = defaultdict(list)
+    for fqn, text in texts.items():
+        alike[_NUMBER.sub("*", fqn), _NUMBER.sub("*", text)].append(fqn)
+    lines = {}
+    for (_, text), fqns in alike.items():
+        ranges = map(_ranges, zip(*(map(int, _NUMBER.findall(fqn)) for fqn in fqns)))
+        name = _NUMBER.sub(lambda _: next(ranges), fqns[0])  # noqa: B023
+        lines[f"{name}: {text if len(fqns) > 1 else texts[fqns[0]]}"] = fqns
+    return lines
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers in words: "0-3" or "0,2,3"."""
+    ordered = sorted({*numbers})
+    is_range = len(ordered) > 1 and ordered == [*range(ordered[0], ordered[-1] + 1)]
+    return f"{ordered[0]}-{ordered[-1]}" if is_range else ",".join(map(str, ordered))
+
+
 @dataclass(frozen=True)
 class Plan:
     """The conversion of one model by one converter.
@@ -148,17 +192,17 @@ class Plan:
     Attributes:
         swaps: FQN of a module -> what it becomes.
         skipped: FQN of all norms, linears, experts and gates that the converter looked at and keeps -> the reason.
-        recipe: the recipe of all linears and experts but those in ``recipes``; None for converters without recipes.
         weights: every parameter with two or more dimensions -> its multiplications, and whether they are quantized;
             empty for converters without recipes.
-        notes: in words, the execution mode, how many blocks stay, and what the survey could not see.
+        notes: in words, how many blocks stay.
+        converter: its name, recipe, p and mode, in words: "mxnorm mxfp8 p=2, mode native".
     """
 
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
-    recipe: LinearRecipe | None = None
     weights: Mapping[str, WeightUse] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    converter: str = ""
 
     def _swaps_to(self, kind: type) -> dict[str, Swap]:
         return {fqn: swap for fqn, swap in self.swaps.items() if isinstance(swap, kind)}
@@ -176,8 +220,7 @@ class Plan:
     @property
     def mixtures(self) -> dict[str, MixtureFacts]:
         """The norms among ``norms`` that feed a mixture of experts -> the mixture."""
-        found = {fqn: swap.mixture for fqn, swap in self._swaps_to(ToMXNorm).items()}
-        return {fqn: mixture for fqn, mixture in found.items() if mixture is not None}
+        return {fqn: swap.mixture for fqn, swap in self._swaps_to(ToMXNorm).items() if swap.mixture is not None}
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -205,21 +248,11 @@ class Plan:
         return list(self._swaps_to(ToRouter))
 
     @property
-    def recipes(self) -> dict[str, str]:
-        """FQN of all linears and experts whose recipe is not ``recipe`` -> the name of their recipe."""
-        quantized = self._swaps_to(ToQuantized)
-        return {fqn: swap.recipe.name for fqn, swap in quantized.items() if swap.recipe != self.recipe}
-
-    @property
     def quantized_share(self) -> float:
         """Share of the multiplications by weights that are quantized, 0 to 1 (see ``find_weights``)."""
         if not self.weights:
             return 0.0
         return sum(use.multiplications * use.quantized for use in self.weights.values()) / self._multiplications
-
-    def share(self, weight: str) -> float:
-        """Share of ``weight`` in the multiplications by all weights, 0 to 1."""
-        return self.weights[weight].multiplications / self._multiplications
 
     @property
     def _multiplications(self) -> float:
@@ -227,7 +260,7 @@ class Plan:
 
     @property
     def headline(self) -> str:
-        """The numbers of modules that are swapped and kept, and the share of multiplications quantized, in one line."""
+        """The converter, numbers of swapped and kept modules, and the share of multiplications that is quantized."""
         counts = [
             (len(self.norms) + len(self.fused_norms), "norm", "norms"),
             (sum(map(len, self.norms.values())) + len(self.linears), "linear", "linears"),
@@ -236,30 +269,34 @@ class Plan:
         ]
         words = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
         swapped = " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-        line = f"{swapped or 'nothing'} swapped, {len(self.skipped)} kept"
+        line = f"{self.converter}: {swapped or 'nothing'} swapped, {len(self.skipped)} kept"
         if not self.weights:
             return line
         return f"{line}; {_percent(self.quantized_share)} of the weights' multiplications are quantized"
 
     @property
     def details(self) -> str:
-        """The mode, how norms were recognised, what a module becomes or why it stays, the weights in high precision."""
-        recipes = self.recipes
-        named = {fqn: f"{fqn} ({recipes[fqn]})" if fqn in recipes else fqn for fqn in self.swaps}
+        """The notes, how norms were recognized, and what every module becomes or why it stays.
+
+        Layers with the same text share a line. Modules in high precision have their share of the multiplications.
+        """
         kinds = Counter(swap.norm.recognised for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
         lines = [f"  {note}" for note in self.notes]
         if kinds:
-            lines.append(f"  norms recognised: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
-        for norm, linears in self.norms.items():
-            mixture = self.mixtures.get(norm)
-            fed = [*linears] if mixture is None else [mixture.gate, *linears, mixture.experts]
-            lines.append(f"  {norm} -> {', '.join(named[fqn] for fqn in fed)}")
-        lines += [f"  {named[fqn]}" for fqn in (*self.linears, *self.experts, *self.fused_norms, *self.gates)]
-        lines += [f"  kept: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
+            lines.append(f"  norms recognized: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
+        texts = {fqn: str(swap) for fqn, swap in self.swaps.items()}
+        texts |= {fqn: f"kept because it {reason}" for fqn, reason in self.skipped.items()}
+        shares, total = Counter[str](), self._multiplications
         for name, use in self.weights.items():
             if not use.quantized:
-                note = f" ({use.note})" if use.note else ""
-                lines.append(f"  in high precision: {name}: {_percent(self.share(name))} of the multiplications{note}")
+                module = name.rpartition(".")[0]
+                fqn = module if module in texts else name
+                note = use.note and f", {use.note}"  # the same for all weights of experts
+                texts[fqn] = texts.get(fqn, "in high precision").removesuffix(note) + note
+                shares[fqn] += use.multiplications / total
+        for line, fqns in folded(texts).items():
+            share = sum(shares[fqn] for fqn in fqns)
+            lines.append(f"  {line}; {_percent(share)} of the multiplications" if share else f"  {line}")
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -322,7 +322,7 @@ class Metrics:
     wandb_project: str = ""
     """Project on wandb. Empty: $WANDB_PROJECT, else mxtrain"""
     wandb_name: str = ""
-    """Name of the run on wandb. Empty: $WANDB_RUN_NAME, else model, flavor, converter, recipe and p"""
+    """Name of the run on wandb. Empty: $WANDB_RUN_NAME, else model, flavor, sizes, converter, recipe, p and seed"""
     wandb_group: str = ""
     """Group of the run on wandb. Empty: $WANDB_RUN_GROUP"""
     wandb_tags: Names = None

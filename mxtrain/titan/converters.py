@@ -105,16 +105,12 @@ class TitanConverter:
         blocks = getattr(model, "layers", None)
         kinds = {repr(block) for block in blocks.children()} if isinstance(blocks, nn.Module) else ()
         allow_graphs(GRAPHS * len(kinds))  # as many for every kind of block as for blocks that are all alike
-        note_conversion(self._description(), plan.headline, plan.details)
+        note_conversion(str(plan))
 
     def apply_to(self, model: nn.Module) -> Plan:
         """Convert one of TorchTitan's language models in place, and return the plan that was carried out."""
         with self._full_names():
             return apply(self.converter, model, engine().example_inputs(model))
-
-    def _description(self) -> str:
-        """The converter in a few words, for the terminal."""
-        return self.name
 
     def post_optimizer_hook(self, model) -> None:
         """Does nothing: weights are cast in every forward, or before the first one of a step."""
@@ -156,11 +152,6 @@ class QuantizingConverter(TitanConverter):
                 f"{self.name}: stochastic rounding takes its random bits from PyTorch's generator, because this "
                 "trainer does not set the step: a resumed run will not repeat them; train with -m mxtrain.train instead"
             )
-
-    def _description(self) -> str:
-        norms = self.converter
-        rms = "" if self.name == "mx_linear" else " exact" if norms.estimator == "exact" else f" p={norms.p}"
-        return f"{self.name} {norms.default_recipe.name}{rms} ({_mode_of(norms)})"
 
 
 def titan_converter(name: str, job_config, parallel_dims=None) -> TitanConverter:

@@ -24,6 +24,7 @@ from mxtrain.analysis.loggers import (
     WandbLogger,
     earlier_wandb_run,
     first_line,
+    overview,
     wandb_facts,
 )
 from mxtrain.checkpoints.folder import package_versions
@@ -47,10 +48,13 @@ class Loggers(LoggerContainer):
     to_file: MetricsFileLogger | None = None
     to_wandb: WandbLogger | None = None
     knows_peak = True
-    """Whether TorchTitan knows the device's peak; otherwise no logger gets the MFU"""
+    """Whether TorchTitan knows the device's peak; otherwise no logger gets TFLOP/s and MFU"""
 
     def log(self, metrics: dict, step: int) -> None:
-        super().log({n: value for n, value in metrics.items() if self.knows_peak or n != TRAINING_KEYS["mfu"]}, step)
+        left_out = () if self.knows_peak else (TRAINING_KEYS["tflops"], TRAINING_KEYS["mfu"])
+        metrics = {name: value for name, value in metrics.items() if name not in left_out}
+        for one in self._loggers:
+            one.log(metrics if one in (self.to_file, self.to_wandb) else overview(metrics), step)
 
 
 def build_metrics_processor(job_config, parallel_dims, model_args=None) -> MetricsProcessor:

@@ -51,7 +51,7 @@ class TrainingRun:
     """
 
     stop: Stop | None = None
-    _last_step = 0
+    _last_step = _validated = 0
     _looked_at: int | None = None
 
     def __init__(self, settings: Settings, find: Callable[[], Start], found: Start | None):
@@ -94,6 +94,9 @@ class TrainingRun:
     def train(self):
         try:
             super().train()
+            # TorchTitan validates every validation.freq steps, which may leave out the last one.
+            if self.job_config.validation.enable and not self.is_stopping() and self._validated < self._last_step:
+                self.validator.validate(self.model_parts, self._last_step)
             self.may_save(self._last_step or self.step)  # which need not be saved, nor last where the text ends
         except NonFiniteError as error:
             self._log_end(error)
@@ -231,6 +234,7 @@ class TrainingRun:
     def _log_validation(self, log: Callable, loss: float, step: int, **more) -> None:
         """Log a validation. Stop or warn if its loss is not finite but the weights are."""
         log(loss, step, **more)
+        self._validated = step
         found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
         if found and self.may_save(step):
             self._watch.end(NonFiniteError(f"step {step}: the validation loss is {found}", step))

@@ -28,17 +28,17 @@ def test_progress_shows_speed_and_the_time_left_from_the_steps_after_the_first(m
     monkeypatch.setattr(loggers.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(loggers, "show_line", shown.append)
     progress = ProgressLogger(steps=1000, processes=2)
-    row = {"loss_metrics/global_avg_loss": float("nan"), "throughput(tps)": 1234.5, "tflops": 1212.3}
+    row = {"loss_metrics/global_avg_loss": float("nan"), "throughput(tps)": 1234.5}
     progress.log(row, 1)
-    progress.log({**row, "grad_norm": 0.12345, "mfu(%)": 41.25}, 11)
+    progress.log({**row, "grad_norm": 0.12345, "tflops": 1212.3, "mfu(%)": 41.25}, 11)
     progress.log({"validation_metrics/loss": 2.0}, 11)
-    progress.log({"loss_metrics/global_avg_loss": 1.0, "throughput(tps)": 10.0, "tflops": 0.012345}, 1000)
+    progress.log({"loss_metrics/global_avg_loss": 1.0, "throughput(tps)": 10.0}, 1000)
     assert shown == [
-        "step    1/1000  loss nan  1,234 tokens/s per device  1,212 TFLOP/s per device",
+        "step    1/1000  loss nan  1,234 tokens/s per device",
         "step   11/1000  loss nan  grad norm 0.123  1,234 tokens/s per device  1:38:54 left  1,212 TFLOP/s per device"
         "  MFU 41.2 %",
         "step   11/1000  validation loss 2.0000",
-        "step 1000/1000  loss 1.0000  10 tokens/s per device  0.01235 TFLOP/s per device",
+        "step 1000/1000  loss 1.0000  10 tokens/s per device",
     ]
 
 
@@ -111,6 +111,21 @@ def test_a_run_without_a_key_is_offline(monkeypatch, tmp_path):
     assert run.tags == ("first", "try"), "words and not letters"
 
 
+def test_figures_of_all_modules_are_an_overview_and_a_table(tmp_path, monkeypatch):
+    one, logged = build(tmp_path), mock.Mock()
+    monkeypatch.setattr(one.logger, "log", logged)
+    figures = {"a/rms_ratio_min": 0.9, "a/outlier_rows": 0.1, "b/rms_ratio_min": 0.8, "b/outlier_rows": float("nan")}
+    figures |= {"w/fprop_input_sqnr_db": 31.0, "w/dgrad_grad_sqnr_db": 30.0, "e/wgrad_input_sqnr_db_worst_expert": 29.0}
+    one.log({f"numerics/{name}": value for name, value in figures.items()}, 50)
+    ((shown, step),) = (call.args for call in logged.call_args_list)
+    table, worst = shown.pop("numerics/all"), {name.removeprefix("numerics/worst/"): v for name, v in shown.items()}
+    assert step == 50 and worst == pytest.approx(
+        {"rms_ratio_min": 0.8, "outlier_rows": float("nan"), "cast_sqnr_db": 29.0}, nan_ok=True
+    )
+    assert table.columns == ["module", "figure", "value"] and table.data[2] == ["b", "rms_ratio_min", 0.8]
+    assert len(table.data) == 7
+
+
 def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
     one = build(tmp_path)
     for name, error in (("log", ConnectionResetError("Connection lost")), ("close", TimeoutError("Timed out"))):
@@ -123,14 +138,16 @@ def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
     ]
 
 
-def names(run_id=None, **metrics):
-    found = wandb_variables(metrics, FACTS, run_id)
+def names(run_id=None, facts=FACTS, seed=None, **metrics):
+    found = wandb_variables({"metrics": metrics, "debug": {"seed": seed}}, facts, run_id)
     keys = ("PROJECT", "RUN_NAME", "RUN_GROUP", "TAGS", "RUN_ID", "RESUME")
     return [found.get(f"WANDB_{key}") for key in keys]
 
 
 def test_the_settings_override_the_environment_which_overrides_the_facts(monkeypatch):
     assert names() == ["mxtrain", "llama3 125m mxnorm mxfp8 p=2", *[None] * 4]
+    changed = names(facts={**FACTS, "model_args": {"dim": 512, "n_layers": 4}}, seed=0)
+    assert changed[1] == "llama3 125m dim=512 n_layers=4 mxnorm mxfp8 p=2 seed 0"
     # A run that continues keeps its names unless the settings say others.
     assert names("abc") == ["mxtrain", None, None, None, "abc", "allow"]
     assert names("abc", wandb_name="new")[1] == "new"

@@ -60,15 +60,15 @@ def test_warnings_a_user_can_act_on_are_shown(started, capsys, tmp_path, full_di
 def test_conversions_have_a_line_and_a_new_run_starts_a_new_list(started, capsys, tmp_path):
     (tmp_path / "conversion.txt").write_text("of an earlier run")
     started()
-    terminal.note_conversion("mxnorm", "2 swapped", "  a\n  b")
-    terminal.note_conversion("fused_norm", "1 swapped", "  c")
+    terminal.note_conversion("mxnorm: 2 swapped\n  a\n  b")
+    terminal.note_conversion("fused_norm: 1 swapped\n  c")
     where = f"; details in {tmp_path}/conversion.txt"
     assert capsys.readouterr().out == f"mxnorm: 2 swapped{where}\nfused_norm: 1 swapped{where}\n"
     path = tmp_path / "conversion.txt"
     assert path.read_text() == "mxnorm: 2 swapped\n  a\n  b\nfused_norm: 1 swapped\n  c\n"
     path.unlink()
     path.mkdir()  # cannot be written
-    terminal.note_conversion("mxnorm", "2 swapped", "  a")
+    terminal.note_conversion("mxnorm: 2 swapped\n  a")
     out, err = capsys.readouterr()
     assert out == "mxnorm: 2 swapped\n"
     assert err == f"warning: {path} cannot be written: Is a directory; training goes on without it\n"

@@ -116,8 +116,8 @@ def test_the_report_of_8b_and_its_flags(capsys):
     assert f"low precision  {blocks:,} ({blocks / (blocks + head):.1%})" in text
     assert f"high           {head:,} (" in text and f"all            {blocks + head:,};" in text
     assert f"memory                   {16 * total / 2**30:,.1f} GiB of weights, gradients and AdamW states" in text
-    assert "32 x  layers.*.attention_norm -> layers.*.attention.wq, layers.*.attention.wk, layers.*.attention" in text
-    assert "1 x  kept: output: is the output head" in text
+    assert "\n  layers.0-31.attention_norm: MXNorm, feeds wq, wk, wv\n" in text
+    assert "\n  output: kept because it is the output head; " in text
 
 
 def test_muon_keeps_one_state_of_a_matrix(capsys):
@@ -136,9 +136,9 @@ SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe
         (["--model.converters=fused_norm"], ["fused_norm: 13 norms swapped, 0 kept"]),
         pytest.param(["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  left out here: not a con"],
                      marks=only_022),
-        (["--mxnorm.mode=native"], ["mode reference on cpu" if not torch.cuda.is_available() else "mode "]),
+        (["--mxnorm.mode=native"], ["mode reference: " if not torch.cuda.is_available() else "mode "]),
         (SCHEDULE, ["precision schedule\n  steps 3 to 100: wgrad=bf16 in layers.0 (mxnorm.schedule[0])\n"]),
-        (["--model_args.enable_weight_tying"], ["kept: output: is the out"]),
+        (["--model_args.enable_weight_tying"], ["output: kept because it is the out"]),
         (["--parallelism.data_parallel_replicate_degree=2", "--training.dtype=bfloat16"], ["memory  "]),
     ],
 )  # fmt: skip

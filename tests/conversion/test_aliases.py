@@ -100,7 +100,7 @@ def test_a_module_is_swapped_under_all_its_names():
 def test_a_block_that_runs_three_times_keeps_its_norms():
     model = Repeated()
     before = state_of(model)
-    with pytest.raises(ConfigError, match="layers.0.ffn_norm: feeds .*w1, .*w3, which is called more than once"):
+    with pytest.raises(ConfigError, match="layers.0.ffn_norm: it feeds .*w1, .*w3, which is called more than once"):
         convert(model, filter_fqns=[], mode="reference", example_inputs=(ROWS,))
     assert dict(model.named_modules(remove_duplicate=False)) == before[0]
     assert_weights_stay(model, before)

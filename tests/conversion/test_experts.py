@@ -90,7 +90,7 @@ def test_experts_of_torchtitans_models_have_the_bits_of_experts_swapped_by_hand(
     assert plan.experts == list(experts_of(model)) != [] and plan.linears == without.linears
     assert plan.quantized_share > without.quantized_share
     for fqn, experts in experts_of(by_hand).items():
-        assert without.skipped[fqn] == "named in filter_fqns"
+        assert without.skipped[fqn] == "is named in filter_fqns"
         by_hand.set_submodule(fqn, QuantizedExperts.from_experts(experts, mode="reference"))
     tokens = torch.arange(64).reshape(1, 64)
     assert same(results(model, tokens), results(by_hand, tokens))
@@ -101,10 +101,11 @@ def test_experts_of_torchtitans_models_have_the_bits_of_experts_swapped_by_hand(
 
 def test_the_report_counts_stacks_of_experts():
     plan = convert(mixtures(), "mx_linear", mode="reference", recipes={EXPERTS: "unquantized"})
-    assert plan.experts == [EXPERTS, "layers.1.moe.experts"] and plan.recipes == {EXPERTS: "unquantized"}
-    assert plan.headline.startswith("6 linears and 2 stacks of experts swapped, 3 kept;")
+    assert plan.experts == [EXPERTS, "layers.1.moe.experts"]
+    assert ": 6 linears and 2 stacks of experts swapped, 3 kept;" in plan.headline
     lines = plan.details.splitlines()
-    assert f"  {EXPERTS} (unquantized)" in lines and "  layers.1.moe.experts" in lines
+    (first,) = [line for line in lines if line.startswith(f"  {EXPERTS}: QuantizedExperts, unquantized, ")]
+    assert first.endswith(" of the multiplications") and "  layers.1.moe.experts: QuantizedExperts, mxfp8" in lines
     assert plan.weights[f"{EXPERTS}.w1"].quantized == 0 and plan.weights["layers.1.moe.experts.w2"].quantized == 1
     assert plan.weights[f"{EXPERTS}.w1"].multiplications == 96 * DIM * 2
 
@@ -162,9 +163,9 @@ def test_experts_that_share_a_weight_stay():
 def test_settings_keep_experts():
     for settings, reasons in [
         ({"recipe": "nvfp4", "high_precision_share": 0.0, "recipes": {"experts": "mxfp8"}}, [None, None]),
-        ({"recipe": "nvfp4", "high_precision_share": 0.5}, [None, "in the last 1 of 2 blocks"]),
-        ({"recipes": {"layers.1": "bf16"}}, [None, "left in high precision by recipes.'layers.1'"]),
-        ({"filter_fqns": ["layers.0"]}, ["named in filter_fqns", None]),
+        ({"recipe": "nvfp4", "high_precision_share": 0.5}, [None, "is in the last 1 of 2 blocks"]),
+        ({"recipes": {"layers.1": "bf16"}}, [None, "is left in high precision by recipes.'layers.1'"]),
+        ({"filter_fqns": ["layers.0"]}, ["is named in filter_fqns", None]),
     ]:
         model = mixtures()
         model.layers[0].moe.experts.tags = tags = {"init": "mine"}
@@ -182,9 +183,8 @@ def test_settings_keep_experts():
 
 def test_features_without_whole_blocks_and_dtypes_are_refused():
     model = mixtures(hidden=48)
-    with pytest.raises(
-        ConfigError, match=f"nothing to convert(?s:.*)\n  {EXPERTS} and 1 more: out_features = 48 is not"
-    ):
+    line = r"\n  layers.0-1.moe.experts: it does not fit: out_features = 48 is not"
+    with pytest.raises(ConfigError, match=f"nothing to convert(?s:.*){line}"):
         convert(model, "mx_linear", filter_fqns=["shared_experts", "output"])
     assert type(model.layers[0].moe.experts) is moe.GroupedExperts
 

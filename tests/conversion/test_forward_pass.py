@@ -82,13 +82,13 @@ class LooksAt(UsesNormTwice):
 
 def test_norms_that_cannot_be_proven_are_left_alone():
     cases = [
-        (UsesNormTwice(), "its output is used by add in UsesNormTwice"),
+        (UsesNormTwice(), "feeds something other than a linear: add in UsesNormTwice"),
         (CallsLinearTwice(), "feeds {}.linear, which is called more than once"),
-        (TiedWeights(), "its output is used by linear in {}.linear"),
-        (MultipliesTheWeightItself(), "its output is used by linear in MultipliesTheWeightItself"),
-        (AddsInPlace(), "its input is written to in place after it"),
-        (LooksAt(lambda h: h.dtype), "its output is used by dtype in LooksAt"),
-        (LooksAt(len), "its output is used by __len__ in LooksAt"),
+        (TiedWeights(), "feeds {}.linear, which shares its weight with another module"),
+        (MultipliesTheWeightItself(), "feeds something other than a linear: linear in MultipliesTheWeightItself"),
+        (AddsInPlace(), "reads an input that is written to in place after it"),
+        (LooksAt(lambda h: h.dtype), "feeds something other than a linear: dtype in LooksAt"),
+        (LooksAt(len), "feeds something other than a linear: len in LooksAt"),
         (nn.Sequential(nn.RMSNorm(DIM), nn.RMSNorm(DIM)), None),
         (nn.RMSNorm(DIM), None),
         (nn.Linear(DIM, DIM), None),
@@ -97,12 +97,12 @@ def test_norms_that_cannot_be_proven_are_left_alone():
     plan = convert(model, filter_fqns=[], example_inputs=(x,))
     for i, (_, reason) in enumerate(cases):
         assert reason is None or plan.skipped[f"{i}.norm"] == reason.format(i)
-    assert plan.norms == {"8": ["9"]} and plan.skipped["7.0"] == "its output is used by rms_norm in RMSNorm"
+    assert plan.norms == {"8": ["9"]}
+    assert plan.skipped["7.0"] == "feeds something other than a linear: rms_norm in RMSNorm"
     with torch.no_grad():  # PyTorch refuses a backward after the write
         model(x)
-    with pytest.raises(
-        ConfigError, match="nothing to convert.*\n  norm: its output is used by the caller of the model"
-    ):
+    other = "norm: it feeds something other than a linear: the caller of the model"
+    with pytest.raises(ConfigError, match=f"nothing to convert.*\n  {other}"):
         convert(ReturnsNorm(), filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
 
 
@@ -203,8 +203,8 @@ def test_a_module_that_cannot_run_without_data_is_stepped_over():
         model = nn.Sequential(nn.RMSNorm(DIM), kind(), nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
         plan = convert(model, filter_fqns=[], example_inputs=(torch.zeros(1, DIM),))
         failed = rf"1, which fails without data \({failure}\)"
-        assert re.match(f"its output is used by {failed}", plan.skipped["0"])
-        assert re.match(f"its output is used by {failed}", plan.skipped["1.norm"])
+        assert re.match(f"feeds something other than a linear: {failed}", plan.skipped["0"])
+        assert re.match(f"feeds something other than a linear: {failed}", plan.skipped["1.norm"])
         assert plan.norms == {"2": ["3"]} and type(model[1].norm) is nn.RMSNorm
 
 
@@ -292,5 +292,5 @@ class NormOfValues(FlexAttention):
 
 def test_a_norm_whose_output_flex_attention_reads_is_left_alone():
     model, x = NormOfValues(flex_attention, None), torch.zeros(2, 2, 32, 64)
-    with pytest.raises(ConfigError, match="\n  norm: its output is used by flex_attention"):
+    with pytest.raises(ConfigError, match="\n  norm: it feeds something other than a linear: flex_attention"):
         convert(model, example_inputs=(x,), filter_fqns=[])

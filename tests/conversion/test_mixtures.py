@@ -98,7 +98,7 @@ def test_unquantized_it_is_rmsnorm_and_the_mixture(settings, monkeypatch):
     ours, plan = converted(model, recipe="unquantized", estimator="exact")
     assert isinstance(ours.layers[0].norm, MXNorm) and isinstance(ours.layers[0].moe.router.gate, MXNormRouter)
     assert isinstance(ours.layers[0].moe.experts, QuantizedExperts) and plan.mixtures.keys() == {"layers.0.norm"}
-    assert "layers.0.norm -> layers.0.moe.router.gate" in str(plan)
+    assert "layers.0.norm: MXNorm with the exact RMS, feeds gate, " in str(plan)
     x = tokens(torch.float64)
     assert max(errors(results(ours, x), results(model, x))) < 1e-12
     assert torch.equal(ours.layers[0].moe.tokens_per_expert, model.layers[0].moe.tokens_per_expert)

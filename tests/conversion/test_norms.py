@@ -285,7 +285,7 @@ def test_gated_norms_convert_where_groups_are_whole_blocks_and_the_plan_names_th
     assert {fqn: reason for fqn, reason in plan.skipped.items() if fqn.endswith("norm")} == {
         "2.norm": "normalizes groups of 16 features, which are not whole blocks of 32",
         "3.norm": "multiplies by a gate after it normalizes",
-        "4.norm": "its output is used by to in GatedBlock",
+        "4.norm": "feeds something other than a linear: to in GatedBlock",
     }
     model[:4](torch.randn(4, 64)).sum().backward()
     assert all(block.norm.weight.grad is not None for block in model[:4])
@@ -400,6 +400,6 @@ def test_norms_with_another_gradient_stay_and_the_plan_says_why():
         plan = mxtrain.convert(model, converter, example_inputs=(torch.zeros(4, 64),), filter_fqns=[])
         assert [type(block.norm) for block in model] == [becomes, DetachedRMSNorm, becomes, becomes]
         assert plan.skipped["1.norm"].startswith(f"is a DetachedRMSNorm that {OTHER_RESULTS}")
-        assert "  norms recognised: 2 OwnRMSNorm by results and gradients, 1 RMSNorm by type\n" in str(plan)
+        assert "  norms recognized: 2 OwnRMSNorm by results and gradients, 1 RMSNorm by type\n" in str(plan)
         model(torch.ones(4, 64)).sum().backward()
         assert [block.norm.weight.grad is None for block in model] == [False, False, True, False]

@@ -116,11 +116,14 @@ def test_the_plan_holds_the_shares_and_says_them():
     plan = convert(llama(), "mx_linear", recipes={"layers.1": "unquantized"}, mode="reference")
     layer, head = 4 * 64 * 64 + 3 * 128 * 64, 96 * 64
     assert plan.quantized_share == pytest.approx(layer / (2 * layer + head))
-    assert plan.headline == "14 linears swapped, 1 kept; 46.5 % of the weights' multiplications are quantized"
-    lines = [line for line in plan.details.splitlines() if line.startswith("  in high precision: ")]
-    assert lines[0] == "  in high precision: tok_embeddings.weight: 0 % of the multiplications (only looked up)"
-    assert lines[1] == "  in high precision: layers.1.attention.wq.weight: 4.7 % of the multiplications"
-    assert lines[-1] == "  in high precision: output.weight: 7.0 % of the multiplications" and len(lines) == 9
+    assert plan.headline == (
+        "mx_linear mxfp8 + 1 by name, mode reference: "
+        "14 linears swapped, 1 kept; 46.5 % of the weights' multiplications are quantized"
+    )
+    lines = [line for line in plan.details.splitlines() if "%" in line or "high precision" in line]
+    assert lines[0] == "  layers.1.attention.wq: MXLinear, unquantized; 4.7 % of the multiplications"
+    assert lines[-2] == "  output: kept because it is the output head; 7.0 % of the multiplications"
+    assert lines[-1] == "  tok_embeddings.weight: in high precision, only looked up" and len(lines) == 9
 
 
 def test_only_what_is_exact_is_said_to_be_all_or_nothing():

@@ -65,8 +65,8 @@ def test_metrics_file_holds_what_torchtitan_logs(tmp_path, monkeypatch):
 
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
-    keys = {"step", "loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "tflops", "memory_gib", "tokens_seen"}
-    keys |= {"time", "mfu"} if torch.cuda.is_available() else {"time"}
+    keys = {"step", "loss", "max_loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "tokens_seen", "time"}
+    keys |= {"tflops", "mfu"} if torch.cuda.is_available() else set()
     assert all(row.keys() == keys for row in rows[:3])
     assert rows[3].keys() == {"step", "validation_loss", "time"} and rows[3]["validation_loss"] == 8.5
     second = rows[1]
@@ -77,7 +77,7 @@ def test_metrics_file_holds_what_torchtitan_logs(tmp_path, monkeypatch):
     assert list((tmp_path / "run" / "tb").glob("**/events.out.tfevents.*")), "TensorBoard stays"
 
 
-def test_mfu_is_shown_where_the_peak_is_known(tmp_path, monkeypatch):
+def test_tflops_and_mfu_are_shown_where_the_peak_is_known(tmp_path, monkeypatch):
     for peak, device, known in (
         (989e12, "NVIDIA H100", True),
         (312e12, "NVIDIA A100-SXM4-40GB", True),
@@ -89,6 +89,7 @@ def test_mfu_is_shown_where_the_peak_is_known(tmp_path, monkeypatch):
         log_step(processor, 1, 9.0)
         processor.close()
         [row] = read_metrics(tmp_path / device / "metrics.jsonl")
+        assert ("tflops" in row) == known
         assert row.get("mfu") == (pytest.approx(row["tflops"] * 1e14 / peak) if known else None)
 
 

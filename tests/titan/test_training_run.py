@@ -153,6 +153,20 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(trainer, monkeypatch
     assert [m for m in caplog.messages if m.startswith("step")] == [f"{found}; {way_on}"]
 
 
+@pytest.mark.parametrize("validated, signal, expected", [(3, None, [4]), (4, None, []), (3, 15, [])])
+def test_a_run_is_validated_after_its_last_step_unless_a_signal_stops_it(
+    trainer, monkeypatch, validated, signal, expected
+):
+    """Where the text ends, TorchTitan counts a step that was not done."""
+    found, one = [], trainer("--training.dataset=python", "--validation.enable")
+    monkeypatch.setattr(TitanTrainer, "train", lambda self: None)
+    one.step, one._last_step, one._validated, one._watch.stop_signal = 5, 4, validated, signal
+    one.validator.validate = lambda _, step: found.append(step)
+    one.checkpointer.finish = lambda: None
+    one.train()
+    assert found == expected
+
+
 def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(trainer, caplog):
     stops, goes_on = trainer(), trainer("--metrics.on_nonfinite_loss=continue")
     for one in (stops, goes_on):
