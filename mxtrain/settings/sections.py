@@ -35,16 +35,13 @@ class Diagnostics:
     resume = Resume.FREE
 
     every: NotNegative = 0
-    """Measure norms, casts, products and routers in every step that is a multiple of this; 0 measures nothing"""
+    """Number of steps from one measurement of norms, casts, GEMMs and routers to the next; 0: no measurement"""
 
     fqns: Names = None
-    """
-    Modules to measure, by names as in mxnorm.filter_fqns. Unset: all swapped norms, linears and experts, and their
-    routers
-    """
+    """Modules to measure, named as in mxnorm.filter_fqns. Unset: all swapped modules, and routers of swapped experts"""
 
     tokens: Groups = 512
-    """Tokens that every process measures, a multiple of 32, spread over the first sequences"""
+    """Number of tokens that each process measures, spread over its first sequences; a multiple of 32"""
 
 
 @dataclass
@@ -55,116 +52,114 @@ class MXNorm:
     """Exponent of the p-mean, which estimates the RMS from block maxima: 1 or 2"""
     recipe: str = "mxfp8"
     """
-    Format of the operands of all three GEMMs: "mxfp8", "mxfp8_2d" (weights in square tiles), "mxfp4", "nvfp4",
-    "nvfp4_dynamic" (the tensor scale comes from the values), "nvfp4_row" (one tensor scale per row of inputs),
-    "nvfp4_4over6" or "nvfp4_rl"; or "unquantized" (only the norm changes). "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=bf16"
-    names a format per GEMM; "bf16" for all three swaps nothing
+    One recipe for all three GEMMs: "mxfp8", "mxfp8_2d", "mxfp4", "nvfp4", "nvfp4_dynamic", "nvfp4_row",
+    "nvfp4_4over6", "nvfp4_rl" (explained in CHOOSING.md), "unquantized" (MXNorm without casts) or "bf16" (swaps
+    nothing). Or a recipe for each GEMM, such as "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=bf16"
     """
 
     recipes: Table = field(default_factory=dict)
     """
-    Other recipes for linears and experts, by names as in mxnorm.filter_fqns. The last matching name wins;
-    mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. In TOML: a table [mxnorm.recipes] with lines
-    such as "layers.0" = "bf16"
+    Recipes of single linears and experts, named as in mxnorm.filter_fqns. The last matching name wins.
+    mxnorm.filter_fqns and mxnorm.high_precision_share take precedence. TOML: "layers.0" = "bf16" in [mxnorm.recipes]
     """
 
     estimator: Literal[ESTIMATORS] = "pre_round"
     """
-    Source of the RMS: "pre_round" (block maxima, the method), "post_round" (block scales, an ablation) or "exact" (the
-    true RMS, a control)
+    Source of the RMS: "pre_round" (block maxima), "post_round" (block scales, for comparison) or "exact" (the true RMS,
+    for comparison)
     """
 
     gated_estimate_ratio: FinitePositive | None = None
-    """Norms behind gates (Mamba-2) divide estimates by this measured ratio of estimate to RMS. Unset: the exact RMS"""
+    """Gated norms (Mamba-2) divide the estimate by this ratio of estimate to RMS. Unset: they take the exact RMS"""
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None
     """
-    MX formats: how block scales are rounded: "rceil" (up), "rceil_0_18" (as torchao 0.18 does) or "floor" (the OCP
+    MXFP8 and MXFP4: rounding of block scales, "rceil" (up), "rceil_0_18" (as torchao 0.18) or "floor" (the OCP
     rule, which saturates). Unset: "rceil"
     """
 
     tensor_scale: Literal[TENSOR_SCALES] | None = None
     """
-    NVFP4: source of the tensor scale of a norm's output: "static" (MXNorm's bound), "dynamic" (the largest element) or
-    "row" (the largest element of each row of inputs). Unset: the recipe's
+    NVFP4: source of the tensor scale of a norm's output, "static" (MXNorm's bound), "dynamic" (the largest element) or
+    "row" (the largest element of each row). Unset: as in the recipe
     """
 
     weight_tiles: bool | None = None
-    """Weights have one scale per square tile: fprop and dgrad multiply the same codes. Unset: the recipe's"""
+    """Cast weights with one scale per square tile: fprop and dgrad share codes. Unset: as in the recipe"""
 
     hadamard: bool | None = None
     """NVFP4 and MXFP4: Hadamard-transform both operands of wgrad along the tokens. Unset: true"""
 
     stochastic_rounding: bool | None = None
-    """NVFP4: round output gradients stochastically; debug.seed, layer, step and rank give the bits. Unset: true"""
+    """NVFP4: round output gradients stochastically; debug.seed, layer, step and rank give random bits. Unset: true"""
 
     four_over_six: Literal[FOUR_OVER_SIX] | None = None
     """
-    NVFP4: in "weights", "activations" or "both", the largest element of a block becomes 4 instead of 6 if the block
-    then loses less. Unset: the recipe's
+    NVFP4: the largest element of a block becomes 4 instead of 6 if the error of the block gets smaller, in "weights",
+    "activations" or "both". Unset: as in the recipe
     """
 
     four_over_six_error: Literal[FOUR_OVER_SIX_ERRORS] | None = None
-    """Loss that four_over_six compares: the sum of absolute errors ("mae", the default) or of squares ("mse")"""
+    """Error that four_over_six compares: sum of absolute errors ("mae", the default) or of squared errors ("mse")"""
 
     backward: Literal[BACKWARDS] | None = None
     """
-    Operands of dgrad and wgrad: "quantized" (cast anew) or "dequantized" (values of the codes of fprop; output
-    gradients are not rounded). Unset: the recipe's
+    Operands of dgrad and wgrad: "quantized" (new casts) or "dequantized" (images from fprop; output gradients are not
+    cast). Unset: as in the recipe
     """
 
     high_precision_share: ShareBelowOne | None = None
-    """Share of the blocks, counted from the last, that stay in high precision. Unset: 0.15 for NVFP4, otherwise 0"""
+    """Share of transformer blocks that stay in high precision, from the last. Unset: 0.15 for NVFP4, otherwise 0"""
 
     high_precision_last: NotNegative | None = None
     """
-    Number of blocks that stay in high precision, instead of a share. Published: Nemotron 3 Super 14, Nemotron 3 Ultra
-    16; Megatron Bridge 4 for Llama 3 8B
+    Number of transformer blocks that stay in high precision, from the last, instead of a share. Published: 14 (Nemotron
+    3 Super), 16 (Nemotron 3 Ultra), 4 (Megatron Bridge, Llama 3 8B)
     """
 
     mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE] = "auto"
     """
-    How products are computed: "native" (MX tensor cores), "emulated" (bf16 tensor cores multiply the rounded operands,
-    any GPU), "reference" (fp32 in plain PyTorch, any device) or "auto" (the first of these that the hardware supports)
+    How GEMMs are computed: "native" (MX tensor cores), "emulated" (bf16 tensor cores of any GPU), "reference" (fp32 in
+    plain PyTorch, any device) or "auto" (the first of these that the hardware supports)
     """
 
     gather: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
     """
-    Tensor parallelism: what a norm sends: "high_precision" (its input), "quantized" (codes and scales; every process
-    needs a multiple of 32 tokens of each sequence) or "auto" (whichever has fewer bytes)
+    What a norm sends under tensor parallelism: "high_precision" (its input), "quantized" (codes and scales; each
+    process needs a multiple of 32 tokens of each sequence) or "auto" (fewer bytes)
     """
 
     dispatch: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
     """
-    Expert parallelism: what an MXNorm sends to experts: "high_precision" (values), "quantized" (MXFP8 codes: half the
-    bytes, the same results) or "auto" (codes if fprop is MXFP8)
+    What an MXNorm sends to experts under expert parallelism: "high_precision" (values), "quantized" (MXFP8 codes: half
+    the bytes, the same results) or "auto" ("quantized" if fprop is MXFP8)
     """
 
     graph_passes: Free[bool] = True
     """
-    Under torch.compile, fuse SwiGLU with its casts and residual additions with MXNorm; make each rotation one kernel.
-    Last bits of fp32 results may differ before rounding
+    Under torch.compile, fuse SwiGLU with its casts, residual additions with MXNorm, and each rotary embedding into one
+    kernel. The last bits of fp32 results may change
     """
 
     eps: Amount | None = None
-    """Added to the squared RMS. Unset: the replaced norm's eps"""
+    """Added to the squared RMS. Unset: eps of the replaced norm"""
     cache_weights: Free[bool] = True
-    """Cast every weight once per step if a step has several microbatches (gradient accumulation, pipeline)"""
+    """Cast every weight once per step, not once per microbatch (gradient accumulation, pipelines)"""
 
     group_linears: Free[bool] = True
-    """Multiply the linears that share a norm in one GEMM. Only the order of sums changes"""
+    """Compute the linears behind one norm in one GEMM. Only the order of sums changes"""
 
     schedule: Schedule = field(default_factory=list)
     """
     Other recipes for some steps: entries [[mxnorm.schedule]] with from_step or from_share (0.9: after 90 % of
-    training.steps), until_step or until_share (unset: to the end), modules (unset: all swapped layers), and recipe or
+    training.steps), until_step or until_share (unset: to the end), modules (unset: all swapped modules), recipe or
     norm = "rmsnorm"
     """
 
     filter_fqns: Names = None
     """
-    Modules that stay in high precision. A name consists of whole segments of an FQN, literal or with wildcards, such as
-    "layers.*.attention.wo"; every name must match. Unset: the output head; an empty list: no module
+    Modules that stay in high precision. A name has one or more whole segments of a module's full name, such as "wo",
+    "layers.0" or "layers.*.attention"; every name must match a module. Unset: the output head; []: no module
     """
 
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
@@ -176,12 +171,12 @@ class FusedNorm:
 
     when_compiled: Literal["auto", "kernel", "formula"] = "auto"
     """
-    What runs in compiled layers: "kernel" (mxtrain's), "formula" (PyTorch's, which the compiler may fuse) or "auto"
-    (the faster of both in our measurements)
+    What compiled layers run: "kernel" (mxtrain's), "formula" (PyTorch operations, which the compiler may fuse) or
+    "auto" (the faster in our measurements)
     """
 
     filter_fqns: Names = field(default_factory=list)
-    """Norms that are not swapped, or modules whose norms are not swapped"""
+    """Norms to keep, or modules whose norms to keep"""
 
 
 @dataclass
@@ -189,12 +184,12 @@ class DecomposeKRouter:
     resume = Resume.REFUSED
 
     filter_fqns: Names = field(default_factory=list)
-    """Gates that are not swapped, or modules whose gates are not swapped"""
+    """Gates to keep, or modules whose gates to keep"""
 
 
 @dataclass
 class ModelArgs:
-    """Sizes that replace those of ``model.flavor``. An unset size keeps the value of the flavor.
+    """Sizes that replace sizes of ``model.flavor``. An unset size keeps the value of the flavor.
 
     ``mxtrain.settings.model_settings`` lists the sizes of each model. The vocabulary is ``data.vocab_size``.
     """
@@ -212,28 +207,28 @@ class ModelArgs:
     head_dim: Positive | None = None
     """Features of a head; llama3 and llama4 have dim / n_heads"""
     hidden_dim: Positive | None = None
-    """Hidden features of a dense feed-forward. Unset: llama3 computes them from dim"""
+    """Hidden features of a dense feed-forward. Unset: llama3 computes their number from dim"""
     multiple_of: Positive | None = None
-    """Hidden features are rounded up to a multiple of this"""
+    """Round the number of hidden features up to a multiple of this number"""
     ffn_dim_multiplier: FinitePositive | None = None
-    """Factor of the hidden features. Unset: they are 8/3 of dim"""
+    """Hidden features are this factor times 8/3 of dim"""
     enable_weight_tying: bool | None = None
     """The output head shares the weight of the embedding"""
     norm_eps: Amount | None = None
     """Added to the mean square in every RMSNorm, except in the last norm of deepseek_v3"""
     max_seq_len: Free[Positive | None] = None
-    """Number of positions that an export names, at least training.seq_len. Unset: training.seq_len"""
+    """Number of positions in an exported config, at least training.seq_len. Unset: training.seq_len"""
 
     rope_theta: FinitePositive | None = None
     """Base of the rotary frequencies"""
     rope_factor: FinitePositive | None = None
     """Factor that stretches long rotary wavelengths; 1 stretches nothing"""
     rope_low_freq_factor: FinitePositive | None = None
-    """Wavelengths longer than rope_original_seq_len / this are stretched by the whole factor"""
+    """Wavelengths above rope_original_seq_len / rope_low_freq_factor are stretched by rope_factor"""
     rope_high_freq_factor: FinitePositive | None = None
-    """Wavelengths shorter than rope_original_seq_len / this are not stretched"""
+    """Wavelengths below rope_original_seq_len / rope_high_freq_factor are not stretched"""
     rope_original_seq_len: Positive | None = None
-    """Number of positions before the stretching"""
+    """Number of positions before stretching"""
     num_experts: Positive | None = None
     """Routed experts of a layer"""
     num_shared_experts: NotNegative | None = None
@@ -241,13 +236,13 @@ class ModelArgs:
     top_k: Positive | None = None
     """Routed experts that a token uses"""
     load_balance_coeff: Amount | None = None
-    """Step by which the bias that balances the experts changes; 0: no bias"""
+    """Step size of the router bias that balances experts; 0: no bias"""
     moe_inter_dim: Positive | None = None
     """Hidden features of an expert"""
     n_dense_layers: NotNegative | None = None
-    """Number of layers without experts, at the beginning"""
+    """Number of first layers, which have no experts"""
     interleave_moe_layer_step: Positive | None = None
-    """Every n-th layer has experts; this is n"""
+    """Distance from one layer with experts to the next; 1: every layer has experts"""
     q_lora_rank: NotNegative | None = None
     """Rank of the query projection; 0 is full rank"""
     kv_lora_rank: Positive | None = None
@@ -265,32 +260,32 @@ class Data:
     resume = Resume.DATA
 
     installed: bool = False
-    """For "python": also read the source of installed packages; no package gives more than 20 % of the text"""
+    """For "python": also read the source of installed packages; each package gives at most 20 % of the text"""
 
     vocab_size: Refused[VocabularySize] = 0
-    """Vocabulary size of the model, and of a tokenizer that is built. 0: the flavor's"""
+    """Vocabulary size of the model, and of a tokenizer that mxtrain builds. 0: size of the flavor"""
     unseparated: Free[bool] = False
-    """Accept a tokenizer that has neither a bos nor an eos token: nothing then separates documents"""
+    """Accept a tokenizer with neither bos nor eos token. Nothing then separates documents"""
     max_bytes: NotNegative = 0
-    """Collect at most so many bytes of text; 0: no limit. A flag with another training.dataset removes the limit"""
+    """Maximum bytes of text; 0: no limit. A flag with another training.dataset removes the limit of the file"""
 
     validation_share: ShareBelowOne = 0.01
     """
-    Share, in [0, 1), of the documents that is held out for validation. A hash of the path ("python") or of the text
-    ("files", "hf") selects the documents
+    Share of documents, in [0, 1), held out for validation. A hash of the path ("python") or of the text ("files", "hf")
+    selects these documents
     """
 
     seed: NotNegative = 0
-    """Seed of the order of the documents"""
+    """Seed for the order of documents"""
     text_key: str = "text"
-    """Column or key of the text or token ids, in JSONL, CSV, Parquet, Arrow and Hugging Face datasets"""
+    """Column or key of text or token ids in JSONL, CSV, Parquet, Arrow and Hugging Face datasets"""
     hf_config: str | None = None
     """For "hf": configuration of the dataset, such as "en" for allenai/c4"""
 
     cache_dir: Free[LocalPath] = ""
     """Folder for tokenizers and prepared texts. Empty: $MXTRAIN_CACHE, else ~/.cache/mxtrain"""
     prepared: Free[LocalPath] = ""
-    """Name (a folder in data.cache_dir) or path of a prepared text; the source is then not read"""
+    """Prepared text to read instead of the source: a folder in data.cache_dir, or a path"""
 
 
 @dataclass
@@ -298,7 +293,7 @@ class Model:
     resume = Resume.FREE
 
     hf_assets_path: LocalPath = ""
-    """Folder with a Hugging Face tokenizer. Empty: a byte-level BPE tokenizer is built from the training text"""
+    """Folder with a Hugging Face tokenizer. Empty: mxtrain builds a byte-level BPE tokenizer from the training text"""
 
 
 @dataclass
@@ -306,7 +301,7 @@ class Validation:
     resume = Resume.FREE
 
     dataset: str = ""
-    """Validation text: "python", "files" or "hf". Empty: documents of the training text that were held out"""
+    """Validation text: "python", "files" or "hf". Empty: held-out documents of the training text"""
 
 
 @dataclass
@@ -315,8 +310,8 @@ class Metrics:
 
     on_nonfinite_loss: Literal["stop", "continue"] = "stop"
     """
-    If a loss is not finite, or at a checkpoint or the end a weight or optimizer state: "stop" (exit status 1) or
-    "continue" (with a warning). Such a state is never saved
+    After a loss that is not finite: "stop" (exit status 1) or "continue" (with a warning). The same holds for weights
+    and optimizer states at a checkpoint and at the end; mxtrain saves only finite states
     """
 
     wandb_project: str = ""
@@ -334,11 +329,11 @@ class Checkpoint:
     resume = Resume.FREE
 
     last_save_model_only: bool = False
-    """Save only the weights after the last step; no run resumes from them"""
+    """After the last step, save only weights, from which no run resumes"""
     verify: bool = False
-    """Keep a hash of every file, and compare hashes before a load, not only sizes"""
+    """Save a hash of every file, and compare hashes before loading, not only sizes"""
     may_change: Names = field(default_factory=list)
-    """Full names of settings (mxnorm.p) that a resumed run may change although they make another experiment"""
+    """Full names of settings, such as mxnorm.p, that a resumed run may change although this makes another experiment"""
 
 
 @dataclass
