@@ -11,7 +11,7 @@ from pathlib import Path
 import tomli_w
 
 from mxtrain.checkpoints.run_folder import CONFIG_FILE
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, closest
 from mxtrain.files import read_toml, replace_file
 
 _PACKAGE = Path(__file__).parent
@@ -158,10 +158,10 @@ def _where_it_lies(config: dict, folder: Path) -> dict:
 
 
 def _hint(path: Path) -> str:
-    """Which preset a file that does not exist stands for, or where their names are."""
-    if path.stem in presets():
-        return f"; a preset has that name: write {path.stem!r}"
-    return "" if path.suffix else "; 'mxtrain configs' lists the presets"
+    """The preset, or the file in the same folder, with the closest name to a file that does not exist."""
+    names = {file.stem: str(file) for file in path.parent.glob("*.toml")} | {name: name for name in presets()}
+    close = closest(path.stem, names)
+    return f"; did you mean {names[close]!r}?" if close else "; 'mxtrain configs' lists the presets"
 
 
 def _way_on(folder: Path) -> str:

@@ -93,10 +93,10 @@ def test_a_file_may_begin_with_a_byte_order_mark_and_have_crlf_line_ends(tmp_pat
 
 
 def test_a_missing_file_is_named_with_the_file_that_extends_it(write, tmp_path):
-    with pytest.raises(ConfigError, match=r"config '.*nowhere.toml' does not exist$"):
+    with pytest.raises(ConfigError, match=r"config '.*nowhere.toml' does not exist; 'mxtrain configs' lists"):
         load_config(tmp_path / "nowhere.toml")
     path = write("a.toml", 'extends = "gone.toml"\n')
-    with pytest.raises(ConfigError, match=r"gone.toml' \(which '.*a.toml' extends\) does not exist$"):
+    with pytest.raises(ConfigError, match=r"gone.toml' \(which '.*a.toml' extends\) does not exist; "):
         load_config(path)
 
 

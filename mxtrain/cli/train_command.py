@@ -7,7 +7,7 @@ from pathlib import Path
 from mxtrain.cli.console import FLAG as VERBOSE
 from mxtrain.cli.console import hide_library_warnings, take_verbose
 from mxtrain.config import configs_folder, presets, summary
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, closest
 from mxtrain.files import os_errors_as
 from mxtrain.launched import end_with_comparison
 from mxtrain.settings.resume import FLAG
@@ -29,7 +29,7 @@ Train on this machine, with one process per accelerator (one process on a CPU), 
   NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
   mxtrain train --resume outputs/mine                     go on from its newest checkpoint, with its settings
   mxtrain train --resume outputs/mine --training.steps 2000 --optimizer.lr 1e-4
-  mxtrain train train_configs/llama3_debug.toml --help    all settings, with the values of this config
+  mxtrain train train_configs/llama3_debug.toml --help    the usual settings, with this config's values
 
 The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
 metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
@@ -50,7 +50,8 @@ Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signa
 """,
     )
     parser.set_defaults(run=_train)
-    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help, with all settings, and exit")
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and the usual settings, and exit")
+    parser.add_argument("--help-all", action=_Help, nargs=0, help="show this help and all settings, and exit")
     parser.usage = "mxtrain train [--verbose] CONFIG [FLAGS]\n       mxtrain train [--verbose] --resume RUN [FLAGS]"
     parser.add_argument(
         FLAG,
@@ -109,13 +110,13 @@ too.
 
 
 class _Help(argparse.Action):
-    """Prints the help of the command and of all settings, which take a second to collect."""
+    """Prints the help of the command and of settings, which take a second to collect."""
 
-    def __call__(self, parser, *unused):
+    def __call__(self, parser, namespace, values, option_string=None):
         from mxtrain.settings.help import settings_help
 
         print(parser.format_help())
-        print(settings_help([]))
+        print(settings_help([option_string]))
         parser.exit()
 
 
@@ -124,13 +125,13 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
         "config",
         metavar="CONFIG",
         nargs=None if needs_config else "?",
-        help='TOML file, which may extend another with extends = "other.toml"; or the name of a preset',
+        help='a TOML file, which may extend another with extends = "other.toml", or the name of a preset',
     )
     parser.add_argument(
         "flags",
         metavar="FLAGS",
         nargs=argparse.REMAINDER,
-        help="any TorchTitan flag, --section.key value; overrides the TOML; 'CONFIG --help' lists all flags",
+        help="any setting as --section.name VALUE, which overrides CONFIG; 'CONFIG --help-all' lists all of them",
     )
     parser.add_argument(VERBOSE, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
 
@@ -206,7 +207,9 @@ def _configs(options) -> int:
 def _init(options) -> int:
     found = presets() | {SLURM: configs_folder() / SLURM}
     if options.name not in found:
-        raise ConfigError(f"NAME = {options.name!r} is not one of the presets: {', '.join(found)}")
+        close = closest(options.name, found)
+        way_on = f"did you mean {close!r}?" if close else "'mxtrain configs' lists the presets"
+        raise ConfigError(f"NAME = {options.name!r} is not a preset; {way_on}")
     file = options.file or Path(found[options.name].name)
     # A copy extends others by the names of presets instead of files beside it.
     extends = re.compile(r'^(extends = ")(\w+)\.toml"', flags=re.MULTILINE)

@@ -17,7 +17,8 @@ from mxtrain.settings.fields import Field, Known, Settings, flat
 from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.titan import known_fields, unknown
 
-HELP_FLAGS = ("-h", "--help")
+HELP_ALL = "--help-all"
+HELP_FLAGS = ("-h", "--help", HELP_ALL)
 OWN_MODULE = "mxtrain.titan.job_config"
 
 
@@ -109,7 +110,7 @@ def places(arguments: list[str]):
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Whether ``-h`` or ``--help`` is among the flags."""
+    """Whether a flag of ``HELP_FLAGS`` is among the arguments."""
     return any(word in HELP_FLAGS for word in arguments)
 
 
@@ -171,4 +172,4 @@ def _checked(name: str, value: object, known: Mapping[str, Field]) -> object:
         return known[name].checked(value)
     if any(other.startswith(f"{name}.") for other in known):
         raise ConfigError(f"{name} = {value!r} is not a table: write [{name}] and its settings below")
-    raise unknown(name, known)
+    raise unknown(name, known, is_table=isinstance(value, dict))

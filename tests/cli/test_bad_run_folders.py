@@ -101,7 +101,8 @@ ALREADY = "--resume run names the folder and its settings already"
 TO_RESUME = "holds no checkpoint to resume from; start again, in a new folder, with 'mxtrain train run/config.toml --ch"
 
 RESUME = {
-    "no folder": Case("--resume nowhere", "--resume nowhere: no run has been here, nowhere/config.toml is missing"),
+    "no folder": Case("--resume runn", "--resume 'runn' does not exist; did you mean 'run'?", METRICS),
+    "no run": Case("--resume run", "--resume 'run' holds no config.toml; name the folder of a run, such as", METRICS),
     "no name": Case("--resume", "--resume needs the folder of a run, such as outputs/a", FINISHED),
     "a run and a config's flag": Case(
         "--resume run --job.config_file=job.toml", f"job.config_file: {ALREADY}", FINISHED

@@ -242,7 +242,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
         (["llama3_debug", "--baseline", "p1"], "--baseline 'p1' is not one of the variants: llama3_debug"),
         (
             ["llama3_debug", "--training.step=3"],
-            "llama3_debug-seed0: training.step is not a setting; the closest is training.steps",
+            "llama3_debug-seed0: training.step is not a setting; did you mean training.steps?",
         ),
         (
             ["llama3_debug", "b=llama3_debug --parallelism.tensor_parallel_degree=3", "--devices=2"],

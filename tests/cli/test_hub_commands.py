@@ -118,7 +118,7 @@ def test_every_token_is_predicted_once_with_the_context_of_its_window(seq_len, f
 @pytest.mark.parametrize(
     ("line", "says"),
     {
-        "generate @ x": "RUN = '@' is no run: config.toml is missing",
+        "generate @ x": "RUN = '@' holds no config.toml; name the folder of a run",
         "generate @run x": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
         "generate @model x --step 1": "--step = 1: RUN = '@model' is a Hugging Face model, without steps",
         "generate @model x --temperature 0": "transformers cannot continue this text: `temperature` (=0.0) has to be",

@@ -231,7 +231,7 @@ def flip(file):
 DAMAGED = "RUN: the checkpoint {run}/checkpoint/step-3 cannot be used: "
 NOT_WHOLE = "RUN = '{run}' has no whole checkpoint in {run}/checkpoint"
 BAD = {
-    "no folder": (shutil.rmtree, {}, "RUN = '{run}' is no run: config.toml is missing"),
+    "no folder": (shutil.rmtree, {}, "RUN = '{run}' does not exist; "),
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoint"), {}, NOT_WHOLE),
     "another step": (lambda run: None, {"step": 4}, "--step = 4 is not among the steps in {run}/checkpoint: 3"),
     "softmax": (
