@@ -93,7 +93,7 @@ def sync_file(path: Path) -> None:
 def local_path(path: str) -> str:
     """Return ``path``. Raises ValueError for an address: "s3://bucket/run" would be a folder "s3:" here."""
     if "://" in path:
-        raise ValueError("is an address, and mxtrain reads and writes paths of this machine only: mount the store")
+        raise ValueError("is an address, and mxtrain reads and writes only paths of this machine; mount the store")
     return path
 
 
@@ -131,7 +131,7 @@ def read_json(path: Path, name: str = "", kind: type = dict):
     """
     value = _read(path, name or str(path), "JSON", json.loads)
     if not isinstance(value, kind):
-        raise ConfigError(f"{name or path} holds {type(value).__name__}, not {kind.__name__}")
+        raise ConfigError(f"{name or path} holds a {type(value).__name__}, not a {kind.__name__}")
     return value
 
 

@@ -137,7 +137,7 @@ def model_report(arguments: list[str]) -> str:
     converted.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("--model: CONFIG is missing: give a TOML file, and any flags after it")
+        raise ConfigError("--model needs a CONFIG: name a TOML file or a preset, and write any flags after it")
     config, *flags = arguments
     hide_library_warnings()
     from mxtrain.settings.read import places
@@ -171,7 +171,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     modules = {engine().saved_name(fqn): module for fqn, module in model.named_modules()}
     if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules]:
         raise ConfigError(
-            f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
+            f"model.name = {name!r} has no {', '.join(missing)}, and 'mxtrain doctor --model' needs all of these parts"
         )
     weights, total = find_weights(modules), sum(p.numel() for p in model.parameters())  # a tied weight counts once
     outer = {p: p.numel() for name in ("tok_embeddings", "output") for p in modules[name].parameters()}

@@ -157,7 +157,7 @@ def _eval(options) -> int:
     with _pretrained(options) as (model, _, encode):
         longest = model.config.max_position_embeddings
         if (seq_len := options.seq_len or longest) > longest:
-            raise ConfigError(f"--seq-len = {seq_len} is longer than the model's longest sequence, {longest}")
+            raise ConfigError(f"--seq-len = {seq_len} is too long for the model; allowed is 1 to {longest}")
         documents = [encode(text) for text in texts]
         nats = sum(_nats(model, tokens, seq_len) for tokens in documents)
     tokens, size = sum(map(len, documents)) - len(documents), sum(len(text.encode()) for text in texts)
@@ -192,9 +192,9 @@ def _read(file: Path) -> str:
         with os_errors_as(f"FILE = {str(file)!r} cannot be read"):
             text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text: byte {error.start} is wrong") from error
+        raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     if not text:
-        raise ConfigError(f"FILE = {str(file)!r} is empty")
+        raise ConfigError(f"FILE = {str(file)!r} is empty; give a file with text")
     return text
 
 
@@ -211,12 +211,12 @@ def _pretrained(options) -> Iterator[tuple]:
     source = options.source
     if (source / "config.json").is_file():
         if options.step is not None:
-            raise ConfigError(f"--step = {options.step}: RUN = {str(source)!r} is a Hugging Face model, without steps")
+            raise ConfigError(f"--step = {options.step} needs a run, and RUN = {str(source)!r} is a Hugging Face model")
         yield load(source)
         return
     from mxtrain.titan.hugging_face.export import export
 
-    with os_errors_as("no temporary folder for an export; set TMPDIR"):
+    with os_errors_as("an export needs a temporary folder; set TMPDIR to a folder that can be written"):
         temporary = TemporaryDirectory(prefix="mxtrain-")
     with temporary as folder:
         step, _ = export(source, Path(folder, "exported"), step=options.step)

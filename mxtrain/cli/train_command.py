@@ -156,9 +156,9 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
 
         return resumed(*(flags[:1] or [""]), flags[1:])
     if options.config is None:
-        raise ConfigError("CONFIG is missing: give a TOML file, or --resume and the folder of a run")
+        raise ConfigError("CONFIG is missing; name a TOML file or a preset, or write --resume and the folder of a run")
     if FLAG in flags:
-        raise ConfigError(f"{FLAG}: give either CONFIG = {options.config!r} or {FLAG} RUN, not both")
+        raise ConfigError(f"CONFIG = {options.config!r} and {FLAG} RUN are both given; leave one of them out")
     return options.config, flags
 
 

@@ -155,9 +155,7 @@ def survey(
     # A tensor would be taken apart into its rows, and a model may run on one row.
     if not isinstance(example_inputs, tuple | list | Mapping | None):
         kind = type(example_inputs).__name__
-        raise ConfigError(
-            f"example_inputs is a {kind}, no tuple or dict: write (inputs,) for a model with one argument"
-        )
+        raise ConfigError(f"example_inputs is a {kind}, not a tuple or a dict; write (inputs,) for one argument")
     modules = dict(model.named_modules())
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)

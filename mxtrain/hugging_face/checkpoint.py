@@ -44,7 +44,7 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
         raise _damaged(checkpoint, problem)
     if step not in saved.whole:
         steps = ", ".join(map(str, saved.whole))
-        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}: {steps}")
+        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}; choose one of {steps}")
     try:
         check_hashes(checkpoint, saved.whole[step], saved.whole[step].files)
     except DamagedCheckpoint as error:

@@ -65,7 +65,7 @@ def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: Split
     if split.gather == "quantized" and not whole_blocks:
         raise ValueError(
             f"x {tuple(x.shape)}: {x.shape[1]} tokens on each of {split.processes} processes are not whole blocks of "
-            f"{LONGEST_BLOCK}, which gather = 'quantized' needs"
+            f"{LONGEST_BLOCK}, which gather = 'quantized' needs; use gather = 'auto'"
         )
     if split.gather != "auto":
         return split.gather == "quantized"

@@ -391,8 +391,8 @@ def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, rec
     """
     if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and recipe.quantizes:
         raise ConfigError(
-            "a quantized layer got a DTensor: PyTorch's tensor parallelism (parallelize_module) does not split its "
-            "casts. Keep the layer with filter_fqns, or train with 'mxtrain train', which splits them"
+            "a quantized layer got a DTensor, and PyTorch's tensor parallelism (parallelize_module) cannot split its "
+            "casts; name the layer in filter_fqns, or train with 'mxtrain train', which splits them"
         )
     if x.ndim == 0 or x.shape[-1] != features:
         raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {features}")

@@ -75,7 +75,7 @@ def flag_values(words: list[str], known: Mapping[str, Field]) -> dict:
     while words:
         flag, *words = words
         if not flag.startswith("--"):
-            raise ConfigError(f"{flag!r} belongs to no flag: write --section.name value")
+            raise ConfigError(f"{flag!r} belongs to no flag; write --section.name VALUE")
         name, equals, text = flag[2:].partition("=")
         count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         given, words = ([text], words) if equals else (words[:count], words[count:])
@@ -171,5 +171,5 @@ def _checked(name: str, value: object, known: Mapping[str, Field]) -> object:
     if name in known:
         return known[name].checked(value)
     if any(other.startswith(f"{name}.") for other in known):
-        raise ConfigError(f"{name} = {value!r} is not a table: write [{name}] and its settings below")
+        raise ConfigError(f"{name} = {value!r} is not a table; write [{name}] and its settings below")
     raise unknown(name, known, is_table=isinstance(value, dict))

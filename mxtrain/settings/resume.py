@@ -76,10 +76,10 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
             hold a mistake.
     """
     if not run or run.startswith("--"):
-        raise ConfigError(f"{FLAG} needs the folder of a run, such as outputs/a")
+        raise ConfigError(f"{FLAG} needs the folder of a run; write {FLAG} outputs/NAME")
     for flag in flags:
         if flag.partition("=")[0].replace("-", "_") in ("__job.dump_folder", "__job.config_file"):
-            raise ConfigError(f"{flag[2:].partition('=')[0]}: {FLAG} {run} names the folder and its settings already")
+            raise ConfigError(f"{flag[2:].partition('=')[0]} is already set by {FLAG} {run}; leave the flag out")
     folder = Path(os.path.expanduser(run))
     config = folder / CONFIG_FILE
     if not config.is_file():

@@ -97,7 +97,7 @@ TRAIN = {
 
 OWN_CONFIG = "[checkpoint]\nenable = true\n[mxnorm]\np = 1\n[debug]\nseed = 3\n"
 FINISHED = METRICS | saved(5, 10, settings={"mxnorm": {"p": 1}, "debug": {"seed": 3}}) | {"run/config.toml": OWN_CONFIG}
-ALREADY = "--resume run names the folder and its settings already"
+ALREADY = "is already set by --resume run; leave the flag out"
 TO_RESUME = "holds no checkpoint to resume from; start again, in a new folder, with 'mxtrain train run/config.toml --ch"
 
 RESUME = {
@@ -105,7 +105,7 @@ RESUME = {
     "no run": Case("--resume run", "--resume 'run' holds no config.toml; name the folder of a run, such as", METRICS),
     "no name": Case("--resume", "--resume needs the folder of a run, such as outputs/a", FINISHED),
     "a run and a config's flag": Case(
-        "--resume run --job.config_file=job.toml", f"job.config_file: {ALREADY}", FINISHED
+        "--resume run --job.config_file=job.toml", f"job.config_file {ALREADY}", FINISHED
     ),
     "a run that saved nothing": Case(
         "--resume run", f"checkpoint.enable = False, so run/checkpoint {TO_RESUME}", METRICS | {"run/config.toml": ""}

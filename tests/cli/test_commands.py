@@ -17,7 +17,7 @@ def test_an_address_in_the_place_of_a_folder_is_refused(capsys, command):
     with pytest.raises(SystemExit) as exit:
         cli.main(command.format("s3://bucket/out").split())
     assert exit.value.code == 2
-    assert "'s3://bucket/out' is an address, and mxtrain reads and writes paths of this" in capsys.readouterr().err
+    assert "'s3://bucket/out' is an address, and mxtrain reads and writes only paths of this" in capsys.readouterr().err
 
 
 def test_help_names_every_command_and_each_has_help_with_an_example(capsys):

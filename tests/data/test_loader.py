@@ -458,7 +458,7 @@ def test_a_position_in_another_order_is_refused(corpus, setting, old, new):
     state, _ = has_trained(corpus)
     data = json.loads(state["data"])
     own = f"--data.prepared={data['prepared']}"  # another seed would prepare another text
-    message = f"^{setting} = {new}, but was {old} in the run so far.*: set it to {old}, or"
+    message = f"^{setting} = {new} gives the text another order than {old}, the value .*; set it to {old}, or"
     refuse(message, job(corpus, own, f"--{setting}={new}"), state)
 
 
@@ -489,7 +489,9 @@ def test_every_rank_of_a_stream_has_its_own_state(corpus, stream, monkeypatch):
 
 def test_a_stream_that_workers_read_resumes_with_as_many_ranks_and_workers_only(corpus, stream, tmp_path):
     state, _ = has_trained(corpus, *stream)
-    message = "^training.dataset = 'c4_test' is a stream.* = {} on 1 .*has {} on {}; start as many .* set check"
+    message = (
+        "^training.dataset = 'c4_test' is a stream.* = {} on 1 .*has {} on {}; start the same .* set check"
+    )
     worker = "--training.dataloader.num_workers=1"
     refuse(message.format(0, 1, 1), job(corpus, *stream, worker), state)
     refuse(message.format(1, 1, 2), job(corpus, *stream, worker), has_trained(corpus, *stream, worker)[0], ranks=2)

@@ -78,7 +78,7 @@ DAMAGE = {
     "vocabulary": (lambda folder: edit(folder / "config.json", vocab_size=321), "transformers cannot load it: "),
     "layers": (
         lambda folder: edit(folder / "config.json", num_hidden_layers=3),
-        "9 of the model's weights are missing, such as model.layers.2.input_layernorm.weight",
+        "9 weights are missing, such as model.layers.2.input_layernorm.weight",
     ),
     "pickle": (a_pickle, "transformers cannot load it: "),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "transformers cannot load it: "),
@@ -89,7 +89,7 @@ DAMAGE = {
             num_experts_per_tok=2,
             quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
         ),
-        "transformers cannot read experts in 'nvfp4-pack-quantized'; give the run, or an export with --format hf",
+        "transformers cannot read experts in 'nvfp4-pack-quantized'; name the run, or an export with --format hf",
     ),
 }
 

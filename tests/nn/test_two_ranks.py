@@ -199,7 +199,7 @@ def check_mixed_is_refused(mesh):
 
 def check_pytorchs_tensor_parallelism(mesh):
     for style in (ColwiseParallel(), RowwiseParallel()):
-        with pytest.raises(ConfigError, match="a quantized layer got a DTensor: PyTorch's tensor parallelism"):
+        with pytest.raises(ConfigError, match="a quantized layer got a DTensor, and PyTorch's tensor parallelism"):
             parallelize_module(mx_linear(2 * D, 2 * D, "mxfp8"), mesh, style)(draw(6, 2 * D, seed=0))
     linear, x = mx_linear(2 * D, 2 * D, "unquantized"), draw(6, 2 * D, seed=0)
     expected = linear(x)

@@ -158,7 +158,7 @@ def test_an_export_cuts_text_as_training_did(kind, run, runs, tmp_path):
 
 def test_other_tokens_than_in_training_are_refused(own, tmp_path, monkeypatch):
     monkeypatch.setattr(export_files, "PLAIN_CLASSES", ["Qwen2Tokenizer"])
-    with pytest.raises(ConfigError, match="^RUN = '.*/run': transformers cuts a sample into other tokens than"):
+    with pytest.raises(ConfigError, match="^RUN = '.*/run': transformers splits a sample into other tokens than"):
         export(own, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -244,11 +244,15 @@ BAD = {
         {"format": "gguf"},
         "--format = 'gguf' is not one of: 'hf', 'mxfp8', 'nvfp4', 'mx",
     ),
-    "no such format": (lambda run: None, {"format": "nvfp4"}, "--format = 'nvfp4': fprop casts no weight of this run"),
+    "no such format": (
+        lambda run: None,
+        {"format": "nvfp4"},
+        "--format = 'nvfp4': fprop casts no weight to",
+    ),
     "wrong shape": (
         with_weights(lambda weights: weights.update({"norm.weight": torch.ones(65)})),
         {},
-        f"{DAMAGED}norm.weight has shape [65], and [64] by",
+        f"{DAMAGED}norm.weight has shape [65], but config.json makes it [64]",
     ),
     "damaged list": (
         lambda run: (run / "checkpoint" / "step-3" / ".metadata").write_bytes(b"nothing"),
