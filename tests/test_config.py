@@ -64,9 +64,7 @@ def test_a_circle_of_extends_names_its_files(write):
     write("a.toml", 'extends = "b.toml"\n')
     write("b.toml", 'extends = "c.toml"\n')
     write("c.toml", 'extends = "./b.toml"\n')
-    with pytest.raises(
-        ConfigError, match=r"circle: '[^']*b.toml' extends '[^']*c.toml' extends '[^']*b.toml'; "
-    ):
+    with pytest.raises(ConfigError, match=r"circle: '[^']*b.toml' extends '[^']*c.toml' extends '[^']*b.toml'; "):
         load_config(write("a.toml", 'extends = "b.toml"\n'))
     with pytest.raises(ConfigError, match="extend each other in a circle"):
         load_config(write("self.toml", 'extends = "self.toml"\n'))
@@ -119,7 +117,7 @@ def test_broken_files_are_config_errors(write, text, complaint):
     [
         (
             "config.toml",
-            "; write '{0}/config.toml' for the run's settings, or 'mxtrain train --resume' to",
+            "; write '{0}/config.toml' for the run's settings, or 'mxtrain train --resume' to continue the run",
         ),
         (
             "config.json",

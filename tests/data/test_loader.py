@@ -489,9 +489,7 @@ def test_every_rank_of_a_stream_has_its_own_state(corpus, stream, monkeypatch):
 
 def test_a_stream_that_workers_read_resumes_with_as_many_ranks_and_workers_only(corpus, stream, tmp_path):
     state, _ = has_trained(corpus, *stream)
-    message = (
-        "^training.dataset = 'c4_test' is a stream.* = {} on 1 .*has {} on {}; start the same .* set check"
-    )
+    message = "^training.dataset = 'c4_test' is a stream.* = {} on 1 .*has {} on {}; start the same .* set check"
     worker = "--training.dataloader.num_workers=1"
     refuse(message.format(0, 1, 1), job(corpus, *stream, worker), state)
     refuse(message.format(1, 1, 2), job(corpus, *stream, worker), has_trained(corpus, *stream, worker)[0], ranks=2)

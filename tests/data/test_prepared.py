@@ -233,9 +233,7 @@ def test_a_chosen_text_is_loaded_without_its_source(corpus, tmp_path, monkeypatc
     by_name = DataConfig(dataset="files", prepared=first.folder.name)
     by_path = DataConfig(dataset="files", prepared=str(first.folder))
     assert same(prepare(by_name, silent), first) and same(prepare(by_path, silent), first)
-    with pytest.raises(
-        ConfigError, match="is a text of training.dataset = 'files', not 'python'; set"
-    ):
+    with pytest.raises(ConfigError, match="is a text of training.dataset = 'files', not 'python'; set"):
         prepare(DataConfig(prepared=first.folder.name), silent)
     monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match=f"data.prepared = '{first.folder.name}' names '.*/empty/files"):

@@ -202,9 +202,7 @@ def test_a_prepared_text_whose_files_are_gone_or_shorter_is_one_line(texts, toke
         (path.unlink, "No such"),
     ):
         change()
-        with pytest.raises(
-            ConfigError, match=f"^the prepared text .* cannot be read .*{message}.*remove the folder"
-        ):
+        with pytest.raises(ConfigError, match=f"^the prepared text .* cannot be read .*{message}.*remove the folder"):
             prepare(DataConfig("files", prepared=name), lambda line: None)
 
 

@@ -154,9 +154,7 @@ def test_random_bits_that_no_resumed_run_repeats_are_warned_of(flags, step, warn
     model, _ = model_and_args("llama3", "debugmodel")
     set_rounding_step(step)
     titan_converter("mxnorm", config(*flags)).convert(model)
-    assert len(lines) == warns and all(
-        "a resumed run does not repeat them; train with -m mxtrain" in s for s in lines
-    )
+    assert len(lines) == warns and all("a resumed run does not repeat them; train with -m mxtrain" in s for s in lines)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +227,7 @@ def test_torchtitans_own_quantization_is_refused_beside_ours(ours, theirs):
 
 
 def test_torchtitans_own_quantization_comes_before_the_router():
-    with pytest.raises(
-        ConfigError, match="' after 'decompose_k_router', whose gates it would replace"
-    ):
+    with pytest.raises(ConfigError, match="' after 'decompose_k_router', whose gates it would replace"):
         config(converter="decompose_k_router,quantize.linear.float8")
     names = ["quantize.linear.float8", "decompose_k_router", "fused_norm"]
     job_config = parse_job_config(["--model.converters=fused_norm,decompose_k_router"])
