@@ -57,7 +57,7 @@ def add(commands) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "compare",
-        help="train variants with the same seeds, and show the differences",
+        help="train variants with the same seeds, and show how their losses differ",
         description=DESCRIPTION,
         parents=[_options()],
         allow_abbrev=False,  # "--seed" is a mistake for "--debug.seed", and not "--seeds"
@@ -65,22 +65,20 @@ def add(commands) -> None:
     parser.usage = "mxtrain compare VARIANT... [options] [FLAGS]\n       mxtrain compare --from CSV [options]"
     parser.set_defaults(run=_compare)
     # argparse does not know TorchTitan's flags, which may stand between the options.
-    parser.add_argument("words", metavar="VARIANT", nargs=argparse.REMAINDER, help="config, or '[NAME=]CONFIG FLAGS'")
+    parser.add_argument("words", metavar="VARIANT", nargs=argparse.REMAINDER, help="a config, or '[NAME=]CONFIG FLAGS'")
 
 
 def _options() -> argparse.ArgumentParser:
     parser = PathParser("mxtrain compare", add_help=False, allow_abbrev=False)
-    parser.add_argument("--seeds", metavar="N", type=positive, default=1, help="seeds 0 to N - 1 (default: 1)")
-    that = "learning rates (default: that of each config)"
-    parser.add_argument("--lr", metavar="A,B,...", type=_rates, default=[], help=that)
+    parser.add_argument("--seeds", metavar="N", type=positive, default=1, help="use seeds 0 to N - 1 (default: 1)")
+    rates = "train with these learning rates (default: the rate of each config)"
+    parser.add_argument("--lr", metavar="A,B,...", type=_rates, default=[], help=rates)
     parser.add_argument("--steps", metavar="N", type=positive, help="the same as --training.steps N")
-    sharing = (
-        "GPUs (on a CPU: processes) of each run; every such share of the machine does a run at a time (default: 1)"
-    )
+    sharing = "GPUs of each run (on a CPU: processes); runs that fit beside one another train at once (default: 1)"
     parser.add_argument("--devices", metavar="N", type=positive, default=1, help=sharing)
     parser.add_argument("--baseline", metavar="NAME", help="variant to compare with (default: the first one)")
-    parser.add_argument("--from", metavar="CSV", type=Path, dest="table", help="train nothing: compare rows of results")
-    parser.add_argument("-o", "--output", metavar="FOLDER", type=Path, help="default: outputs/compare-TIME")
+    parser.add_argument("--from", metavar="CSV", type=Path, dest="table", help="compare rows of CSV; train nothing")
+    parser.add_argument("-o", "--output", metavar="FOLDER", type=Path, help="folder (default: outputs/compare-TIME)")
     parser.add_argument("--dry-run", action="store_true", help="check the settings, print the runs, and train nothing")
     return parser
 

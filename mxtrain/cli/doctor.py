@@ -24,9 +24,9 @@ def add(commands) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "doctor",
-        help="show this machine's versions, devices and execution modes, or a config's model",
+        help="show what this machine runs, or what the model of a config takes",
         description="""\
-Print versions, devices, and which execution modes run on this machine, which mode = "auto" takes, and why.
+Print versions, devices, and the execution modes that run on this machine, which of them mode = "auto" takes, and why.
 
   mxtrain doctor
   mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory, multiplications, conversion
@@ -37,7 +37,7 @@ Print versions, devices, and which execution modes run on this machine, which mo
         "--model",
         metavar="CONFIG",
         nargs=argparse.REMAINDER,  # the flags follow, which argparse does not know
-        help="print only what the model of a TOML file takes; any flags of 'mxtrain train' follow",
+        help="print only what the model of CONFIG takes; flags of 'mxtrain train' may follow",
     )
 
 

@@ -19,7 +19,7 @@ def add(commands) -> None:
     """Add the four commands to the command line's ``commands``."""
     parser = commands.add_parser(
         "train",
-        help="train the model of a TOML file",
+        help="train the model of a config",
         add_help=False,
         description="""\
 Train on this machine, with one process per accelerator (one process on a CPU), and print a summary at the end.
@@ -33,19 +33,20 @@ Train on this machine, with one process per accelerator (one process on a CPU), 
 
 The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
 metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
-and checkpoints. Ctrl-C and SIGTERM save the step and stop (with --checkpoint.enable); a second one stops at once.
+and checkpoints. Ctrl-C and SIGTERM save a checkpoint, if --checkpoint.enable is set, and stop the run. A second signal
+stops it at once.
 
---resume RUN takes every setting from RUN/config.toml, and flags override them. The settings are compared with those of
-the checkpoint: a changed learning rate or number of steps is applied and reported. A change that would make the run
-another experiment (seed, data, model, recipe, batch size) is refused, unless --checkpoint.may_change names it.
+--resume RUN takes the settings of RUN/config.toml, and flags override them. mxtrain compares them with the settings of
+the checkpoint. It applies and reports another learning rate or number of steps. It refuses changes that make the run
+another experiment (seed, data, model, recipe, batch size), unless --checkpoint.may_change names them.
 
 environment:
   NGPU             number of processes; at most one per accelerator, any number on a CPU
   OMP_NUM_THREADS  CPU threads per process (default: processes share the cores equally)
-  MXTRAIN_VERBOSE  1 does the same as --verbose
+  MXTRAIN_VERBOSE  1 has the effect of --verbose
 
-On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each. It takes the same flags,
-and --resume RUN in the place of --job.config_file CONFIG.
+On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each machine, with the same
+flags. To resume a run, replace --job.config_file CONFIG by --resume RUN.
 Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signal n, 1 for another failure.
 """,
     )
@@ -57,13 +58,13 @@ Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signa
         FLAG,
         metavar="RUN",
         nargs=argparse.REMAINDER,  # the flags follow, which argparse does not know
-        help="continue the run in this folder, with its settings, in the place of CONFIG",
+        help="continue the run in the folder RUN with its own settings, without CONFIG",
     )
     _add_config_and_flags(parser, needs_config=False)
 
     parser = commands.add_parser(
         "prepare",
-        help="build the tokenizer and the tokenized text of a config",
+        help="collect and tokenize the text of a config",
         description="""\
 Collect the text that a config trains on, build its tokenizer, tokenize the text, and print the number of files, bytes
 and tokens. The result is cached: training with the same [data] settings starts at once.
@@ -79,11 +80,11 @@ and tokens. The result is cached: training with the same [data] settings starts 
         "configs",
         help="list the presets",
         description="""\
-List the presets: the configs that come with mxtrain. A preset is named as a file is, in any folder.
+List the presets: the configs that come with mxtrain. Commands take the name of a preset in the place of a TOML file.
 
   mxtrain configs
-  mxtrain train llama3_debug          trains one
-  mxtrain init llama3_125m my.toml    copies one, to edit it
+  mxtrain train llama3_debug          train a preset
+  mxtrain init llama3_125m my.toml    copy a preset, to edit it
 
 A TOML file may also extend a preset: extends = "llama3_125m".
 """,
@@ -91,10 +92,10 @@ A TOML file may also extend a preset: extends = "llama3_125m".
     parser.set_defaults(run=_configs)
     parser = commands.add_parser(
         "init",
-        help="copy a preset",
+        help="copy a preset, to edit it",
         description="""\
-Copy a preset with its comments, to edit it. A preset that extends another still does. The script for Slurm is copied,
-too.
+Copy a preset with its comments, to edit it. If the preset extends another preset, the copy does, too. The script for
+Slurm, train.sbatch, can be copied as well.
 
   mxtrain init llama3_125m my.toml
   mxtrain train my.toml
@@ -103,9 +104,9 @@ too.
 """,
     )
     parser.set_defaults(run=_init)
-    parser.add_argument("name", metavar="NAME", help="a preset; 'mxtrain configs' lists them; or train.sbatch")
+    parser.add_argument("name", metavar="NAME", help="a preset ('mxtrain configs' lists them), or train.sbatch")
     parser.add_argument(
-        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: its name)"
+        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: NAME's file name)"
     )
 
 
@@ -133,7 +134,7 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
         nargs=argparse.REMAINDER,
         help="any setting as --section.name VALUE, which overrides CONFIG; 'CONFIG --help-all' lists all of them",
     )
-    parser.add_argument(VERBOSE, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
+    parser.add_argument(VERBOSE, action="store_true", help="show TorchTitan's log and the warnings of libraries")
 
 
 def _train(options) -> int:
