@@ -1,7 +1,6 @@
 """MXNorm and MX linear layers for low-precision pretraining with TorchTitan.
 
-The public names below are imported on first use, so that ``import mxtrain`` (and with it the
-command line) costs nothing until PyTorch is needed.
+Public names are imported on first use, so ``import mxtrain`` and the command line start without PyTorch.
 """
 
 from importlib import import_module

@@ -15,7 +15,7 @@ class ConfigError(ValueError):
 
     The message begins with the name of the setting ("training.steps" in a job, "p" in Python), its value and the
     allowed values. Entry points print it without a traceback and exit with status 2; a library user sees an ordinary
-    ``ValueError``. Of a message with an enormous value, which is longer than 2,000 characters, both ends stay.
+    ``ValueError``. A message of more than 2,000 characters, from an enormous value, keeps only both ends.
     """
 
     def __init__(self, message: str):
@@ -62,7 +62,7 @@ def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def require_one_of(field: str, value, allowed) -> None:
-    """Raise ConfigError unless ``value`` is one of ``allowed``: equal and of the same type, so that True is not 1."""
+    """Raise ConfigError unless ``value`` equals one of ``allowed`` and has the same type, so that True is not 1."""
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         choices = ", ".join(repr(a) for a in allowed)
         raise ConfigError(f"{field} = {value!r} is not one of: {choices}")

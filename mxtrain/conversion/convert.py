@@ -20,7 +20,7 @@ ExampleInputs = tuple[Any, ...] | list[Any] | Mapping[str, Any] | None
 
 
 class Settings(TypedDict, total=False):
-    """The settings of all converters, for editors and type checkers. A converter refuses those of others."""
+    """The settings of all converters, for editors and type checkers. A converter refuses settings that it lacks."""
 
     filter_fqns: Iterable[str] | None
     recipe: str | LinearRecipe | None
@@ -57,9 +57,9 @@ def convert(
     """Swap modules of ``model`` in place. Parameters and FQNs stay, so checkpoints load either way.
 
     Convert a model before it is wrapped, sharded or compiled. A module with hooks, parametrizations or a forward of its
-    own stays, with the reason; attributes that were set on a module move to the new one, unless it has one of that
-    name. PyTorch's fast path for ``nn.TransformerEncoder`` in evaluation calls no linear: switch it off
-    with ``torch.backends.mha.set_fastpath_enabled(False)``.
+    own stays, and the plan says why. Attributes that were set on a module move to the new module, unless it already has
+    an attribute of that name. PyTorch's fast path for ``nn.TransformerEncoder`` in evaluation calls no linear: switch
+    it off with ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     - ``"mxnorm"`` turns every RMSNorm that feeds only linears into an MXNorm, those linears into MXNormLinear, and the
       other linears into MXLinear.
@@ -67,24 +67,24 @@ def convert(
     - ``"fused_norm"`` turns every RMSNorm into a FusedRMSNorm and every LayerNorm into a FusedLayerNorm.
     - ``"decompose_k_router"`` turns every linear that is the gate of a router of experts into a DecomposeKRouter.
 
-    The first two also turn TorchTitan's ``GroupedExperts`` into ``QuantizedExperts``.
-    The last two may run before or after the first two, with the same result.
+    The first two converters also turn TorchTitan's ``GroupedExperts`` into ``QuantizedExperts``. The last two may run
+    before or after the first two, with the same result.
 
     Args:
         model: any module tree, on any device, meta included.
         converter: one of the names above.
-        example_inputs: arguments for one forward pass of ``model``, a tuple, or a mapping for arguments by name; on any
-            device, because only shapes and dtypes matter. Leave out masks whose values the model looks at. None stands
-            for one row of 32 token ids. "mxnorm" sees in this pass what uses the norms; the others make none.
+        example_inputs: arguments for one forward pass of ``model``: a tuple, or a mapping for arguments by name. Only
+            shapes and dtypes matter, so any device will do. Leave out masks whose values the model looks at. None
+            stands for one row of 32 token ids. Only "mxnorm" makes this pass, to see which modules use each norm.
         prefix: FQN of ``model`` within a whole model that is converted in parts, such as "layers.0". Layers then have
-            the random bits that a conversion of the whole would give them. Without a prefix, layers with the same name
-            in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Names in
-            settings and in the plan are those within the part, whose blocks ``high_precision_share`` counts.
+            the random bits that a conversion of the whole model would give them. Without a prefix, layers with the same
+            name in two parts have the same random bits: signs of the Hadamard transform, and rounding noise. Settings
+            and plan use names within the part, and ``high_precision_share`` counts the part's blocks.
         **settings: the fields of the converter's class (``mxtrain.conversion.converters``), such as ``p=1`` or
             ``filter_fqns=["lm_head", "layers.0"]``. None stands for a field's default.
 
     Returns:
-        The plan that was carried out: what was swapped, and what was kept and why. Print it.
+        The plan that was carried out. Print it to see what was swapped, what was kept, and why.
 
     Raises:
         ConfigError: for an unknown converter or setting, a filter that matches no module, a name in ``recipes`` that

@@ -41,10 +41,10 @@ from mxtrain.settings.removed import CONVERTERS as REMOVED_CONVERTERS
 
 @dataclass(kw_only=True)
 class Converter(ABC):
-    """Checks its settings when it is built, and plans from a ``Survey``. It holds no model.
+    """Checks its settings when it is built, and makes a plan from a ``Survey``. It holds no model.
 
     Attributes:
-        filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None names none.
+        filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None keeps none.
 
     Raises:
         ConfigError: for a wrong setting.
@@ -69,7 +69,7 @@ class Converter(ABC):
 
     @abstractmethod
     def plan(self, survey: Survey) -> Plan:
-        """What every module that concerns this converter becomes, or why it stays.
+        """Return what every module that this converter looks at becomes, or why it stays.
 
         Raises:
             ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
@@ -99,15 +99,15 @@ class Converter(ABC):
 class MXLinearConverter(Converter):
     """Every linear becomes an MXLinear, and TorchTitan's stacked experts become QuantizedExperts.
 
-    Norms, the gates of routers, layers that share their weights and layers with features that no block divides stay,
-    and so do experts with tensor scales in any GEMM where the mode is native.
+    These modules stay: norms, gates of routers, layers that share their weights, layers whose features are not
+    divisible by the block size and, in mode native, experts with tensor scales in any GEMM.
 
     Attributes:
         filter_fqns: patterns of modules to keep. None keeps the model's output head.
-        recipe: what the operands of linears and experts are cast to: a name for all three GEMMs, or one for each as in
+        recipe: the recipe of linears and experts: a name for all three GEMMs, or a name for each, such as
             "fprop=nvfp4, dgrad=mxfp8, wgrad=bf16". Layers whose three GEMMs are "bf16" stay.
-        recipes: pattern of linears or experts, or of modules that hold some -> their recipe in the place of ``recipe``.
-            The last pattern that matches wins. ``filter_fqns`` and the last blocks in high precision come first.
+        recipes: pattern of linears, experts or modules that hold them -> their recipe instead of ``recipe``. The last
+            matching pattern wins. ``filter_fqns`` and the last blocks in high precision take precedence.
         scale_rounding, tensor_scale, weight_tiles, hadamard, stochastic_rounding, four_over_six, four_over_six_error,
             high_precision_share, high_precision_last: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n
             blocks (``conversion.layers``) the last share * n, rounded to nearest, or the last so many stay.
@@ -288,10 +288,10 @@ class MXLinearConverter(Converter):
 class MXNormConverter(MXLinearConverter):
     """Every RMSNorm that feeds only linears becomes an MXNorm, and those linears MXNormLinear.
 
-    The other linears and the experts are converted as ``MXLinearConverter`` says. Which linears a norm feeds is not
-    guessed from names but seen in a forward pass. A norm and its linears are swapped only if each use of the norm's
-    output is an ``nn.Linear`` that is called once, so that a quantized operand can take the place of the tensor. A norm
-    has the recipe of the linears that it feeds; it stays if their recipes for fprop differ.
+    The other linears and the experts are converted as by ``MXLinearConverter``. A forward pass shows which linears a
+    norm feeds; names do not matter. A norm and its linears are swapped only if each use of the norm's output is an
+    ``nn.Linear`` that is called once, so that a quantized operand can replace the tensor. A norm has the recipe of the
+    linears that it feeds. The norm stays if their recipes for fprop differ.
 
     Attributes:
         p, estimator: see ``mxtrain.mxnorm_cast``.

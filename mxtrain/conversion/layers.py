@@ -1,7 +1,7 @@
-"""A model's linears, experts, gates of routers, blocks, output heads and norms: found in its modules.
+"""Find a model's linears, experts, gates of routers, blocks, output heads and norms.
 
-``modules`` stands for every module of a model by FQN, the model itself as "". Only norms run: PyTorch's and mxtrain's
-are known by type, a model's own by results and gradients.
+``modules`` is every module of a model by FQN, with "" for the model itself. PyTorch's and mxtrain's norms are known by
+type. A model's own norms run, and are known by results and gradients.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ _USES = {
     "x * (1 + weight)": lambda x, weight: (x * (1 + weight), None),
 }
 
-# Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbours.
+# Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbors.
 _ROWS = (1.0, 1e-2, 1e-4, 1e-6)
 
 
@@ -48,11 +48,11 @@ class LinearFacts:
     """An ``nn.Linear`` or a subclass of it, or stacked experts.
 
     Attributes:
-        in_features, out_features: of experts, the last two dimensions of their first weight.
-        kind: name of its class; with its module if the class has the name of a class that is swapped.
-        is_plain: whether its class is ``nn.Linear`` itself, or the module is one of ``are_plain_experts``.
-        is_gate: whether it is the gate of a router, or a part of one.
-        shares_weight: whether another module owns its weight, too.
+        in_features, out_features: for experts, the last two dimensions of the first weight.
+        kind: name of the class. The class's module is added if only the name is that of a swapped class.
+        is_plain: whether the class is ``nn.Linear`` itself, or ``are_plain_experts`` holds.
+        is_gate: whether the linear is the gate of a router, or a part of a gate.
+        shares_weight: whether another module also owns the weight.
     """
 
     in_features: int
@@ -64,7 +64,7 @@ class LinearFacts:
 
     @property
     def why_it_stays(self) -> str | None:
-        """Why it is not quantized whatever the settings are; None if it may be."""
+        """Why no setting can quantize this layer; None if a setting can."""
         if self.is_gate:
             return "is the gate of a router, whose choices are sensitive to rounding"
         if not self.is_plain:
@@ -73,7 +73,7 @@ class LinearFacts:
 
 
 def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
-    """Every linear, also as transformers' ``Conv1D``; the model itself is left out."""
+    """Every linear, and every ``Conv1D`` of transformers; the model itself is left out."""
     owners, linears = _owners(modules), {}
     for fqn, module in modules.items():
         is_conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -91,7 +91,7 @@ def find_linears(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
 
 
 def find_experts(modules: Mapping[str, nn.Module]) -> dict[str, LinearFacts]:
-    """Every module with stacked weights of its own that is called "experts", or has a class called so."""
+    """Every module that owns stacked weights, and is called "experts" or has "Experts" in its class's name."""
     owners, experts = _owners(modules), {}
     for fqn, module in modules.items():
         is_called_so = fqn.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
@@ -115,9 +115,9 @@ class MixtureFacts:
     """A mixture of experts whose use of its input is known.
 
     Attributes:
-        gate, experts: FQNs of the gate of its router and of its stacked experts.
-        linears: FQNs of the linears of its shared experts that read its input.
-        scores_first: whether it multiplies tokens by their scores before the experts.
+        gate, experts: FQNs of the router's gate and of the stacked experts.
+        linears: FQNs of the shared experts' linears that read the mixture's input.
+        scores_first: whether the mixture multiplies tokens by their scores before the experts.
     """
 
     gate: str
@@ -127,7 +127,7 @@ class MixtureFacts:
 
 
 def find_mixtures(modules: Mapping[str, nn.Module]) -> dict[str, MixtureFacts]:
-    """Every mixture that has class, parts and names of TorchTitan's ``MoE``."""
+    """Every mixture with the class name, parts and names of TorchTitan's ``MoE``."""
     return {
         fqn: MixtureFacts(
             gate=f"{fqn}.router.gate",
@@ -223,11 +223,11 @@ class NormFacts:
     """The norm of PyTorch that a module is or computes.
 
     Attributes:
-        kind: its class; the other attributes are its arguments.
-        recognised: class of the module, and how it was recognised, in words.
+        kind: PyTorch's class; the other attributes are its arguments.
+        recognised: class of the module, and how it was recognized, in words.
         add_unit_offset: whether the gain is 1 + weight.
-        differs: what else it computes than that norm, in words; "" for nothing.
-        group_size: of a norm of x silu(gate) in groups of features, their size; None for other norms.
+        differs: how the module differs from PyTorch's norm, in words; "" for no difference.
+        group_size: size of the groups of features in a norm of x silu(gate); None for other norms.
     """
 
     kind: NormKind
@@ -242,11 +242,11 @@ class NormFacts:
 
     @property
     def why_it_stays(self) -> str | None:
-        """Why no converter takes it; None if some may."""
+        """Why no converter takes this norm; None if a converter may."""
         return self.differs or (None if len(self.normalized_shape) == 1 else "normalizes more than one dimension")
 
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
-        """PyTorch's norm, which shares the parameters of ``module``, the module that these facts are about."""
+        """PyTorch's norm with the parameters of ``module``, the module that these facts are about."""
         bias = {"bias": self.bias} if "bias" in FUSED_NORMS[self.kind].parameters_of else {}
         norm = self.kind(self.normalized_shape, self.eps, self.elementwise_affine, **bias, device="meta")
         norm.add_unit_offset = self.add_unit_offset  # for mxtrain's norms
@@ -258,10 +258,10 @@ class NormFacts:
 def find_norms(
     modules: Mapping[str, nn.Module],
 ) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
-    """Every norm, and by kind the modules that are only called a norm of this kind -> what they are, in words.
+    """Every norm; and for each kind, modules that are only named like this kind -> what they are, in words.
 
     Args:
-        modules: every module of a model by FQN. The model itself, called "", is left out: nothing can replace it.
+        modules: every module of a model by FQN. The model itself, "", is left out: nothing can replace it.
     """
     norms, lookalikes = {}, {kind: {} for kind in FUSED_NORMS}
     for fqn, module in modules.items():
@@ -285,10 +285,10 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     """Which norm of PyTorch the module is or computes; None for any other module.
 
     Many models bring norm classes of their own, with "norm" in the name, a 1-D ``weight``, and an eps under some name.
-    Such a module is an RMSNorm or LayerNorm if its results have the dtype of the rows that it gets, and results and
-    gradients are those of PyTorch's norm for one of the floats that it holds as attributes. (One that is called a
-    LayerNorm may be an RMSNorm, as T5's.) An RMSNorm may have a gain of 1 + weight, as Gemma's, or take a gate, as
-    Mamba-2's (``_gated_norm``). Another module whose forward takes more than x is none.
+    Such a module is an RMSNorm or LayerNorm if its results have the dtype of its rows, and results and gradients equal
+    those of PyTorch's norm, with one of the module's float attributes as eps. (A module called LayerNorm may be an
+    RMSNorm, as in T5.) An RMSNorm may have a gain of 1 + weight, as in Gemma, or take a gate, as in Mamba-2
+    (``_gated_norm``). Any other module whose forward takes more than x is no norm.
     """
     name, parameters = type(module).__name__, dict(module.named_parameters())
     has_bias, is_bare = "bias" in parameters, not dict(module.named_buffers()) and not state_of(module)

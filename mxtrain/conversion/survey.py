@@ -55,7 +55,7 @@ class WeightFacts:
 class Survey:
     """Facts about one model. Modules are named by FQN, in the order of ``named_modules``; the model itself is left out.
 
-    A module with several names (``self.backbone = self.model``) is called by the first, as ``named_modules`` does.
+    A module with several names (``self.backbone = self.model``) has the first name here, as in ``named_modules``.
 
     Attributes:
         kind: name of the model's class.
@@ -63,12 +63,12 @@ class Survey:
         fqns: every module.
         blocks: the layers that the model repeats (``find_blocks``).
         norms: every module that is an RMSNorm or LayerNorm, or computes one.
-        lookalikes: by kind of norm, modules that are called so but are not known to compute one -> why they stay.
+        lookalikes: kind of norm -> modules that are named like this kind but do not compute it -> why they stay.
         linears: every linear.
         mixtures: the mixtures of experts whose use of their input is known.
         experts: every module that holds stacked experts.
         heads: the linears that are output heads.
-        unswappable: every module with something that a swap would lose -> what, and the way out.
+        unswappable: every module with a part that a swap would lose -> this part and the way out, in words.
         weights: every parameter with two or more dimensions.
         converted: every MXNorm and every quantized layer of an earlier conversion -> name of its class.
         uses: what uses the outputs of RMSNorms; None if no forward pass was watched.
@@ -201,7 +201,7 @@ def _refuse_unfit_model(model: nn.Module) -> None:
 
 
 def _why_it_must_stay(module: nn.Module) -> str | None:
-    """What a module has that a new one in its place would lose, and the way out; None for nothing."""
+    """The part of a module that a swap would lose, and the way out, in words; None for no such part."""
     for name, parameter in module._parameters.items():
         if parameter is not None and type(parameter) not in (nn.Parameter, FakeTensor):
             return f"has a {name} of class {type(parameter).__name__}, not a torch.nn.Parameter"

@@ -1,7 +1,7 @@
-"""Formats and recipes. A format is a folder, which declares its numbers, its recipes and what computes with it.
+"""Formats and recipes. Each format has a folder, which declares the format's numbers, recipes and operations.
 
-A recipe of known formats is a line of its format's folder; a format is a folder and a line here. A module outside of
-mxtrain calls ``register_format``.
+To add a recipe of known formats, add a line where the format is registered. To add a format, add a folder, and a line
+here. A module outside of mxtrain calls ``register_format``.
 """
 
 from mxtrain.formats.mxfp4 import MXFP4

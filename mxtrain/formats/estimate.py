@@ -66,7 +66,7 @@ class RMSEstimate(Keyed):
             rounded block scales stand for (the paper's ablation), ``"exact"`` is the true mean square (a control).
         eps: added to the squared estimate, as in RMSNorm, so that zero rows stay finite.
         block_size: elements per block maximum.
-        ratio: what the estimate of c(p, B) alone is divided by, for rows that are far from Gaussian.
+        ratio: divides the estimate by c(p, B) once more, for rows that are far from Gaussian.
         constant: c(p, B) * ratio. Computed once here, so that ``torch.compile`` does not trace the integral.
     """
 

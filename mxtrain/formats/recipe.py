@@ -1,7 +1,7 @@
 """Formats and recipes, without PyTorch, so that the command line can check settings before it loads PyTorch.
 
-A format says how elements are stored. A recipe says which format each GEMM of a linear layer casts its operands to.
-Both are known by name.
+A format says how elements are stored. A recipe says to which format each GEMM of a linear layer casts its operands.
+Formats and recipes have names.
 """
 
 import math
@@ -26,7 +26,7 @@ FOUR_OVER_SIX_ERRORS = get_args(FourOverSixError)
 Backward = Literal["quantized", "dequantized"]
 BACKWARDS = get_args(Backward)
 LONGEST_BLOCK = 32
-"""So many rows are whole blocks in every format."""
+"""This number of rows is whole blocks in every format"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def quantization_args(bits: int, block_size: int, strategy: str, scale_dtype: st
 class Format:
     """A format in which ``block_size`` consecutive elements share one scale (OCP Microscaling Formats v1.0).
 
-    As declared here, scales are powers of two (E8M0), plain PyTorch computes, and matrix products multiply the values
-    in bf16. So a new format of this kind is a few numbers; ``mxtrain.formats.register_format`` makes it known. A format
-    with kernels or scales of its own names its subclass of ``FormatOps``.
+    By default, scales are powers of two (E8M0), plain PyTorch computes, and matrix products multiply values in bf16.
+    So a new format of this kind is a few numbers, which ``mxtrain.formats.register_format`` makes known. A format with
+    its own kernels or scales names a subclass of ``FormatOps``.
 
     Attributes:
         name: the usual name, in lower case.
@@ -72,14 +72,13 @@ class Format:
         element_max_exponent: floor(log2(element_max)), the exponent that FLOOR scale rounding targets.
         element_bits: bits of an element; a scale has 8.
         element: name of PyTorch's dtype of the codes.
-        settings: the settings of a ``Recipe`` that change the cast -> their values.
-        has_tensor_scale: whether a matrix has a scale of its own beside those of its blocks. Then its codes depend on
-            all of its rows: several matrices are not one native operand, and experts and other processes cast rows
-            for themselves.
-        has_signs: whether the Hadamard transform of a recipe takes random signs. Else it is a fixed one.
-        is_native: whether MX tensor cores multiply codes. Else mode "native" multiplies values.
-        gradients_of: the name of the format of the other operand, for a format of output gradients alone. A trial
-            product says whether tensor cores multiply the two.
+        settings: the settings of a ``Recipe`` that change the cast -> the allowed values.
+        has_tensor_scale: whether a matrix has a scale besides the scales of its blocks. Its codes then depend on all of
+            its rows: several matrices are not one native operand, and experts and other processes cast rows themselves.
+        has_signs: whether the Hadamard transform of a recipe takes random signs. Otherwise, the transform is fixed.
+        is_native: whether MX tensor cores multiply codes. Otherwise, mode "native" multiplies values.
+        gradients_of: for a format of output gradients alone, the name of the other operand's format. A trial product
+            says whether tensor cores multiply the two formats.
         layout: how an export stores codes and scales; None for a format that cannot be exported.
         implementation: where the subclass of ``FormatOps`` is: "module:class".
     """
@@ -105,7 +104,7 @@ class Format:
 
     @cached_property
     def ops(self):
-        """What computes with this format, a ``mxtrain.formats.ops.FormatOps``."""
+        """The ``mxtrain.formats.ops.FormatOps`` that computes with this format."""
         module, _, name = self.implementation.partition(":")
         return getattr(import_module(module), name)(self)
 
@@ -120,7 +119,7 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {}
-"""By name; ``mxtrain.formats.register_format`` adds to them"""
+"""Name -> format; ``mxtrain.formats.register_format`` adds formats"""
 
 
 def format_named(name: str) -> Format:
@@ -154,9 +153,9 @@ class LinearRecipe(Keyed):
     Attributes:
         name: as in the TOML.
         fprop, dgrad, wgrad: the Recipe of each GEMM.
-        high_precision_share: share of a model's blocks, the last ones, that ``mxtrain.convert`` does not change.
-        high_precision_last: their number, in the place of the share; 0 if the share counts.
-        own_name: the name of a MixedRecipe that has one.
+        high_precision_share: share of a model's last blocks that ``mxtrain.convert`` does not change.
+        high_precision_last: number of these blocks, instead of a share; 0 uses the share.
+        own_name: a MixedRecipe's name; None without a name.
     """
 
     name: str
@@ -179,14 +178,14 @@ class LinearRecipe(Keyed):
 
     @property
     def tensor_scaled(self) -> Format | None:
-        """The format of a GEMM that gives a matrix a scale of its own; None if no GEMM's does."""
+        """The format of the first GEMM with a tensor scale; None if no GEMM has a tensor scale."""
         return next((gemm.format for gemm in self.gemms if gemm.format and gemm.format.has_tensor_scale), None)
 
     def joins(self, mode: str) -> bool:
         """Return whether one operand takes several matrices in this mode.
 
-        A GEMM in high precision needs no cast, so that joining its operands would be a copy. A native operand has one
-        tensor scale, and matrices have one each; so has an operand with an exact tensor scale.
+        A GEMM in high precision needs no cast, so joining its operands would copy them. A native operand has only one
+        tensor scale, but every matrix needs its own. The same holds for an operand with an exact tensor scale.
         """
         one_scale = mode == "native" and self.tensor_scaled
         return all(gemm.rounds and not gemm.error_for("weight") for gemm in self.gemms) and not one_scale
@@ -230,22 +229,22 @@ class Recipe(LinearRecipe):
             2^(floor(log2 amax) - element_max_exponent); elements that overflow saturate. None for a format with other
             scales.
         tensor_scale: the source of the scale of a whole matrix, a power of two. ``"dynamic"`` takes the largest
-            element. ``"static"`` takes the bound of MXNorm's output for that output, and the largest element for all
-            other operands. ``"row"`` gives every row of fprop's X a scale of its own, from the row's largest element:
-            no row depends on other rows. Other operands are as with "dynamic". None for a format without tensor scales.
-        weight_tiles: weights have one scale per square tile, so that fprop and dgrad see the same weight. If False,
+            element. ``"static"`` takes the bound of MXNorm's output for this output, and the largest element for all
+            other operands. ``"row"`` gives every row of fprop's X a scale from the row's largest element, so no row
+            depends on other rows; other operands are as with "dynamic". None for a format without tensor scales.
+        weight_tiles: weights have one scale per square tile, so fprop and dgrad use the same codes. If False,
             weights have blocks along the reduced axis, like all other operands.
         hadamard: both operands of wgrad are Hadamard-transformed along the tokens before their cast.
         stochastic_rounding: output gradients are rounded stochastically, for dgrad and wgrad.
         four_over_six: ``"weights"``, ``"activations"`` or ``"both"``: a block's largest element becomes 4 instead of 6
-            where the block loses less. These operands have exact tensor scales, which are not rounded to powers of two.
-            Not for output gradients.
-        four_over_six_error: what a block loses: the sum of its errors' magnitudes (``"mae"``) or squares (``"mse"``).
+            where the error of the block gets smaller. These operands have exact tensor scales, which are not rounded to
+            powers of two. Output gradients never take part.
+        four_over_six_error: the error of a block: the sum of magnitudes (``"mae"``) or of squares (``"mse"``).
         dequantizes: for dgrad and wgrad, without a format: W and X are the decoded values of fprop's codes, and output
             gradients are not rounded.
-        gradient_format: the format of output gradients, where it is another one; None for the same.
-        only: the GEMMs that the recipe is for. Not compared when recipes are: a layer computes the same.
-        high_precision_share, high_precision_last: as in ``LinearRecipe``. Not compared, either.
+        gradient_format: the format of output gradients if it differs from ``format``, else None.
+        only: the GEMMs that the recipe is for. Recipes that differ only in this field are equal.
+        high_precision_share, high_precision_last: as in ``LinearRecipe``. Equal recipes may differ in them.
     """
 
     name: str
@@ -303,12 +302,12 @@ class Recipe(LinearRecipe):
 
     @property
     def rounds(self) -> bool:
-        """Whether the GEMM multiplies values of a format: of codes of its own, or of fprop's."""
+        """Whether the GEMM multiplies values of a format: decoded from its own codes, or from fprop's."""
         return self.format is not None or self.dequantizes
 
     @property
     def sends_rows(self) -> bool:
-        """Whether rows are codes and block scales, so that each can be sent alone."""
+        """Whether rows are codes and block scales alone, so that rows can be sent one by one."""
         return self.format is not None and not self.format.has_tensor_scale
 
     @cached_property
@@ -323,7 +322,7 @@ class Recipe(LinearRecipe):
 
     @property
     def ops(self):
-        """What computes with operands of this recipe, a ``mxtrain.formats.ops.FormatOps``."""
+        """The ``mxtrain.formats.ops.FormatOps`` that computes with this recipe's operands."""
         return self._rules.ops
 
     @property
@@ -359,9 +358,9 @@ class Recipe(LinearRecipe):
 
 @dataclass(frozen=True, eq=False)
 class MixedRecipe(LinearRecipe):
-    """A recipe for each GEMM of a linear layer. The three are not all equal.
+    """A recipe for each GEMM of a linear layer, where the three recipes are not all equal.
 
-    One with a name of its own can be registered. Its parts have that name, too, unless they are registered themselves.
+    A MixedRecipe with a name can be registered. Its parts then have this name, unless they are registered themselves.
     """
 
     fprop: Recipe
@@ -391,7 +390,7 @@ class MixedRecipe(LinearRecipe):
 
 
 def linear_recipe(fprop: Recipe, dgrad: Recipe, wgrad: Recipe, own_name: str | None = None) -> LinearRecipe:
-    """Return the recipe of a linear with these recipes of its GEMMs."""
+    """Return the recipe of a linear whose GEMMs have these recipes."""
     if fprop.format is None:  # there are no codes to decode
         dgrad, wgrad = (fprop if gemm.dequantizes else gemm for gemm in (dgrad, wgrad))
     return fprop if fprop == dgrad == wgrad else MixedRecipe(fprop, dgrad, wgrad, own_name)
@@ -406,7 +405,7 @@ def recipe_of_norm(fed: Sequence[LinearRecipe]) -> LinearRecipe:
 
 
 RECIPES: dict[str, LinearRecipe] = {}
-"""By name; ``register_format`` adds to them"""
+"""Name -> recipe; ``register_format`` adds recipes"""
 DEFAULT_RECIPE = "mxfp8"
 # The recipe of a GEMM in high precision. ``mxtrain.convert`` does not swap a linear with this recipe for all GEMMs.
 HIGH_PRECISION_RECIPE = "bf16"
@@ -414,12 +413,12 @@ DEQUANTIZED = Recipe("dequantized", None, LONGEST_BLOCK, dequantizes=True, only=
 
 
 def register_format(format: Format | None, *recipes: LinearRecipe) -> None:
-    """Make a format and recipes with it known by their names: in settings, and to ``mxtrain.convert``.
+    """Let settings and ``mxtrain.convert`` name a format and its recipes.
 
     A job calls this in a module that ``experimental.custom_import`` names.
 
     Raises:
-        ConfigError: for a name that is taken, or blocks that are no part of ``LONGEST_BLOCK`` rows.
+        ConfigError: for a name that is taken, or a block size that does not divide ``LONGEST_BLOCK``.
     """
     if format is not None:
         if LONGEST_BLOCK % format.block_size:

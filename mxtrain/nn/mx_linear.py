@@ -40,17 +40,16 @@ class _MXLinearFunction(torch.autograd.Function):
 
 
 class MXLinear(QuantizedLinear):
-    """``torch.nn.Linear`` with operands cast as its recipe says: parameters, FQNs and shapes are unchanged.
+    """``torch.nn.Linear`` whose operands are cast as the recipe says. Parameters, FQNs and shapes stay the same.
 
-    The weight is cast from its own dtype: fp32 master weights are not rounded to bf16 first. Under autocast, input and
-    result have autocast's dtype, as in ``torch.nn.Linear``.
+    The weight is cast from its own dtype, so fp32 master weights are not rounded to bf16 first. Under autocast, input
+    and result have autocast's dtype, as in ``torch.nn.Linear``.
 
     Args:
         in_features, out_features: multiples of the recipe's block sizes.
         bias: whether to add a bias, in high precision.
         recipe: a name, a spec with a name for each GEMM (see ``mxtrain.formats.parse.get_recipe``), or a Recipe.
-        mode: "native", "emulated", "reference", or "auto": the best mode of the device that the input of a forward is
-            on.
+        mode: "native", "emulated", "reference", or "auto": the best mode of the input's device.
 
     Raises:
         ConfigError: for an unknown recipe or mode, a mode that no device of this machine runs, or features that are
@@ -58,7 +57,7 @@ class MXLinear(QuantizedLinear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features], bf16 or fp32 -> [..., out_features]; of split matrices, their parts.
+        """x [..., in_features], bf16 or fp32 -> [..., out_features]; this process's part of a split layer.
 
         Raises:
             ValueError: for another dtype, shape or device.

@@ -8,8 +8,8 @@ estimates the RMS of token t from the maxima of its K blocks of B elements, whic
     rho_t  = 1 / sqrt(r_t^2 + eps)
     xhat_t = rho_t x_t                           cast to MX at once, never stored in high precision
 
-RMSNorm's gain gamma has one factor per column, which block scales cannot absorb. It moves into the next weight. (It is
-the norm's weight w, or 1 + w in fp32, whose gradient is the same.)
+RMSNorm's gain gamma has one factor per column, which block scales cannot absorb. So gamma moves into the next weight.
+(gamma is the norm's weight w, or 1 + w in fp32. The gradients of gamma and w are equal.)
 
     Y = cast(xhat) cast(W diag(gamma))^T
 
@@ -19,8 +19,8 @@ that the norm feeds:
     dW = G diag(gamma)     dgamma_j = sum_n W_nj G_nj     dx = rho (g - xhat mean_D(g xhat))
 
 The norm runs once for all its linears (wq, wk, wv; w1, w3) and hands them a ``NormedInput``. Its field ``h`` stands for
-x, and every linear returns g as the gradient of ``h``: autograd adds them up, then one norm backward runs. The backward
-needs x, which the residual stream keeps anyway, and one rho per token; wgrad recomputes xhat from them.
+x, and every linear returns g as the gradient of ``h``. Autograd adds up these gradients, then one norm backward runs.
+The backward needs one rho per token, and x, which the residual stream keeps anyway. wgrad recomputes xhat from both.
 """
 
 from collections.abc import Sequence
@@ -166,10 +166,10 @@ def _multiply(
 
 
 class MXNorm(RecipeModule, OffsetRMSNorm):
-    """RMSNorm with the RMS estimated from block maxima; its result is a ``NormedInput`` for ``MXNormLinear``.
+    """RMSNorm that estimates the RMS from block maxima. Its result is a ``NormedInput`` for ``MXNormLinear``.
 
-    The parameter ``weight`` and its FQN are RMSNorm's, so checkpoints load either way. With ``split``, x is
-    a shard of the sequences and the result stands for whole sequences.
+    The parameter ``weight`` has RMSNorm's FQN, so checkpoints load either way. With ``split``, x is a shard of the
+    sequences and the result stands for whole sequences.
 
     Source: arXiv 2603.13180.
 
@@ -179,7 +179,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
         elementwise_affine: whether there is a gain.
         p: exponent of the mean over block maxima, 1 or 2.
         estimator: "pre_round" (the method), "post_round" (ablation) or "exact" (control).
-        recipe: as for ``MXLinear``; all linears of the norm must have its recipe of fprop.
+        recipe: as for ``MXLinear``; all linears of the norm must have the norm's recipe for fprop.
         mode: as for ``MXLinear``.
 
     Raises:
@@ -189,15 +189,15 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
 
     split: SplitSequences | None = None
     gathers_plain = True
-    """Whether this norm gathers sequences while it is plain, too; else the modules behind it gather tensors"""
+    """Whether a plain norm also gathers sequences; otherwise, the modules behind the norm gather tensors"""
     feeds_mixture = False
     """Whether a mixture of experts takes the result"""
     scores_first = False
-    """Whether that mixture multiplies rows by their scores before the experts"""
+    """Whether the mixture multiplies rows by their scores before the experts"""
     sends_codes = False
-    """Whether its experts are on other processes, and take rows as codes"""
+    """Whether experts on other processes get rows as codes"""
     group: LinearGroup | None = None
-    """The linears that the norm feeds, if they are to be one GEMM each way"""
+    """The linears that the norm feeds, if they run as one GEMM forward and backward"""
     is_plain = False
     """Compute RMSNorm in high precision, with ``plain_eps``; the linears then take a plain tensor"""
 
@@ -238,7 +238,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
         recipe: str | LinearRecipe = DEFAULT_RECIPE,
         mode: Mode = "auto",
     ) -> "MXNorm":
-        """Return the MXNorm that replaces ``norm`` and shares its gain; ``eps`` None keeps the eps of ``norm``."""
+        """Return the MXNorm that replaces ``norm`` and shares its gain. ``eps`` None stands for the norm's eps."""
         if len(norm.normalized_shape) != 1:
             raise ConfigError(f"normalized_shape = {tuple(norm.normalized_shape)} has more than one dimension")
         if eps is None:
@@ -262,7 +262,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
     def forward(self, x: torch.Tensor) -> NormedInput | torch.Tensor:
         """x [..., D], bf16 or fp32 -> NormedInput; with ``split``, x [B, S / processes, D] -> NormedInput of [B, S, D].
 
-        A plain norm returns a tensor in the place of the NormedInput, of its shard unless it ``gathers_plain``.
+        A plain norm returns a tensor instead of a NormedInput: its shard, unless it ``gathers_plain``.
 
         Raises:
             ValueError: for another dtype, shape or device.
@@ -286,7 +286,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
         return NormedInput(self, *normed, *settings, self.feeds_mixture, self.sends_codes)
 
     def own_weight(self) -> torch.Tensor | None:
-        """The weight for the linears, each of which returns its process's part of the gradient."""
+        """The weight for the linears. Each linear returns its process's part of the gradient."""
         return self.weight if self.split is None else own_part(self.weight)
 
     def gain(self) -> torch.Tensor | None:
@@ -303,7 +303,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
 class MXNormLinear(QuantizedLinear):
     """The linear layer after an MXNorm: folds the norm's gain into its weight and multiplies the normalized rows.
 
-    Parameters, FQNs and shapes are those of ``torch.nn.Linear``. The weight is folded and cast from its own dtype:
+    Parameters, FQNs and shapes are those of ``torch.nn.Linear``. The weight is folded and cast from its own dtype, so
     fp32 master weights are not rounded to bf16 first.
 
     Args:
@@ -329,14 +329,14 @@ class MXNormLinear(QuantizedLinear):
         self.is_plain = state.is_plain
 
     def forward(self, x: NormedInput | torch.Tensor) -> torch.Tensor:
-        """NormedInput of [..., in_features] -> [..., out_features], in autocast's dtype if it is on, else in x's.
+        """NormedInput of [..., in_features] -> [..., out_features], in the dtype of autocast, or of x without autocast.
 
         A plain layer takes the tensor of a plain norm.
 
         Raises:
             TypeError: for a plain tensor: the RMSNorm before this layer was not swapped.
-            ConfigError: for the result of an MXNorm with another recipe of fprop or another mode, or one that FSDP
-                between the norm and this layer has made useless.
+            ConfigError: for the result of an MXNorm with another recipe for fprop or another mode, or a result that
+                FSDP has cast or freed between the norm and this layer.
             ValueError: for another dtype, shape or device.
         """
         if self.is_plain:

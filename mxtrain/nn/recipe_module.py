@@ -1,4 +1,4 @@
-"""Modules with a recipe, and with random numbers of their own, derived from the job's seed and the module's name."""
+"""Modules with a recipe, and with random numbers that follow from the job's seed and the module's name."""
 
 import torch
 import torch.nn as nn
@@ -14,8 +14,8 @@ _LOADED = [fmt.ops for fmt in FORMATS.values()]  # with the layers, not while Py
 class RecipeModule(nn.Module):
     """A module with a recipe, which may change between steps: ``take`` sets it, and ``timeline`` says when.
 
-    It has the signs of its Hadamard transform and the key of its stochastic rounding, from its first recipe on that
-    needs them. These numbers are a plain tensor: ``to_empty`` would lose a buffer, and ``torch.compile`` would compile
+    With the first recipe that needs them, the module gets signs for its Hadamard transform and a key for its stochastic
+    rounding. These numbers are a plain tensor: ``to_empty`` would lose a buffer, and ``torch.compile`` would compile
     again for every Python number.
     """
 
@@ -32,9 +32,9 @@ class RecipeModule(nn.Module):
         return self._fqn
 
     def set_seed(self, seed: int, fqn: str) -> None:
-        """Take the numbers of layer ``fqn`` in a job with this seed.
+        """Take the random numbers of layer ``fqn`` in a job with this seed.
 
-        ``mxtrain.convert`` calls this. Before that, and in modules made by hand, the numbers are those of seed 0 and
+        ``mxtrain.convert`` calls this. Before the call, and in modules made by hand, the numbers belong to seed 0 and
         the empty name.
         """
         self._fqn = fqn

@@ -268,8 +268,8 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 class QuantizedLayer(RecipeModule):
     """A layer of quantized products, with one recipe and one execution mode for all of them.
 
-    Under tensor parallelism, ``split`` says which matrices are split over processes, and the weights are DTensors, of
-    which every process multiplies its part.
+    Under tensor parallelism, ``split`` says which matrices are split over processes. The weights are then DTensors, and
+    every process multiplies its part.
     """
 
     split: SplitMatrices = WHOLE
@@ -285,7 +285,7 @@ class QuantizedLayer(RecipeModule):
         return {**self.__dict__, "ready": None}
 
     def gemms(self, device: torch.device) -> ThreeGEMMs:
-        """Return the GEMMs in the mode that "auto" stands for on ``device``, or in the mode of this layer.
+        """Return the GEMMs in this layer's mode, or in the mode that "auto" stands for on ``device``.
 
         Raises:
             ConfigError: for a mode that the device lacks.
@@ -316,7 +316,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     """
 
     fed_by: tuple[nn.Module, ...] | None = ()
-    """The MXNorm that feeds this layer, if there is one; None if it is not known (``mxtrain.nn.ready_weights``)"""
+    """The MXNorm that feeds this layer, if any; None if nobody knows (``mxtrain.nn.ready_weights``)"""
 
     def __init__(
         self,

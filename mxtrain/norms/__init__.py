@@ -1,7 +1,7 @@
-"""The norms: a file each, with its function, its module and what it replaces."""
+"""The norms. Each has a file with its function, its module and the class that the module replaces."""
 
 from mxtrain.norms.layer_norm import FusedLayerNorm
 from mxtrain.norms.rms_norm import FusedRMSNorm
 
-# By the class of PyTorch that each replaces.
+# PyTorch's class -> the norm that replaces it.
 FUSED_NORMS = {norm.replaces: norm for norm in (FusedRMSNorm, FusedLayerNorm)}

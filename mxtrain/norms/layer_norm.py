@@ -32,14 +32,14 @@ def layer_norm(
     eps: float = 1e-5,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Bring every row to mean 0 and variance 1, multiply by the weight and add the bias, as ``F.layer_norm``.
+    """Bring every row to mean 0 and variance 1, multiply by the weight and add the bias, as ``F.layer_norm`` does.
 
     A residual is added to x first. The variance is the mean of squared distances from the mean, so a large mean costs
-    no digits. Arithmetic, backward and DTensors are as for ``rms_norm``. Autocast on a GPU casts x to fp32, as before
-    ``F.layer_norm``.
+    no digits. Arithmetic, backward and DTensors are as for ``rms_norm``. Autocast on a GPU casts x to fp32, as it does
+    for ``F.layer_norm``.
 
-    In fp32, a row with a standard deviation above 1.8e19 / sqrt(D) gives the bias, and no gradients of x and weight. It
-    gives NaN if its sum overflows, too. (``F.layer_norm`` gives the bias or NaN.)
+    In fp32, a row with a standard deviation above 1.8e19 / sqrt(D) gives the bias, and no gradients of x and weight. A
+    row whose sum also overflows gives NaN. (``F.layer_norm`` gives the bias or NaN.)
 
     Args:
         x, weight, residual: as for ``rms_norm``.
@@ -56,7 +56,7 @@ def layer_norm(
 
 
 class FusedLayerNorm(FusedNorm, nn.LayerNorm):
-    """``nn.LayerNorm`` over one dimension, computed by ``layer_norm``. Same parameters, so checkpoints load either way.
+    """``nn.LayerNorm`` over one dimension, computed by ``layer_norm``. Parameters are the same, so checkpoints load.
 
     Args:
         dim: row length D.
@@ -67,7 +67,7 @@ class FusedLayerNorm(FusedNorm, nn.LayerNorm):
 
     Raises:
         ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
-        ValueError: for an eps that is no number, or negative.
+        ValueError: for an eps that is negative or not a number.
     """
 
     replaces, formula, parameters_of = nn.LayerNorm, staticmethod(F.layer_norm), ("weight", "bias")

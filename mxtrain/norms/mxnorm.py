@@ -1,4 +1,4 @@
-"""MXNorm: the backward of a matrix, and the public ``mxnorm_cast``. ``FormatOps.normalize`` is the forward."""
+"""MXNorm: its backward, and the public ``mxnorm_cast``. ``FormatOps.normalize`` is the forward."""
 
 import math
 
@@ -44,15 +44,15 @@ def mxnorm_cast(
     scale_rounding: ScaleRounding | None = None,
     mode: Mode = "auto",
 ) -> tuple[torch.Tensor, ...]:
-    """Normalize and cast every row; the inverse RMS comes from the block maxima that the cast needs anyway.
+    """Normalize and cast every row. The inverse RMS comes from the block maxima that the cast needs anyway.
 
     Codes and scales are bit-identical to torchao's cast of the fp32 product x * rho. A NaN makes all scales of its row
     NaN; an infinity makes the scale of its block NaN. A zero row gives zeros if eps is not 0 in fp32. No finite row is
     too large: squares are summed in fp64.
 
     NVFP4's tensor scale is a power of two. Recipe "nvfp4" takes it from the bound of the norm's output,
-    ``mxtrain.static_tensor_scale(D, p, estimator)``; "nvfp4_dynamic" takes it from the largest |x * rho|, and
-    "nvfp4_row" each row's own from the row.
+    ``mxtrain.static_tensor_scale(D, p, estimator)``. "nvfp4_dynamic" takes it from the largest |x * rho|. "nvfp4_row"
+    gives every row a tensor scale from the row's largest |x * rho|.
 
     Source: arXiv 2603.13180; torchao ``to_mx`` for the cast.
 
@@ -60,13 +60,13 @@ def mxnorm_cast(
         x: bf16 or fp32, [..., D] with D a multiple of the recipe's block size (32 for MXFP8, 16 for NVFP4), and at
             most 65536 on a GPU.
         p: exponent of the mean over block maxima, 1 or 2.
-        recipe: a name in ``mxtrain.formats.recipe.RECIPES`` with a format, or a Recipe. A mixed recipe stands for its
-            recipe of fprop.
+        recipe: a name in ``mxtrain.formats.recipe.RECIPES`` with a format, or a Recipe. Of a mixed recipe, the recipe
+            for fprop counts.
         eps: added to the squared RMS estimate.
         estimator: "pre_round", "post_round" or "exact" (see ``mxtrain.formats.estimate.RMSEstimate``).
-        scale_rounding: "rceil", "rceil_0_18" or "floor"; None keeps the recipe's own ("rceil" for named recipes). Not
-            for NVFP4.
-        mode: "auto", or a mode that this hardware has. The mode chooses between kernel and plain PyTorch; results
+        scale_rounding: "rceil", "rceil_0_18" or "floor", not for NVFP4. None takes the recipe's ("rceil" for named
+            recipes).
+        mode: "auto", or a mode that this hardware has. The mode chooses between kernel and plain PyTorch. Results
             differ at most in the last bits of rho.
 
     Returns:
@@ -74,7 +74,7 @@ def mxnorm_cast(
             half.
         scales: float8_e8m0fnu, [..., D / 32]; for NVFP4 float8_e4m3fn [..., D / 16].
         rho: fp32 [...], the inverse RMS estimate.
-        tensor_scale: fp32 [] for "nvfp4_dynamic", fp32 [...] for "nvfp4_row"; no result otherwise.
+        tensor_scale: fp32 [] for "nvfp4_dynamic", fp32 [...] for "nvfp4_row". Other recipes do not return it.
 
     Raises:
         ConfigError: for an unknown p, recipe, estimator, scale_rounding or mode, or a mode that this hardware lacks.

@@ -1,4 +1,4 @@
-"""RMSNorm that MXNorm does not replace."""
+"""RMSNorm without a cast."""
 
 from typing import overload
 
@@ -21,19 +21,19 @@ def rms_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-5, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Divide every row by its RMS and multiply by the weight, as ``F.rms_norm``; a residual is added to x first.
+    """Divide every row by its RMS and multiply by the weight, as ``F.rms_norm`` does. A residual is added to x first.
 
     The arithmetic is fp32 and y is rounded once. The backward computes dx and dweight in one pass over dy and x, sums
-    dweight in fp32 and is deterministic; second derivatives are not supported. Autocast on a GPU casts x to fp32 if
+    dweight in fp32 and is deterministic. Second derivatives are not supported. Autocast on a GPU casts x to fp32 if
     the installed PyTorch does so for ``F.rms_norm``. DTensors may be sharded along any dimension but the last.
 
-    In fp32, a row with an RMS above 1.8e19 / sqrt(D) gives 0, as from ``F.rms_norm``, and no gradients.
+    In fp32, a row with an RMS above 1.8e19 / sqrt(D) gives 0, as ``F.rms_norm`` does, and no gradients.
 
     Args:
         x: bf16, fp16, fp32 or fp64, [..., D] with D at most 65536 on a GPU. fp64 runs in plain PyTorch.
-        weight: [D], any of these dtypes, or None for ones. fp64 only with x of fp64.
+        weight: [D], any of these dtypes, or None for ones. fp64 needs x in fp64.
         eps: added to the mean square.
-        residual: [..., D], as the weight; the sum x + residual is rounded to the dtype of x.
+        residual: [..., D], dtypes as for the weight. The sum x + residual is rounded to the dtype of x.
 
     Returns:
         y [..., D] in the dtype of ``x``; with a residual, the pair (y, x + residual).
@@ -78,18 +78,18 @@ class OffsetRMSNorm(nn.RMSNorm):
 
 
 class FusedRMSNorm(FusedNorm, OffsetRMSNorm):
-    """``nn.RMSNorm`` over one dimension, computed by ``rms_norm``. Same parameter, so checkpoints load either way.
+    """``nn.RMSNorm`` over one dimension, computed by ``rms_norm``. The parameter is the same, so checkpoints load.
 
     Args:
         dim: row length D.
         eps: added to the mean square; None for the machine epsilon of the arithmetic, as in ``nn.RMSNorm``.
         elementwise_affine: whether there is a weight.
         when_compiled: what runs under ``torch.compile``: "kernel", "formula" (``F.rms_norm``, which the compiler can
-            fuse with its neighbours) or "auto" (the faster of the two as measured, AUTO_WHEN_COMPILED).
+            fuse with its neighbors) or "auto" (the one that was measured to be faster, AUTO_WHEN_COMPILED).
 
     Raises:
         ConfigError: for another ``when_compiled``, a length that is no positive integer, or more than one dimension.
-        ValueError: for an eps that is no number, or negative.
+        ValueError: for an eps that is negative or not a number.
     """
 
     replaces, formula = nn.RMSNorm, staticmethod(F.rms_norm)

@@ -164,13 +164,13 @@ def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 
 class FusedNorm(nn.Module):
-    """The forward of a fused norm. A subclass has this class and then PyTorch's norm as bases.
+    """The forward of a fused norm. A subclass has two bases: this class, then PyTorch's norm.
 
-    It defines ``_fused(x, residual)``, which calls the public function, and ``from_norm``.
+    A subclass defines ``_fused(x, residual)``, which calls the public function, and ``from_norm``.
 
     Attributes:
         replaces: PyTorch's class.
-        formula: PyTorch's function, by whose results a model's own class is recognised.
+        formula: PyTorch's function, by whose results a model's own class is recognized.
         parameters_of: the names that its parameters may have, row length D each.
     """
 

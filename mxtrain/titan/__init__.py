@@ -1,7 +1,7 @@
 """mxtrain in TorchTitan. A config enables it with ``experimental.custom_import = "mxtrain.titan"``.
 
-Importing this package makes TorchTitan use the CPU if there is no accelerator. With release 0.2.2 it registers
-mxtrain's converters and its versions of the models, under ``-m mxtrain.train`` and ``-m torchtitan.train`` alike.
+Importing this package makes TorchTitan use the CPU if there is no accelerator. With release 0.2.2, the import also
+registers mxtrain's converters and its versions of the models, also for ``-m torchtitan.train``.
 """
 
 import math
@@ -40,10 +40,10 @@ CPU_DEVICE = SimpleNamespace(
 
 
 def use_cpu() -> None:
-    """Make TorchTitan use the CPU, also in those of its modules that have already imported the device by name.
+    """Make TorchTitan use the CPU, also in modules of TorchTitan that have already imported the device by name.
 
-    Fault: TorchTitan does not train on a machine without an accelerator, where it takes the device type for "cuda". No
-    release mends it.
+    Fault: on a machine without an accelerator, TorchTitan assumes the device type "cuda" and does not train. No release
+    fixes this.
     """
     titan_utils.device_type, titan_utils.device_module = "cpu", CPU_DEVICE
     # Unknown. TorchTitan would take the peak of an A100, and report a meaningless MFU.

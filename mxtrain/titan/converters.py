@@ -34,9 +34,9 @@ def _mode_of(converter) -> str:
 
 
 def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] | None]:
-    """The numerics of a run, with ``mode`` resolved for this hardware; all None but the converter in high precision.
+    """The numerics of a run, with ``mode`` resolved for this hardware. In high precision, all but "converter" are None.
 
-    "recipes", the recipes by pattern, and "schedule", its entries in words, are present only if there are any.
+    "recipes" (by pattern) and "schedule" (entries in words) are present only if the run has any.
 
     Raises:
         ConfigError: for any wrong setting in the section of a converter of this run.
@@ -67,8 +67,8 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
 class TitanConverter:
     """One of mxtrain's converters, with the interface of TorchTitan's ``ModelConverter``.
 
-    Its settings are a table of the TOML, [mxnorm] for the converters of linears, else the one of its name. They have
-    the names of the converter's fields.
+    The settings are the TOML table [mxnorm] for converters of linears, and the table with the converter's name for
+    others. They have the names of the converter's fields.
 
     Raises:
         ConfigError: for a wrong setting.
@@ -167,7 +167,7 @@ def titan_converter(name: str, job_config, parallel_dims=None) -> TitanConverter
 
 
 def convert_on_meta(job_config, model: nn.Module) -> dict[str, Plan | None]:
-    """Apply a job's converters to its model in order. Return their plans by name; None for TorchTitan's own, left out.
+    """Apply a job's converters to its model in order. Return their plans by name; TorchTitan's own are skipped, None.
 
     Raises:
         ConfigError: a converter refuses the model.

@@ -1,7 +1,7 @@
 """The releases of TorchTitan that mxtrain runs: a folder of files for each, behind one interface.
 
-A new release is a row of ``mxtrain.settings.releases.RELEASES`` and a folder, whose file ``engine.py`` is an
-``Engine``. Deleting both drops one.
+A new release is a row of ``mxtrain.settings.releases.RELEASES`` and a folder whose ``engine.py`` is an ``Engine``. To
+drop a release, delete both.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ class Engine(Protocol):
     without converters, fp32. ``adapter`` is TorchTitan's, for one parameter at a time
     """
     with_mxtrain: Callable
-    """Gives mxtrain to the spec of a user's own model"""
+    """Adds mxtrain to the spec of a user's own model"""
 
     def register(self) -> None:
         """Make mxtrain known to TorchTitan, once, when ``mxtrain.titan`` is imported."""
@@ -70,5 +70,5 @@ class Engine(Protocol):
 
 
 def engine() -> Engine:
-    """The engine of the installed release. It is imported here and not above, because engines import this package."""
+    """The engine of the installed release, imported here because engines import this package."""
     return import_module(f"mxtrain.titan.{RELEASE}.engine")

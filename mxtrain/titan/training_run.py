@@ -39,15 +39,15 @@ from mxtrain.titan.run_start import begin_run, require_same_settings, write_reso
 
 
 class TrainingRun:
-    """A class to inherit from before TorchTitan's trainer, to which it adds:
+    """A mixin for TorchTitan's trainer. It adds:
 
     - recipes by step, from the schedule, and the position of a step in the random sequence
-    - weights cast once per step, where a step has several microbatches
-    - whole checkpoints with the random generators' states and the tokens of all ranks, and the optimizer's present
-      settings (``Checkpointer`` calls its methods)
-    - a look for losses, weights and optimizer states that are not finite, which are never saved
+    - weights cast once per step, if a step has several microbatches
+    - whole checkpoints with the states of random generators, the tokens of all ranks, and the optimizer's present
+      settings (``Checkpointer`` calls this class's methods)
+    - a check for losses, weights and optimizer states that are not finite; such states are never saved
     - the extra pass of a step with diagnostics (``mxtrain.diagnostics.recording``)
-    - a stop, on all ranks after the same step, when one of them has got a stop signal. ``stop`` is then how
+    - a stop of all ranks after the same step when any rank gets a stop signal; ``stop`` then describes it
     """
 
     stop: Stop | None = None
@@ -55,7 +55,7 @@ class TrainingRun:
     _looked_at: int | None = None
 
     def __init__(self, settings: Settings, find: Callable[[], Start], found: Start | None):
-        """``find`` and ``found`` are ``begin_run``'s."""
+        """``find`` and ``found``: as for ``begin_run``."""
         self.settings, self._find, self.start = settings, find, found
         self.job_config = job_config = settings.values
         # debug.deterministic would fill new memory with NaN, all of which kernels overwrite: 0.80 instead of 0.90 of
@@ -105,7 +105,7 @@ class TrainingRun:
         self.checkpointer.finish()
 
     def _log_end(self, error: NonFiniteError) -> None:
-        """Log what ends the run; a loss unless its row or that of the step after it is there, as a validation's is.
+        """Log what ends the run, and its loss unless the row of this or the next step is logged.
 
         A comparison does not count such a run.
         """
@@ -213,7 +213,7 @@ class TrainingRun:
         return self._watch.stop_signal is not None
 
     def may_save(self, step: int) -> bool:
-        """Return whether weights and optimizer states after this step are finite. Raise for them and earlier losses."""
+        """Return whether weights and optimizer states after this step are finite. Stop or warn if not."""
         if self._looked_at == step:  # before it was validated, or before the end: one warning is enough
             return self._was_finite
         self._watch.look(at_last_step=True)
@@ -229,7 +229,7 @@ class TrainingRun:
         return self._was_finite
 
     def _log_validation(self, log: Callable, loss: float, step: int, **more) -> None:
-        """Log a validation, and stop or warn if its loss is not finite and the weights, which say more, are."""
+        """Log a validation. Stop or warn if its loss is not finite but the weights are."""
         log(loss, step, **more)
         found = describe(over_ranks(torch.tensor(loss, device=self.device)).tolist())
         if found and self.may_save(step):

@@ -55,11 +55,11 @@ def register() -> None:
 def with_mxtrain(spec: TrainSpec) -> TrainSpec:
     """Return a model's spec with mxtrain's data, tokenizer, validation, metrics and checks of the layout.
 
-    ``data.vocab_size`` then sets the model's vocabulary. A spec without it trains, too, with its own data
-    and logs, but in no pipeline.
+    ``data.vocab_size`` then sets the model's vocabulary. A spec without mxtrain trains with its own data and logs, but
+    not in a pipeline.
 
     Args:
-        spec: of TorchTitan's models, or of a user's own, whose arguments are a dataclass with ``vocab_size``.
+        spec: of a model of TorchTitan or of the user. Its arguments are a dataclass with ``vocab_size``.
     """
     return _with_mxtrain(None, spec)
 

@@ -103,7 +103,7 @@ class SizedModel:
 
 
 def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tables: Mapping[str, object]) -> ModelSpec:
-    """Return a spec whose model mxtrain's converters change as soon as it is built.
+    """Return a spec whose model is converted by mxtrain as soon as the model is built.
 
     In a config registry, before ``--config llama3_mxnorm``::
 
@@ -112,17 +112,17 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
             config.model_spec = with_mxtrain(config.model_spec, mxnorm={"recipe": "nvfp4", "p": 1})
             return config
 
-    Converted layers know tensor parallelism, FSDP and selective activation checkpointing. Initial weights are the same
-    on every layout. What needs mxtrain's trainer is refused: schedule and diagnostics.
+    Converted layers work with tensor parallelism, FSDP and selective activation checkpointing. Initial weights are the
+    same on every layout. Schedule and diagnostics need mxtrain's trainer and are refused.
 
     Args:
-        spec: of any model; its linears and norms are those of ``torchtitan.models.common``. It does not change.
+        spec: of any model with linears and norms of ``torchtitan.models.common``. The spec does not change.
         converters: names as in ``model.converters``.
         tables: settings of the converters, as in the TOML tables of these names.
 
     Raises:
-        ConfigError: for an unknown or wrong setting. When the model is built: it has nothing to convert. When it is
-            parallelized: DTensors, or a pipeline's schedule that computes gradients of inputs and of weights apart.
+        ConfigError: for an unknown or wrong setting. When the model is built: for nothing to convert. When the model is
+            parallelized: for DTensors, or a pipeline schedule that computes gradients of inputs and weights separately.
     """
     for name in converters:
         require_converter("model.converters", name)
