@@ -81,7 +81,7 @@ def test_mistakes_leave_the_model_unchanged():
         ({"recipes": {"lm_head": "bf16"}}, "recipes: 'lm_head' matches no module; name one of tok_emb"),
         (
             {"recipes": {"attention_norm": "nvfp4"}},
-            "recipes: 'attention_norm' names no linear layer and no experts; name the linears",
+            "recipes: 'attention_norm' names no linear and no experts; name the linears",
         ),
         ({"recipes": {"layers": "bf16"}}, "nothing to convert in this Llama\n(.*\n)*  layers.0.attention_norm: feeds"),
         (

@@ -399,7 +399,7 @@ def test_weights_of_another_tokenizer_are_warned_of(corpus, tmp_path, caplog):
     weights = f"--checkpoint.initial_load_path={tmp_path / 'run' / 'checkpoint' / 'step-3'}"
     new, tokenizer = f"--job.dump_folder={tmp_path / 'new'}", tmp_path / "run" / "tokenizer"
     (line,) = lines_about("another tokenizer", caplog, job(corpus, new, weights))
-    assert line.endswith(f"set model.hf_assets_path = {str(tokenizer)!r} to use it")
+    assert line.endswith(f"set model.hf_assets_path = {str(tokenizer)!r} to use their tokenizer")
     assert not lines_about(
         "another tokenizer", caplog, job(corpus, new, weights, f"--model.hf_assets_path={tokenizer}")
     )

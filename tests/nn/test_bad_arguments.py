@@ -93,7 +93,10 @@ TENSORS = [
     (lambda: MXLinear(D, D, device="meta")(ones(4, D, device="cpu")), "weight is on meta; move it to cpu, where x is"),
     (lambda: mxnorm_cast(ones(4, 48)), "x has shape (4, 48); its last dimension must be a multiple of 32"),
     (lambda: mxnorm_cast(ones(4, D, dtype=torch.float16)), "x is torch.float16; it must be bfloat16 or float32"),
-    (lambda: decompose_k_mm(ones(4, D), ones(D, 4), out_dtype="float32"), "out_dtype = float32 with operands of"),
+    (
+        lambda: decompose_k_mm(ones(4, D), ones(D, 4), out_dtype="float32"),
+        "out_dtype = float32 does not fit operands of",
+    ),
     (lambda: decompose_k_mm(ones(4, D), ones(D, 4), epilogue=True), "epilogue = True is not one of: None, 'relu'"),
     (lambda: DecomposeKRouter(D, 4)(ones(4, D, dtype=torch.bfloat16)), "a is torch.bfloat16 and b is torch.float32"),
 ]

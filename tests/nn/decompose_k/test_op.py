@@ -171,7 +171,7 @@ def test_shapes_that_do_not_go_together(shapes, message):
         ),
         ((torch.bfloat16, torch.float32, None), None, "a is torch.bfloat16 and b is torch.float32"),
         ((torch.bfloat16, torch.bfloat16, torch.float16), None, "bias .* of torch.float16 does not fit"),
-        ((torch.bfloat16, torch.bfloat16, None), torch.float16, "out_dtype = torch.float16 with operands of torch.bfl"),
+        ((torch.bfloat16, torch.bfloat16, None), torch.float16, "out_dtype = torch.float16 does not fit operands of"),
     ],
 )
 def test_dtypes_that_do_not_go_together(dtypes, out_dtype, message):
