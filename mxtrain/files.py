@@ -131,7 +131,7 @@ def read_json(path: Path, name: str = "", kind: type = dict):
     """
     value = _read(path, name or str(path), "JSON", json.loads)
     if not isinstance(value, kind):
-        raise ConfigError(f"{name or path} holds a {type(value).__name__}, not a {kind.__name__}")
+        raise ConfigError(f"{name or path} holds {type(value).__name__}, not {kind.__name__}")
     return value
 
 

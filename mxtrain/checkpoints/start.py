@@ -232,7 +232,7 @@ def _require_no_metrics(folder: Path, because: str) -> None:
     metrics = folder / METRICS_FILE
     if metrics.is_file() and metrics.stat().st_size > 0:
         raise ConfigError(
-            f"job.dump_folder = {str(folder)!r} holds the metrics of an earlier run in {metrics.name}, which this run "
+            f"job.dump_folder = {str(folder)!r} holds the metrics of a run in {metrics.name}, which this run "
             f"would replace ({because}); choose another folder, or move the old one away"
         )
 

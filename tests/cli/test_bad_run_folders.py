@@ -48,7 +48,7 @@ PART = {"run/checkpoint/step-20/__0_0.distcp": ""}
 TORN = saved(20) | {"run/checkpoint/step-20/a": "12"}
 RUN, SAVES = "--job.dump_folder=run", "--job.dump_folder=run --checkpoint.enable"
 NEW, SEED = "--job.dump_folder=new --checkpoint.enable", "--checkpoint.create_seed_checkpoint"
-REPLACES = "job.dump_folder = 'run' holds the metrics of a run (run/metrics.jsonl), which this run would replace"
+REPLACES = "job.dump_folder = 'run' holds the metrics of a run in metrics.jsonl, which this run would replace"
 AT_STEP_1 = f"{REPLACES} (with the weights in run/checkpoint/step-{{}} training starts at step 1); choose another"
 IN = "checkpoint.initial_load_path = "
 

@@ -172,7 +172,7 @@ def test_mistakes_leave_the_model_unchanged():
             r"finds nothing to convert in this Llama\n  layers.* and \d+ more: named in filter_fqns$",
         ),
         ({"filter_fqns": ["lm_head"]}, "filter_fqns: 'lm_head' matches no module; name one of tok_emb"),
-        ({"filter_fqns": "output"}, "filter_fqns = 'output' is not a list of names"),
+        ({"filter_fqns": "output"}, "filter_fqns = 'output' is not a list of module names"),
         ({"filter_fqns": [1]}, "filter_fqns: 1 is not the name of a module"),
         ({"tensor_scale": 0}, "tensor_scale = 0 needs recipe 'nvfp4', not 'mxfp8'"),
         ({"recipe": "nvfp4", "scale_rounding": False}, "scale_rounding = False does not apply to recipe 'nvfp4'"),

@@ -47,14 +47,14 @@ def test_shares_that_meet_leave_no_step_out_and_share_none():
     [
         (BF16_FORWARD, "mxnorm.schedule[0] has neither of from_step and from_share"),
         ({"from_step": 3, "from_share": 0.1, **BF16_FORWARD}, "mxnorm.schedule[0] has both of from_step and from_shar"),
-        ({"from_step": 1001, **BF16_FORWARD}, "mxnorm.schedule[0].from_step = 1001 is not a step of this run: allowed"),
+        ({"from_step": 1001, **BF16_FORWARD}, "mxnorm.schedule[0].from_step = 1001 is not a step of this run; allowed"),
         ({"from_step": 9, "until_step": 8, **BF16_FORWARD}, "mxnorm.schedule[0].until_step = 8 is before"),
-        ({"from_share": 1.5, **BF16_FORWARD}, "mxnorm.schedule[0].from_share = 1.5 is not a share of the run: allowed"),
+        ({"from_share": 1.5, **BF16_FORWARD}, "mxnorm.schedule[0].from_share = 1.5 is not a share of the run; allowed"),
         ({"from_share": 1, **BF16_FORWARD}, "mxnorm.schedule[0].from_share = 1 is after the last step, 1000"),
-        ({"from_share": 0.5, "until_share": 0.5, **BF16_FORWARD}, "mxnorm.schedule[0].until_share = 0.5 ends the entr"),
+        ({"from_share": 0.5, "until_share": 0.5, **BF16_FORWARD}, "mxnorm.schedule[0].until_share = 0.5 is before the"),
         ({"from_step": 1, "modules": [], **BF16_FORWARD}, "mxnorm.schedule[0].modules = [] names no module"),
         ({"from_step": 1}, "mxnorm.schedule[0] changes nothing; set recipe or norm"),
-        ({"from_step": 1, "norm": "rmsnorm", **BF16_FORWARD}, "mxnorm.schedule[0].recipe = 'fprop=bf16' has no meanin"),
+        ({"from_step": 1, "norm": "rmsnorm", **BF16_FORWARD}, "mxnorm.schedule[0].recipe = 'fprop=bf16' has no effect"),
         ({"from_step": 1, "recipe": "fp4"}, "mxnorm.schedule[0].recipe = 'fp4' is not one of: 'mxfp8'"),
     ],
 )  # fmt: skip

@@ -99,7 +99,7 @@ def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "toy_format", ModuleType("toy_format"))  # the fixture has registered the format
     for form, message in (
         (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4', 'mxfp4'"),
-        ("mxfp8", f"its linears have {NAME} or high-precision weights"),
+        ("mxfp8", f"the linears have {NAME} or high-precision weights"),
     ):
         assert cli.main(["export", "run", "exported", "--format", form]) == 2
         assert message in capsys.readouterr().err

@@ -107,5 +107,7 @@ def test_a_model_that_cannot_be_used_is_refused_in_one_line(copy, case):
 def test_without_transformers_one_line_says_what_to_install(folder, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
-    with pytest.raises(ConfigError, match=r'^transformers is not installed.*: pip install "mxtrain\[hf]"$'):
+    with pytest.raises(
+        ConfigError, match=r'^this command needs transformers, which is not installed; run: pip install "mxtrain\[hf]"$'
+    ):
         load(folder)

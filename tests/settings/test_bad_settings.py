@@ -47,7 +47,7 @@ UNKNOWN = {
 }
 # Flags -> facts in the message, between bars; it begins with the first one
 FLAGS = {
-    "training.steps=5": "'training.steps=5' | --section.name value",
+    "training.steps=5": "'training.steps=5' | --section.name VALUE",
     "--training.steps 5 --training.seq_len": "training.seq_len needs a value",
     "--training.steps 5 6": "training.steps | one value | 5 6",
     "--model.converters mxnorm fused_norm": "model.converters | mxnorm,fused_norm",

@@ -151,7 +151,7 @@ ZEROS = {"a": (4, 8), "b": (8, 3), "bias": (3,)}
     ("shapes", "message"),
     [
         ({"a": (8,)}, r"a \(8,\) and b \(8, 3\) do not fit; they must be \[M, K\] and \[K, N\]"),
-        ({"b": (3, 8)}, r"a \(4, 8\) and b \(3, 8\) do not go"),
+        ({"b": (3, 8)}, r"a \(4, 8\) and b \(3, 8\) do not fit"),
         ({"bias": (4,)}, r"bias \(4,\) of torch.float32 does not fit b \(8, 3\); it must be \(3,\)"),
     ],
 )

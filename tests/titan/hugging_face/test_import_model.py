@@ -475,7 +475,7 @@ def larger_tokenizer(source):
 
 BAD = {
     "no model": (lambda source: (source / "config.json").unlink(), "config.json is missing; name the folder of a Hug"),
-    "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not supported"),
+    "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not one of"),
     "shape": (
         edit_config(hidden_size=96, head_dim=None),
         "lm_head.weight has shape [320, 256], but config.json makes it [320, 96]",
