@@ -145,9 +145,7 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
         return wanted
     if saved.found and not saved.whole:
         problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
-        raise ConfigError(
-            f"checkpoint.folder: {saved.folder} holds no whole checkpoint: {problems}; name another folder"
-        )
+        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems}); name another")
     return max(saved.whole, default=None)
 
 

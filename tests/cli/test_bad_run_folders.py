@@ -69,7 +69,7 @@ TRAIN = {
         METRICS | PART | {name: text for name, text in saved(10).items() if name.endswith("json")},
     ),
     "a step that was not saved": Case(
-        f"{SAVES} --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in run/checkpoint: 5, 10",
+        f"{SAVES} --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in run/checkpoint; choose one of 5, 10",
         METRICS | saved(10, 5) | PART,
     ),
     "no folder of checkpoints": Case(
@@ -103,7 +103,7 @@ TO_RESUME = "holds no checkpoint to resume from; start again, in a new folder, w
 RESUME = {
     "no folder": Case("--resume runn", "--resume 'runn' does not exist; did you mean 'run'?", METRICS),
     "no run": Case("--resume run", "--resume 'run' holds no config.toml; name the folder of a run, such as", METRICS),
-    "no name": Case("--resume", "--resume needs the folder of a run, such as outputs/a", FINISHED),
+    "no name": Case("--resume", "--resume needs the folder of a run; write --resume outputs/NAME", FINISHED),
     "a run and a config's flag": Case(
         "--resume run --job.config_file=job.toml", f"job.config_file {ALREADY}", FINISHED
     ),

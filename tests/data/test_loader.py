@@ -308,7 +308,7 @@ def test_other_contents_are_refused_and_the_own_text_goes_on(corpus):
     state, expected = has_trained(corpus)
     name = kept_by(corpus)["prepared"]
     write(corpus, range(1, 61))  # as many documents, and nearly the same tokenizer
-    own = f"training text .*: set data.prepared = '.*/{name}' to go on with the run's own, or"
+    own = f"training text .*; set data.prepared = '.*/{name}' to go on with the run's own, or"
     message = rf"^training.dataset = 'files' gives other data than the run so far \(tokenizer .*{own}"
     refuse(message, job(corpus), state)
     assert goes_on(job(corpus, f"--data.prepared={name}"), state, expected)

@@ -72,7 +72,7 @@ FLAGS = {
     "--fused_rmsnorm.filter_fqns=norm": "fused_rmsnorm.filter_fqns no longer exists: | [fused_norm]",
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": "model.converters = ['mxnorm', 'mxnorm'] | twice",
-    "--model.converters=mxnorm,mx_linear": "model.converters = | choose one of ['mxnorm', 'mx_linear']",
+    "--model.converters=mxnorm,mx_linear": "model.converters = | has 'mxnorm' and 'mx_linear'",
     "--model.converters=mxnorm,quantize.linear.mx": "model.converters = | 'mxnorm' and 'quantize.linear.mx'",
     "--model.converters=decompose_k_router,quantize.linear.mx": "model.converters = | linear.mx.filter_fqns",
     "--validation.enable --training.seq_len=50 --validation.seq_len=64": "validation.seq_len = 64 | seq_len = 50",
