@@ -69,7 +69,7 @@ TRAIN = {
         METRICS | PART | {name: text for name, text in saved(10).items() if name.endswith("json")},
     ),
     "a step that was not saved": Case(
-        f"{SAVES} --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in run/checkpoint; choose one of 5, 10",
+        f"{SAVES} --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in run/checkpoint; choo",
         METRICS | saved(10, 5) | PART,
     ),
     "no folder of checkpoints": Case(

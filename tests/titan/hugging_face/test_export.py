@@ -233,7 +233,11 @@ NOT_WHOLE = "RUN = '{run}' has no whole checkpoint in {run}/checkpoint"
 BAD = {
     "no folder": (shutil.rmtree, {}, "RUN = '{run}' does not exist; "),
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoint"), {}, NOT_WHOLE),
-    "another step": (lambda run: None, {"step": 4}, "--step = 4 is not among the steps in {run}/checkpoint: 3"),
+    "another step": (
+        lambda run: None,
+        {"step": 4},
+        "--step = 4 is not among the steps in {run}/checkpoint; choose one of 3",
+    ),
     "softmax": (
         of_model("deepseek_v3", "debugmodel"),
         {},
