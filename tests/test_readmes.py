@@ -31,6 +31,7 @@ DOCUMENTS = {
         "README.md",
         SETTINGS,
         "train_configs/RUNS.md",
+        "train_configs/TROUBLESHOOTING.md",
         "train_configs/MODELS.md",
         "train_configs/CUSTOM.md",
         "train_configs/LAYOUTS.md",
@@ -284,6 +285,15 @@ def test_names_in_profiles_are_those_of_the_code():
     assert functions | {f"{name}Backward" for name in functions} <= shown
     operations = {f"mxtrain::{name.removeprefix('_').removesuffix('_kernel')}" for name in names - functions}
     assert {"mxtrain::cast", "mxtrain::mxnorm_cast", "mxtrain::norm_backward"} <= shown & operations
+
+
+def test_troubleshooting_quotes_the_messages_of_the_code():
+    sources = "".join(path.read_text() for path in (ROOT / "mxtrain").rglob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # a message on several lines
+    quotes = re.findall(r"^\| [^|]*?`(.*?)`.* \|$", DOCUMENTS["train_configs/TROUBLESHOOTING.md"], flags=re.MULTILINE)
+    parts = [[part.strip(" ,:") for part in quote.split("...") if part.count(" ") > 2] for quote in quotes]
+    assert len(parts) > 10 and all(parts)
+    assert [part for found in parts for part in found if part not in sources] == []
 
 
 def test_settings_name_every_field():

@@ -25,13 +25,13 @@ class Resume(Enum):
 
     FREE = "free"
     """
-    Changes nothing but the order of sums: logging, folders, layout, compilation. Or another file compares it: the hash
-    of a tokenizer
+    Changes at most the order of sums: logging, folders, layout, compilation. Or a hash is compared in its place, as for
+    a tokenizer
     """
     APPLIED = "applied"
-    """Changes the curve from the next step on, as one expects of it; it is applied and reported"""
+    """Changes the curve from the next step on, as users expect; the change is applied and reported"""
     DATA = "text"
-    """Says which text is read: free where the text has a hash, which is compared; refused where it is streamed"""
+    """Selects the text: free if the text has a hash, which is compared; refused if the text is streamed"""
     REFUSED = "refused"
     """Makes the rest of the curve another experiment; refused unless checkpoint.may_change names it"""
 
