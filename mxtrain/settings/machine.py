@@ -101,8 +101,8 @@ def layout_problems(s: Settings, processes: int) -> Problems:
         culprit = max(kinds, key=lambda kind: s[f"parallelism.{kind}_degree"]) if given == -1 else "data_parallel_shard"
         yield (
             f"parallelism.{culprit}_degree",
-            f"does not fit {processes} processes: the product of shard {given}, replicate {replicas}, tensor {tensor}, "
-            f"pipeline {degree(s, 'pipeline')} and context {context} must be {processes}; change one of them, or NGPU",
+            f"does not fit {processes} process(es): the product of shard {given}, replicate {replicas}, tensor "
+            f"{tensor}, pipeline {degree(s, 'pipeline')} and context {context} must be {processes}; change one, or NGPU",
         )
     if s["parallelism.enable_async_tensor_parallel"] and quantizing:
         finds = f"has no products to overlap with converter {quantizing[0]!r}; set it to false"

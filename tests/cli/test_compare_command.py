@@ -246,7 +246,7 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
         ),
         (
             ["llama3_debug", "b=llama3_debug --parallelism.tensor_parallel_degree=3", "--devices=2"],
-            "b-seed0: parallelism.tensor_parallel_degree = 3 does not fit 2 processes: the product",
+            "b-seed0: parallelism.tensor_parallel_degree = 3 does not fit 2 process(es): the product",
         ),
         (["llama3_debug --training.dataset=files --training.dataset_path=gone"], "llama3_debug-training.dataset-files"),
         (["--resume", "c"], "'mxtrain compare --resume' no longer exists: the command that began"),
