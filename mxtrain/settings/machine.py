@@ -102,7 +102,7 @@ def layout_problems(s: Settings, processes: int) -> Problems:
         yield (
             f"parallelism.{culprit}_degree",
             f"does not fit {processes} process(es): the product of shard {given}, replicate {replicas}, tensor "
-            f"{tensor}, pipeline {degree(s, 'pipeline')} and context {context} must be {processes}; change one, or NGPU",
+            f"{tensor}, pipeline {degree(s, 'pipeline')} and context {context} must be {processes}; change one or NGPU",
         )
     if s["parallelism.enable_async_tensor_parallel"] and quantizing:
         finds = f"has no products to overlap with converter {quantizing[0]!r}; set it to false"
