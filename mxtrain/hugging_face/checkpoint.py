@@ -82,7 +82,7 @@ class SavedWeights:
         """Raise ConfigError unless the checkpoint has every weight, in its shape. ``optional`` ones may be missing."""
         for fqn, shape in shapes.items():
             if fqn in self and tuple(self._tensors[fqn].size) != shape:
-                found = f"{list(self._tensors[fqn].size)}, and {list(shape)} by its settings"
+                found = f"{list(self._tensors[fqn].size)}, but its settings make it {list(shape)}"
                 raise _damaged(self._checkpoint, f"{fqn} has shape {found}")
             if fqn not in self and fqn not in optional:
                 raise _damaged(self._checkpoint, f"{fqn} is missing")

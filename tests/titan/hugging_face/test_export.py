@@ -256,7 +256,7 @@ BAD = {
     "wrong shape": (
         with_weights(lambda weights: weights.update({"norm.weight": torch.ones(65)})),
         {},
-        f"{DAMAGED}norm.weight has shape [65], but config.json makes it [64]",
+        f"{DAMAGED}norm.weight has shape [65], but its settings make it [64]",
     ),
     "damaged list": (
         lambda run: (run / "checkpoint" / "step-3" / ".metadata").write_bytes(b"nothing"),
