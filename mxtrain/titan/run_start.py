@@ -126,8 +126,8 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
         found = None
     raise ConfigError(
         f"job.dump_folder = {str(folder)!r} is not the same on all nodes: node {first['node']} would start from "
-        f"{first['result']['name']} and node {other['node']} from {other['result']['name']}; all nodes must see the same "
-        "files there and in checkpoint.initial_load_path"
+        f"{first['result']['name']} and node {other['node']} from {other['result']['name']}; all nodes must see the "
+        "same files there and in checkpoint.initial_load_path"
     )
 
 
