@@ -1,22 +1,21 @@
 """A comparison as a Markdown table, and as a figure of paired differences."""
 
-import io
 import math
 import textwrap
 from collections.abc import Iterable
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mxtrain.analysis.comparison import CONFIDENCE, LOSSES, Estimate, Group, estimate
-from mxtrain.analysis.plots import in_own_style, literal
+from mxtrain.analysis.plots import COLORS, WIDTH, in_own_style, literal, rendered
 
 if TYPE_CHECKING:
     import pandas as pd
 
-WIDTH, ROW_HEIGHT = 9, 0.4
-"""Inches. A README shows this width in about 850 pixels, and a font size of 9 in 12 pixels"""
-FONT_SIZE, SMALL = 10, 9
+ROW_HEIGHT, NAME_WIDTH, TITLE_WIDTH = 0.4, 24, 66
+"""Inches; letters in a line of a variant's name, and in a line of the title"""
 BELOW = 0.3
 """Distance of the mean from the middle of a row; pairs are between this and as much above"""
 OUTLIER = 5.0
@@ -64,67 +63,49 @@ def differences_svg(group: Group) -> str:
     if pairs.empty:
         return ""
     seeds = sorted(pairs.seed.unique())
-    panels = [(rate, _rows(own)) for rate, own in pairs.groupby("lr", dropna=False)]
+    panels = [
+        (rate, dict(sorted(own.groupby("variant", observed=True), key=lambda row: row[1].x.mean())))
+        for rate, own in pairs.groupby("lr", dropna=False)
+    ]
     heights = [len(rows) + 1 for _, rows in panels]
-    figure = Figure(figsize=(WIDTH, ROW_HEIGHT * sum(heights) + 1.8), layout="constrained")
+    figure = Figure(figsize=(WIDTH, ROW_HEIGHT * sum(heights) + 1.5))
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for own, (rate, rows) in zip(axes, panels):
         _draw_differences(own, rows, seeds)
-        own.set_title("" if math.isnan(rate) else f"learning rate {rate:g}", fontsize=FONT_SIZE, loc="left")
+        own.set_title("" if math.isnan(rate) else f"learning rate {rate:g}", loc="left")
         own.spines[["top", "right", "left"]].set_visible(False)
-    axes[-1].set_xlabel("difference (nats per token); left of zero is better than the baseline")
-    legend = axes[0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=6, frameon=False, fontsize=SMALL)
+    axes[-1].set_xlabel("nats per token; left of zero is better\n(arrows: beyond the scale)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, columnspacing=1)
     name = "Validation loss" if group.loss == "validation" else "Training loss of the last 10 %"
-    title = textwrap.fill(f"{name} minus that of {group.baseline}: {group.title}", 90)
-    figure.suptitle(literal(title), fontsize=11)
-    return as_svg(figure)
-
-
-def _rows(pairs: "pd.DataFrame") -> "dict[str, pd.DataFrame]":
-    """Return variant -> its pairs, the smallest mean first."""
-    rows = {name: own for name, own in pairs.groupby("variant", observed=True)}
-    return dict(sorted(rows.items(), key=lambda row: row[1].x.mean()))
+    title = (f"{name} minus that of {group.baseline}:", group.title)
+    figure.suptitle(literal("\n".join(textwrap.fill(line, TITLE_WIDTH) for line in title)))
+    return rendered(figure, "svg").decode()
 
 
 def _draw_differences(axes, rows: "dict[str, pd.DataFrame]", seeds: list) -> None:
     """Draw a row per variant. The scale is that of the pairs; intervals and variants far beyond it become arrows."""
-    import pandas as pd
-    import seaborn as sns
-
-    mean = f"mean and {100 * CONFIDENCE:g} % interval of Student's t (arrows: beyond the scale)"
-    levels = [*(f"seed {seed}" for seed in seeds), mean]
-    points = [own.assign(y=literal(name), level="seed " + own.seed.astype(str)) for name, own in rows.items()]
-    points += [own.assign(level=mean) for own in points if len(own) > 1]  # one pair has no interval
-    sns.pointplot(
-        pd.concat(points), x="x", y="y", hue="level", order=[*map(literal, rows)], hue_order=levels, dodge=2 * BELOW,
-        linestyle="none", errorbar=lambda values: estimate(values)[2:4], err_kws={"linewidth": 1.6}, markersize=5,
-        markers=[*"o" * len(seeds), "D"], palette=[*sns.color_palette("colorblind", len(seeds)), "black"], ax=axes,
-    )  # fmt: skip
-    axes.get_legend().remove()
     found = [estimate(own.x) for own in rows.values()]
+    *places, below = np.linspace(-BELOW, BELOW, len(seeds) + 1)
+    for place, seed, color in zip(places, seeds, cycle(COLORS)):
+        points = [(x, row + place) for row, own in enumerate(rows.values()) for x in own.x[own.seed == seed]]
+        axes.plot(*np.reshape(points, (-1, 2)).T, "o", color=color, markersize=5, label=f"seed {seed}")
+    centers = [(one.low + one.high) / 2 for one in found]  # NaN of one pair, which has no interval
+    style = {"fmt": "kD", "markersize": 5, "label": f"mean, {100 * CONFIDENCE:g} % interval"}
+    axes.errorbar(centers, np.arange(len(rows)) + below, xerr=[one.high - one.mean for one in found], **style)
     ends = [[*own.x, *(() if one.count == 1 else one[2:4])] for own, one in zip(rows.values(), found)]
     low, high = limits(ends, 1.6 * scale(own.x.abs().max() for own in rows.values()))
     for row, (own, one) in enumerate(zip(ends, found)):
         for edge, marker, is_beyond in ((low, "<", min(own) < low), (high, ">", max(own) > high)):
             if is_beyond:
-                axes.plot(edge, row + BELOW, marker, color="black", markersize=7, clip_on=False)
-        axes.annotate(difference_text(one), (1.03, row), xycoords=axes.get_yaxis_transform(), va="center", size=SMALL)
+                axes.plot(edge, row + below, marker, color="black", markersize=7, clip_on=False)
+        text = difference_text(one).partition(" (")[0].replace(" [", "\n[")  # the circles show how many pairs there are
+        axes.annotate(text, (1.05, row), xycoords=axes.get_yaxis_transform(), va="center")
     axes.axvline(0, color="black", linewidth=1)
     axes.hlines(np.arange(0.5, len(rows) - 1), low, high, color="0.9", linewidth=0.8)
     axes.set(xlim=(low, high), ylim=(len(rows) - 0.5, -0.5), xlabel="", ylabel="")
-    axes.locator_params("x", nbins=5)
+    axes.set_yticks(range(len(rows)), [textwrap.fill(literal(name), NAME_WIDTH) for name in rows])
+    axes.locator_params("x", nbins=4)
     axes.tick_params("y", length=0, pad=9)  # room for an arrow
-
-
-def as_svg(figure) -> str:
-    """Return a figure as SVG: text stays text, and equal drawings are equal files."""
-    from matplotlib import rc_context
-
-    text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mxtrain"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
 
 
 def scale(extents: Iterable[float]) -> float:

@@ -1,21 +1,21 @@
-"""The figures that diagnostics write to ``metrics.jsonl``: which values to look at, and their picture.
+"""The figures that diagnostics write to ``metrics.jsonl``: which modules are worst, and a picture of all modules.
 
 A row of a diagnostic step has keys "numerics/MODULE/FIGURE", such as
 "numerics/layers.3.attention_norm/rms_ratio_mean", beside ``step`` and ``time``. train_configs/NUMERICS.md says what
-each figure means. The picture has one heat map per figure, modules of the model by steps.
+each figure means.
 """
 
 import math
 import os
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mxtrain.analysis.metrics_file import NUMERICS
-from mxtrain.analysis.plots import in_own_style, literal, picture_path, save_picture
+from mxtrain.analysis.plots import PAGE, in_own_style, line_style, literal, save_picture
 from mxtrain.analysis.runs import Run
+from mxtrain.analysis.tables import aligned
 from mxtrain.checkpoints.run_folder import METRICS_FILE
 from mxtrain.errors import ConfigError
 
@@ -24,82 +24,110 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 """Stands for a module in the keys of figures of the whole model"""
-LIMITS = {
-    "rms_ratio_mean": (0.8, 1.25),
-    "rms_ratio_min": (0.5, math.inf),
-    "rms_ratio_max": (-math.inf, 2.0),
-    "rms_r2": (0.95, math.inf),
-    "output_max_over_bound": (-math.inf, 0.9),
-    "grad_norm_to_noise": (math.sqrt(3), math.inf),
-    "routing_agreement": (0.9, math.inf),
-}
-"""Figure -> values below the first number or above the second one deserve a look. So do those that are not finite"""
+
+
+def over_twice_the_median(errors: "pd.DataFrame") -> "pd.DataFrame":
+    """Return errors over twice their median. Errors below 0.002 are at most 1, however small the others are."""
+    return errors / (2 * max(1e-3, errors[np.isfinite(errors)].median(axis=None)))
+
+
 R2, SPREAD, NOISY = "rms_r2", "rms_ratio_std", 0.1
 """Rows of nearly equal RMS have a low r² with any estimate. It deserves a look where their spread is above NOISY"""
-SCALES = {"_error": (0, 0.1), "sqnr_db": (15, 35), "exponent": (-16, 0), "ratio_mean": (0.5, 2), "": (0, 0.01)}
-"""End of a figure's name -> what its color scale covers at least: 31.5 and 31.6 dB look alike"""
-
-COLUMNS, PANEL_WIDTH, MARGIN = 6, 3.6, 1.4
-"""Panels beside each other; their width, and the height of a panel's title and steps, in inches"""
-FONT_SIZE, LABEL_HEIGHT, STEP_LABELS = 9, 0.13, 4
-"""Points; height of a module's name in inches; largest number of steps that are named below a panel"""
+BADNESS = {
+    "rms_ratio_mean": lambda values: np.maximum((1 - values) / 0.2, (values - 1) / 0.25),
+    "rms_ratio_min": lambda values: (1 - values) / 0.5,
+    "rms_ratio_max": lambda values: values - 1,
+    R2: lambda values: (1 - values) / 0.05,
+    "output_max_over_bound": lambda values: values / 0.9,
+    "grad_norm_to_noise": lambda values: math.sqrt(3) / values,
+    "routing_agreement": lambda values: (1 - values) / 0.1,
+    SPREAD: over_twice_the_median,
+    "busiest_expert": over_twice_the_median,
+    "_error": over_twice_the_median,
+    "_sqnr_db": lambda values: over_twice_the_median(10 ** (-values / 20)),
+}
+"""End of a figure's name -> how bad values are. Those above 1 deserve a look. Other figures are neither good nor bad"""
+BLOCK = (
+    "attention_norm input_layernorm attention self_attn wq wq_a q_proj q_norm wq_b wk wkv_a k_proj k_norm kv_norm "
+    "wkv_b wv v_proj wo o_proj ffn_norm post_attention_layernorm moe feed_forward mlp router experts shared_experts "
+    "w1 gate_proj w3 up_proj w2 down_proj"
+).split()
+"""Names of modules in the order in which a block runs them"""
+WORST = 5
+"""Number of modules that are named"""
+ROW, TALLEST, SMALLEST = 0.12, 6.8, 8
+"""Inches: height of a module's name, and of the largest heat map. Points: its letters"""
+LABEL, TICKS = "above 1 deserves a look", (0.5, 0.7, 1, 1.4, 2)
+"""Of the color scale"""
 
 Values = dict[str, "pd.DataFrame"]
-"""
-Figure -> its table: a row per module, in the order of the model, and a column per step. NaN was not measured; what was
-measured as NaN is infinite
-"""
+"""Figure -> its table: a row per module, and a column per step. NaN was not measured; a measured NaN is infinite"""
 
 
 def by_figure(rows: list[dict]) -> Values:
     """Return the figures in rows of diagnostic steps, as tables of all of these steps."""
     import pandas as pd
 
-    names = ["module", "figure", "step", "value"]
     cells = [
         (*key.removeprefix(NUMERICS).rpartition("/")[::2], row["step"], math.inf if math.isnan(value) else value)
         for row in rows
         for key, value in row.items()
         if key.startswith(NUMERICS) and value is not None
     ]
-    found = pd.DataFrame(cells, columns=names).drop_duplicates(names[:3], keep="last")
-    steps = sorted({row["step"] for row in rows})
-    groups = found.groupby("figure")
-    tables = {figure: own.pivot(index="module", columns="step", values="value") for figure, own in groups}
-    return {figure: own.reindex(sorted(own.index, key=module_order), columns=steps) for figure, own in tables.items()}
+    found = pd.DataFrame(cells, columns=["module", "figure", "step", "value"]).groupby("figure", sort=False)
+    tables = {figure: own.pivot_table("value", "module", "step", aggfunc="last") for figure, own in found}
+    return {figure: own.reindex(columns=sorted({row["step"] for row in rows})) for figure, own in tables.items()}
 
 
 def module_order(module: str) -> list[tuple[bool, int, str]]:
-    return [(not word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in module.split(".")]
+    """Return a key that sorts FQNs in the order of the model; names that BLOCK does not have come last."""
+    words = module.split(".")
+    places = [int(word) if word.isdecimal() else [*BLOCK, word].index(word) for word in words]
+    return [(not word.isdecimal(), place, word) for word, place in zip(words, places)]
 
 
-def noteworthy(figure: str, values: Values) -> "pd.DataFrame":
-    """Return a table of booleans: which values deserve a look."""
-    table, (low, high) = values[figure], LIMITS.get(figure, (-math.inf, math.inf))
-    found = np.isinf(table) | (table < low) | (table > high)
-    if figure == R2 and SPREAD in values:
-        found &= ~(values[SPREAD].reindex_like(table) <= NOISY)
-    return found
+def badness(values: Values) -> "pd.DataFrame":
+    """Return how bad values are, as modules by (figure, step). Above 1 deserves a look; not finite is infinite."""
+    import pandas as pd
+
+    found = {}
+    for figure, table in values.items():
+        for end, measure in BADNESS.items():
+            if figure.removesuffix("_worst_expert").endswith(end):
+                found[figure] = measure(table).where(~np.isinf(table), math.inf)
+    if R2 in found and SPREAD in values:
+        found[R2] = found[R2].mask(values[SPREAD].reindex_like(found[R2]) <= NOISY, 0)
+    bad = pd.concat(found, axis=1)
+    return bad.loc[sorted(bad.index, key=module_order)]
 
 
-def limit(figure: str) -> str:
-    """Return the limits of a figure in words; empty without any."""
-    ends = zip(("below", "above"), LIMITS.get(figure, ()))
-    words = " or ".join(f"{word} {end:.3g}" for word, end in ends if math.isfinite(end))
-    return f"{words} where {SPREAD} is above {NOISY}" if figure == R2 else words
+def worst_modules(values: Values) -> list[tuple[str, str, float, float, str]]:
+    """Return the worst modules of the last step: name, worst figure, its value now and at the start, and its trend."""
+    bad, rows = badness(values), []
+    last = bad.xs(bad.columns[-1][1], axis=1, level=1)
+    for module in last.max(axis=1).nlargest(WORST).index:
+        figure = last.loc[module].idxmax()
+        own = values[figure].loc[module].dropna()
+        rows.append((module, figure, own.iloc[-1], own.iloc[0], trend(bad.loc[module, figure].dropna())))
+    return rows
+
+
+def trend(bad: "pd.Series") -> str:
+    """Return "worse" or "better" if ranks rise or fall by over two standard errors, "steady", or "-" if not known."""
+    if len(bad) < 3 or np.isinf(bad.iloc[-1]):
+        return "-"
+    with np.errstate(invalid="ignore"):
+        r = np.corrcoef(bad.index, bad.rank())[0, 1]  # NaN of equal values
+    return ("worse" if r > 0 else "better") if r**2 * (len(bad) - 2) > 4 * (1 - r**2) else "steady"
 
 
 @in_own_style
-def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
-    """Draw all figures of a run as a PNG. Values that deserve a look have a cross.
+def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, str]:
+    """Draw the worst modules over steps, and heat maps of all modules: by steps, and by figures of the last step.
 
-    Returns:
-        path: of the picture.
-        remarks: one line per figure with such values in the last diagnostic step.
-
-    Raises ConfigError if the run has no figures, if ``path`` does not end in ".png", or if it cannot be written.
+    Returns ``path`` and a table of the worst modules. Raises ConfigError if the run has no figures, if ``path`` is no
+    PNG, SVG or PDF, or if it cannot be written.
     """
-    path = picture_path(path)
     if not run.numerics:
         raise ConfigError(
             f"{run.folder / METRICS_FILE} has no figures up to step {run.training[-1]['step']}: MXNorms and casts are "
@@ -108,50 +136,49 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, list[str]]:
     from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
 
     values = by_figure(run.numerics)
-    rows = math.ceil(len(values) / COLUMNS)
-    height = min(6.0, max(1.6, LABEL_HEIGHT * max(map(len, values.values()))))
-    picture = Picture((PANEL_WIDTH * COLUMNS, 1 + rows * (height + MARGIN)), dpi=100, layout="constrained")
-    text = (
-        f"{run.name}: numerics by module (down, in the order of the model) and step (right). Dark is low, light is "
-        "high; white was not measured; a cross marks values that deserve a look."
-    )
-    picture.suptitle(literal(text), fontsize=FONT_SIZE + 2)
-    panels = picture.subplots(rows, COLUMNS, squeeze=False).flatten()
-    for axes, (figure, table) in zip(panels, values.items()):
-        finite = table.replace([np.inf, -np.inf], np.nan)
-        least, largest = finite.min(axis=None), finite.max(axis=None)
-        low, high = next(scale for end, scale in SCALES.items() if figure.endswith(end))
-        ends = {"vmin": np.nanmin([low, least]), "vmax": np.nanmax([high, largest])}
-        # Not seaborn's heatmap, which makes a renderer of the whole picture for every label. Color-blind readers see
-        # viridis as others do.
-        picture.colorbar(axes.imshow(finite, cmap="viridis", aspect="auto", interpolation="none", **ends), ax=axes)
-        by = math.ceil(len(table) * LABEL_HEIGHT / height), math.ceil(table.shape[1] / STEP_LABELS)
-        axes.set_yticks(range(0, len(table), by[0]), table.index[:: by[0]])
-        axes.set_xticks(range(0, table.shape[1], by[1]), table.columns[:: by[1]])
-        down, right = np.nonzero(noteworthy(figure, values).to_numpy())
-        cross = {"color": "white", "markeredgecolor": "black", "markersize": 7, "markeredgewidth": 0.7}
-        axes.plot(right, down, "X", **cross)
-        title = [figure, f"{least:.4g} to {largest:.4g}"] + [f"look at: {limit(figure)}"] * (figure in LIMITS)
-        axes.set_title("\n".join(textwrap.fill(line, 32) for line in title), fontsize=FONT_SIZE)
-        axes.set_xlabel("step")
-        axes.tick_params(labelsize=FONT_SIZE - 1)
-    for axes in panels[len(values) :]:
-        axes.set_visible(False)
-    save_picture(picture, path)
-    return path, remarks(values)
+    bad, worst = badness(values), worst_modules(values)
+    step = bad.columns[-1][1]
+    height = np.clip(ROW * len(bad), 1.5, TALLEST)
+    picture = Picture((PAGE, height + 4.2))
+    picture.suptitle(literal(f"{run.name}: numerics of its modules up to step {step}"))
+    above, below = picture.subfigures(2, 1, height_ratios=(2.2, height + 2))
+    axes = above.subplots()
+    for index, (module, figure, now, start, word) in enumerate(worst):
+        label = literal(f"{module}\n{figure} {now:.3g}, {start:.3g} at the start: {word}")
+        style = line_style(index) | {"marker": "osD^v"[index], "markevery": 0.1}
+        axes.plot(bad.loc[module, figure].dropna(), **style, label=label)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set(title="the worst modules", xlabel="step", ylabel=LABEL)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    by_step, by_name = panels = below.subplots(1, 2, sharey=True)
+    _draw_map(by_step, bad.T.groupby(level=1).max().T, height)
+    _draw_map(by_name, bad.xs(step, axis=1, level=1), height)
+    by_step.set(title="each module's worst figure", xlabel="step")
+    by_step.locator_params("x", nbins=6)
+    by_name.set_title(f"all figures at step {step}")
+    by_name.tick_params("x", rotation=90)
+    below.colorbar(by_step.images[0], ax=panels, label=LABEL, extend="both", ticks=TICKS, format="%g").minorticks_off()
+    below.legend(*by_step.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    rows = [(*names, f"{now:.4g}", f"{start:.4g}", word) for *names, now, start, word in worst]
+    return save_picture(picture, path), aligned([("worst modules", "figure", "now", "at the start", "trend"), *rows])
 
 
-def remarks(values: Values) -> list[str]:
-    """Return a line per figure that has values that deserve a look in the last step: how many, and the worst."""
-    lines = []
-    for figure, table in values.items():
-        last = table.iloc[:, -1]
-        worthy = last[noteworthy(figure, values).iloc[:, -1]]
-        if len(worthy):
-            low, high = LIMITS.get(figure, (-math.inf, math.inf))
-            worst = np.maximum(low - worthy, worthy - high).fillna(math.inf).idxmax()
-            lines.append(
-                f"step {last.name}: {figure} is {limit(figure) or 'not finite'} in {len(worthy)} of {last.count()} "
-                f"modules; {worst}: {worthy[worst]:.4g}"
-            )
-    return lines
+def _draw_map(axes, bad: "pd.DataFrame", height: float) -> None:
+    """Draw modules by columns, dark where they are bad."""
+    from matplotlib.colors import LogNorm
+
+    hatch = {"hatch": "/////", "facecolor": "0.95", "edgecolor": "0.6"}  # shows where there is no value
+    axes.axvspan(-0.5, bad.shape[1] - 0.5, label="not measured", zorder=-1, **hatch)
+    colors = {"cmap": "viridis_r", "norm": LogNorm(TICKS[0], TICKS[-1])}
+    axes.imshow(bad.clip(TICKS[0], TICKS[-1]), aspect="auto", interpolation="none", **colors)
+    down, right = np.nonzero(bad.to_numpy() > 1)
+    cross = {"color": "white", "markeredgecolor": "black", "markersize": np.clip(60 * height / len(bad), 3, 6)}
+    axes.plot(right, down, "X", label="deserves a look", **cross)
+    axes.set_xticks(range(bad.shape[1]), bad.columns)
+    names, shown = list(bad.index), list(range(len(bad)))
+    if len(names) * ROW > height:  # only the first row of a block has a name
+        names = [".".join(name.split(".")[:2]) for name in names]
+        shown = [row for row in shown if names[row] not in names[:row]]
+        shown = shown[:: math.ceil(len(shown) * ROW / height)]
+    axes.set_yticks(shown, [names[row] for row in shown])
+    axes.tick_params(labelsize=SMALLEST)

@@ -1,8 +1,13 @@
-"""Draws loss curves of one or more runs as a PNG: over steps, tokens or time, smoothed, and as differences."""
+"""Draws loss curves of one or more runs: over steps, tokens or time, smoothed, and as differences.
+
+Size, style and colors are those of all pictures. In the column of a paper, 3.3 inches wide, letters have 6 points.
+"""
 
 import functools
 import io
+import math
 import os
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,12 +27,18 @@ KEYS = {"step": "step", "tokens": "tokens_seen", "time": "time"}
 """x-axis -> key in the rows of metrics.jsonl"""
 X_LABELS = {"step": "step", "tokens": "tokens seen", "time": "hours since the first logged step"}
 
-SMOOTH_FROM = 50
-"""Curves with at least this many points are smoothed unless a number of points is given"""
+WIDTH, PAGE = 5.0, 7.5
+"""Inches: width of a picture, and of a picture that fills a page"""
+STYLE = {
+    "font.size": 9, "axes.titlesize": 9, "figure.titlesize": 9, "figure.labelsize": 9, "legend.frameon": False,
+    "figure.constrained_layout.use": True, "savefig.dpi": 200,
+    "svg.fonttype": "none", "svg.hashsalt": "mxtrain", "pdf.fonttype": 42,
+}  # fmt: skip
+"""Matplotlib's settings. Text of an SVG or a PDF stays text, and equal drawings are equal SVGs"""
+COLORS = ("#0072b2", "#e69f00", "#882255", "#44aa99", "#cc3311", "#785ef0", "#ca9161", "#33bbee")
+"""Dark enough for white paper. With deuteranopia and protanopia, too, any two differ by more than 25 in CIELAB"""
 LINE_STYLES = ("-", "--", ":", "-.")
 """A later curve leaves gaps, in which an equal one below it can be seen"""
-LONGEST_EVENT = 40
-"""Letters of an event's text"""
 
 
 def curves(run: Run, x: XAxis = "step") -> "tuple[pd.Series, pd.Series, pd.Series]":
@@ -59,15 +70,13 @@ def window(losses: "pd.Series", points: int | None) -> int:
     """Return over how many points the mean goes: an odd number; 1 is no smoothing.
 
     Args:
-        points: the number, rounded up to an odd one. None: about 4 % of a long curve, 1 for a short one.
+        points: the number, rounded up to an odd one. None: about 4 % of a curve of 50 or more, else 1.
     """
-    if points is None:
-        return 2 * (len(losses) // 50) + 1 if len(losses) >= SMOOTH_FROM else 1
-    return 2 * (points // 2) + 1
+    return 2 * (len(losses) // 50 if points is None else points // 2) + 1
 
 
 def moving_average(losses: "pd.Series", points: int) -> "pd.Series":
-    """Return the centred mean of up to ``points`` neighbours, an odd number. Non-finite values are skipped, and NaN.
+    """Return the centered mean of up to ``points`` neighbors, an odd number. Non-finite values are skipped, and NaN.
 
     At the start the window shrinks on both sides: the loss falls fast there, and a one-sided window would lie below
     the curve. At the end the loss is flat, and the window shrinks on one side only.
@@ -89,7 +98,7 @@ def minus(losses: "pd.Series", others: "pd.Series") -> "pd.Series":
 
 
 def in_own_style(draw: Callable) -> Callable:
-    """Let a function draw in Matplotlib's own style, whatever the user's matplotlibrc says: it may want LaTeX.
+    """Let a function draw in STYLE, whatever the user's matplotlibrc says: it may want LaTeX.
 
     The function raises ConfigError if Matplotlib cannot be imported, as with an unknown MPLBACKEND.
     """
@@ -100,7 +109,7 @@ def in_own_style(draw: Callable) -> Callable:
             from matplotlib import style
         except ValueError as error:
             raise ConfigError(f"Matplotlib cannot start: {error}") from error
-        with style.context("default"):
+        with style.context(["default", STYLE]):
             return draw(*args, **kwargs)
 
     return drawn
@@ -115,20 +124,31 @@ def literal(name: str) -> str:
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
 
 
-def picture_path(path: str | os.PathLike) -> Path:
-    """Return ``path``. Raises ConfigError if it does not end in ".png"."""
-    if Path(path).suffix.lower() != ".png":
-        raise ConfigError(f"the picture {str(path)!r} is not the name of a PNG file; end it in .png")
-    return Path(path)
+def line_style(index: int) -> dict:
+    """Return color and dashes of a line. No two of the first 32 look the same."""
+    return {"color": COLORS[index % 8], "linestyle": LINE_STYLES[(index + index // 8) % 4]}
 
 
-def save_picture(figure, path: Path) -> None:
-    """Write ``figure`` to ``path`` at once, or leave the file as it was. Raises ConfigError if it cannot be written."""
+def rendered(figure, form: str) -> bytes:
+    """Return a figure as "png", "svg" or "pdf"."""
     content = io.BytesIO()
-    figure.savefig(content, format="png")
+    figure.savefig(content, format=form, metadata={"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(form))
+    return content.getvalue()
+
+
+def save_picture(figure, path: str | os.PathLike) -> Path:
+    """Write ``figure`` to ``path`` at once, or leave the file as it was, and return ``path``.
+
+    Raises ConfigError if ``path`` is no PNG, SVG or PDF, or cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"the picture {str(path)!r} is not a PNG, SVG or PDF; end its name in .png, .svg or .pdf")
+    content = rendered(figure, path.suffix[1:].lower())
     with os_errors_as(f"the picture {path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content.getvalue())
+        replace_file(path, content)
+    return path
 
 
 @in_own_style
@@ -146,39 +166,36 @@ def plot(
 
     Args:
         differences: a second panel shows the losses of the other runs minus those of the first one.
-        smooth: number of neighbouring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
+        smooth: number of neighboring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
             of the longest curve. The plot states it.
         x: the x-axis.
 
-    Raises ConfigError if ``path`` does not end in ".png" or cannot be written, or if a run has not logged ``x``.
+    Raises ConfigError if ``path`` is no PNG, SVG or PDF, or cannot be written, or if a run has not logged ``x``.
     """
-    path = picture_path(path)
     found = [curves(run, x) for run in runs]
     points = window(max((losses for losses, *_ in found), key=len), smooth)
 
-    import seaborn as sns
     from matplotlib.figure import Figure  # without pyplot there is no display and no global state
 
-    figure = Figure(figsize=(9, 8 if differences else 5.5), dpi=120, layout="constrained")
+    steps = [run.first_nonfinite_step for run in runs]
+    names = [name + f" (not finite at step {step})" * (step is not None) for name, step in zip(labels(runs), steps)]
+    columns = 1 if max(map(len, names)) > 34 else 2
+    figure = Figure((WIDTH, 3.2 + 2 * differences + 0.18 * math.ceil(len(runs) / columns)))
     panels = figure.subplots(1 + differences, 1, sharex=True, squeeze=False)[:, 0]
     base = found[0]
-    for index, (run, name, own) in enumerate(zip(runs, labels(runs), found)):
-        losses, validation, events = own
-        if run.first_nonfinite_step is not None:
-            name += f" (not finite at step {run.first_nonfinite_step})"
-        color = sns.color_palette("colorblind", len(runs))[index]
-        style = {"color": color, "linestyle": LINE_STYLES[index % 4]}
+    for index, (name, (losses, validation, events)) in enumerate(zip(names, found)):
+        style = line_style(index)
         _draw(panels[0], losses, validation, points, style, literal(name))
         if differences and index > 0:
             _draw(panels[1], minus(losses, base[0]), minus(validation, base[1]), points, style, None)
         for place, texts in events.groupby(level=0):
             for axes in panels:
-                axes.axvline(place, color=color, linestyle=":", linewidth=1, alpha=0.8)
+                axes.axvline(place, color=style["color"], linestyle=":", linewidth=1)
             # Half-way up: a loss curve begins above and ends below.
-            text = literal("\n".join(each[:LONGEST_EVENT] for each in texts))
+            text = literal("\n".join(textwrap.fill(each, 24, max_lines=2, placeholder=" ...") for each in texts))
             where = {"rotation": 90, "ha": "right", "va": "center", "transform": panels[0].get_xaxis_transform()}
-            panels[0].text(place, 0.5, text, fontsize=7, color=color, **where)
-    smoothed = f"; strong: mean of {points} logged steps" if points > 1 else ""
+            panels[0].text(place, 0.5, literal(text), color=style["color"], **where)
+    smoothed = f"\nstrong: mean of {points} logged steps" if points > 1 else ""
     panels[0].set(title=f"Training loss; diamonds: validation{smoothed}", ylabel="loss (nats per token)")
     if differences:
         panels[1].axhline(0, color="black", linewidth=1)
@@ -186,9 +203,8 @@ def plot(
     panels[-1].set_xlabel(X_LABELS[x])
     for axes in panels:
         axes.grid(alpha=0.25)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    save_picture(figure, path)
-    return path
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+    return save_picture(figure, path)
 
 
 def _draw(axes, losses: "pd.Series", validation: "pd.Series", points: int, style: dict, label: str | None) -> None:

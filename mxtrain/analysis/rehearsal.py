@@ -6,17 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mxtrain.analysis.numerics import LABEL_HEIGHT, module_order
-from mxtrain.analysis.plots import in_own_style, literal, save_picture
+from mxtrain.analysis.numerics import ROW, SMALLEST, WORST, module_order
+from mxtrain.analysis.plots import WIDTH, in_own_style, literal, save_picture
 from mxtrain.analysis.tables import aligned
 from mxtrain.config import dump_config
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE
 
 if TYPE_CHECKING:
     import pandas as pd
-
-WORST = 5
-"""Number of layers that are named"""
 
 
 def table_of(errors: Mapping[tuple[str, str], Iterable[float]]) -> "pd.DataFrame":
@@ -85,15 +82,14 @@ def draw(errors: "pd.DataFrame", title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     found, worst = by_recipe(errors), worst_layers(errors).index
-    picture = Figure((3 + 0.9 * found.shape[1], 2 + max(3.0, LABEL_HEIGHT * len(found))), dpi=100, layout="constrained")
+    picture = Figure((WIDTH, 3 + max(2.0, ROW * len(found))))
     axes = picture.subplots()
-    image = axes.imshow(found, cmap="viridis", aspect="auto", interpolation="none", norm=LogNorm())
-    picture.colorbar(image, ax=axes, label="largest relative error of fprop, dgrad and wgrad")
-    axes.set_xticks(range(found.shape[1]), found.columns, rotation=45, ha="right", fontsize=8)
-    axes.set_yticks(range(len(found)), found.index, fontsize=7)
+    axes.set_facecolor("0.8")  # of products that are not finite
+    image = axes.imshow(found, cmap="viridis_r", aspect="auto", interpolation="none", norm=LogNorm())
+    picture.colorbar(image, ax=axes, label="largest error of the three products")
+    axes.set_xticks(range(found.shape[1]), found.columns, rotation=45, ha="right", fontsize=SMALLEST)
+    axes.set_yticks(range(len(found)), found.index, fontsize=SMALLEST)
     for label in axes.get_yticklabels():
         label.set_fontweight("bold" if label.get_text() in worst else "normal")
-    axes.set_title(
-        literal(f"{title}\nbold: the {WORST} layers with the largest errors over the recipe's median"), fontsize=9
-    )
+    picture.suptitle(literal(f"{title}\nbold: the {WORST} worst layers; gray: not finite"))
     save_picture(picture, path)

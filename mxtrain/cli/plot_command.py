@@ -13,7 +13,7 @@ def add(commands) -> None:
         "plot",
         help="draw the loss curves of runs and compare the runs in a table",
         description="""\
-Draw the loss curves of one or more runs in one PNG. Print a table with the last loss, the mean loss of the last 10 %
+Draw the loss curves of one or more runs in one file. Print a table with the last loss, the mean loss of the last 10 %
 of the steps, tokens per second per device, and peak memory. A folder that cannot be read is one line on stderr.
 
   mxtrain plot outputs/llama3_debug-*
@@ -21,15 +21,15 @@ of the steps, tokens per second per device, and peak memory. A folder that canno
   mxtrain plot outputs/p1 outputs/p2 --baseline outputs/bf16     a second panel: losses minus those of bf16
   mxtrain plot outputs/a --smooth 20 --x tokens
 
-With --numerics, draw the figures of one run with mxnorm.diagnostics.every > 0: a heat map of modules by steps for each.
+With --numerics, draw the diagnostics of one run with mxnorm.diagnostics.every > 0, and print its worst modules.
 
-  mxtrain plot --numerics outputs/a
+  mxtrain plot --numerics outputs/a -o numerics.pdf
 """,
     )
     parser.set_defaults(run=_plot)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, with metrics.jsonl")
     parser.add_argument(
-        "-o", "--output", metavar="PNG", type=Path, help="default: loss.png, in the run's folder for a single run"
+        "-o", "--output", metavar="FILE", type=Path, help="PNG, SVG or PDF; default: loss.png, of one run in its folder"
     )
     parser.add_argument("--baseline", metavar="RUN", help="folder of the run to compare with, in a second panel")
     parser.add_argument(
@@ -83,14 +83,14 @@ def _plot(options) -> int:
 
 
 def _plot_numerics(options) -> int:
-    """Draw the figures of a run's diagnostics, and print what deserves a look in them."""
+    """Draw the figures of a run's diagnostics, and print the worst modules."""
     from mxtrain.analysis.numerics import draw_numerics
     from mxtrain.analysis.runs import load_run
     from mxtrain.checkpoints.run_folder import NUMERICS_FILE
 
     if len(options.runs) > 1 or options.baseline or options.smooth or options.x != "step":
-        raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o PNG")
+        raise ConfigError("--numerics draws one RUN, over steps: allowed beside it is -o FILE")
     run = load_run(options.runs[0])
-    path, remarks = draw_numerics(run, options.output or run.folder / NUMERICS_FILE)
-    print(*remarks, f"numerics: {path}", sep="\n")
+    path, worst = draw_numerics(run, options.output or run.folder / NUMERICS_FILE)
+    print(worst, f"numerics: {path}", sep="\n")
     return 0

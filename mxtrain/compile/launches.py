@@ -161,17 +161,17 @@ _NAME = next(name for name in _ANALYSES if hasattr(triton_kernel_wrap, name))
 _PYTORCHS = getattr(triton_kernel_wrap, _NAME)
 
 
-def _once(analyse: Callable) -> Callable:
+def _once(analyze: Callable) -> Callable:
     known = {}
 
     def find(kernel, kwargs: dict, tma_descriptor_metadata: dict):
         function = kernel.fn if isinstance(kernel, Autotuner) else kernel
         if not function.__module__.startswith("mxtrain."):
-            return analyse(kernel, kwargs, tma_descriptor_metadata)
+            return analyze(kernel, kwargs, tma_descriptor_metadata)
         constexprs = {parameter.name for parameter in function.params if parameter.is_constexpr}
         key = function, frozenset((name, _kind(arg, name in constexprs)) for name, arg in kwargs.items())
         if key not in known:
-            known[key] = analyse(kernel, kwargs, tma_descriptor_metadata)
+            known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
         return known[key]
 
     return find

@@ -20,7 +20,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def tile_start(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """First row (int64) and first column of this program's tile. Neighbouring programs share their rows."""
+    """First row (int64) and first column of this program's tile. Neighboring programs share their rows."""
     tiles = (columns + COLUMNS - 1) // COLUMNS
     return (tl.program_id(0) // tiles).to(tl.int64) * ROWS, (tl.program_id(0) % tiles) * COLUMNS
 

@@ -13,7 +13,7 @@ def encode(y: torch.Tensor, bits: torch.Tensor | None = None) -> torch.Tensor:
     Rounds to nearest, ties to even; with bits, int64 in [0, 2^16), as if they were added to the fraction.
     """
     magnitude = y.abs().clamp(max=_MAX).nan_to_num(nan=0.0)
-    # Neighbours are 0.5 apart below 2, 1 apart below 4, then 2 apart. Position, in units of that distance, plus
+    # Neighbors are 0.5 apart below 2, 1 apart below 4, then 2 apart. Position, in units of that distance, plus
     # ``first`` gives the code. ``first`` is even, so rounding ties to an even position gives an even code.
     # Sums of 0 and 1 in the place of torch.where, which takes ten times as long on a CPU.
     below_2, below_4 = (magnitude < 2).float(), (magnitude < 4).float()

@@ -22,6 +22,8 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch  # noqa: E402 - after the path is set
 
+from mxtrain.analysis.plots import COLORS, WIDTH, in_own_style, save_picture  # noqa: E402
+
 PACKAGES = ("torch", "triton", "torchao", "torchtitan", "liger-kernel")
 COPY_BYTES = 2**30
 GIB = 2**30
@@ -93,6 +95,7 @@ def _finite(value):
     return value
 
 
+@in_own_style
 def bar_plot(path: str | Path, panels: dict[str, dict[str, dict[str, float | None]]], ylabel: str) -> None:
     """Draw grouped bars, one panel per title: title -> group (x axis) -> bar (legend) -> height.
 
@@ -101,7 +104,7 @@ def bar_plot(path: str | Path, panels: dict[str, dict[str, dict[str, float | Non
     from matplotlib.figure import Figure  # without pyplot: needs no display and no global state
 
     most = max((sum(map(len, groups.values())) for groups in panels.values()), default=0)
-    figure = Figure(figsize=(max(9.0, 3 + 0.2 * most), 3.6 * max(len(panels), 1)), dpi=100, layout="constrained")
+    figure = Figure((max(WIDTH, 0.6 + 0.18 * most), 3 * max(len(panels), 1)))
     axes_of_all = figure.subplots(max(len(panels), 1), squeeze=False)[:, 0]
     for axes, (title, groups) in zip(axes_of_all, panels.items()):
         names = list(dict.fromkeys(name for bars in groups.values() for name in bars))
@@ -109,20 +112,17 @@ def bar_plot(path: str | Path, panels: dict[str, dict[str, dict[str, float | Non
         for index, name in enumerate(names):
             points = [(at, bars[name]) for at, bars in enumerate(groups.values()) if bars.get(name) is not None]
             positions = [at - 0.4 + (index + 0.5) * width for at, _ in points]
-            drawn = axes.bar(positions, [height for _, height in points], width, color=f"C{index % 10}", label=name)
-            axes.bar_label(drawn, fmt="%.3g", fontsize=7, rotation=90, padding=2)
-        axes.margins(y=0.15)  # room for the numbers on the bars
-        axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
-        axes.set_xlim(-0.5, max(len(groups), 1) - 0.5)
-        axes.set_title(title, fontsize=10)
-        axes.set_ylabel(ylabel)
+            heights = [height for _, height in points]
+            drawn = axes.bar(positions, heights, width, color=COLORS[index % len(COLORS)], label=name)
+            axes.bar_label(drawn, fmt="%.3g", fontsize=8, rotation=90, padding=2)
+        axes.margins(y=0.2)  # room for the numbers on the bars
+        axes.set_xticks(range(len(groups)), list(groups))
+        axes.set(xlim=(-0.5, max(len(groups), 1) - 0.5), title=title, ylabel=ylabel)
         axes.grid(axis="y", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if names:
-            axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
+    save_picture(figure, path)
 
 
 # Errors

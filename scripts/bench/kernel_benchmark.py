@@ -176,7 +176,7 @@ def measure_shape(
     return rows
 
 
-def summarise(rows: list[dict], memory_bound: float = MEMORY_BOUND_BYTES) -> list[dict]:
+def summarize(rows: list[dict], memory_bound: float = MEMORY_BOUND_BYTES) -> list[dict]:
     """Return one row per kernel: mean and minimum of its ratio to the peer, smallest share of the bandwidth, check."""
     summary = []
     for (section, what), group in our_rows(rows).items():
@@ -303,7 +303,7 @@ def run(
             new = measure_shape(section, sections[section], each, args, bandwidth)
             rows += new
             print(benchmarking.table(new, columns), flush=True)
-            summary = summarise(rows, memory_bound)
+            summary = summarize(rows, memory_bound)
             # Written after every shape: an interrupted run keeps its results.
             if args.json:
                 benchmarking.write_json(args.json, {**facts, "summary": summary, "rows": rows})

@@ -145,7 +145,7 @@ def measure_shape(name: str, shape: Shape, args: argparse.Namespace, budget: Tun
     return rows
 
 
-def summarise(rows: list[dict]) -> list[dict]:
+def summarize(rows: list[dict]) -> list[dict]:
     """Return a line per section and ratio of ours: geometric mean, minimum, and whether the goal is reached."""
     summary = []
     for (name, what), group in our_rows(rows).items():
@@ -281,7 +281,7 @@ def run(args: argparse.Namespace) -> int:
             torch._dynamo.reset()
         rows += (new := measure_shape(name, shape, args, budget))
         print(benchmarking.table(new, columns_of(section)), flush=True)
-        summary = summarise(rows)
+        summary = summarize(rows)
         # Written after every shape: an interrupted run keeps its results.
         if args.json:
             benchmarking.write_json(args.json, {**facts, "summary": summary, "rows": rows})
@@ -289,7 +289,7 @@ def run(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
     if args.plot:
         plot(args.plot, rows)
-    print("\n" + benchmarking.table(summarise(rows), SUMMARY_COLUMNS))
+    print("\n" + benchmarking.table(summarize(rows), SUMMARY_COLUMNS))
     return 1 if any(row["ours"] and row["check"] != "ok" for row in rows) else 0
 
 

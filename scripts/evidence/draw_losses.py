@@ -7,6 +7,7 @@ python scripts/evidence/draw_losses.py scripts/evidence/rms_ablations exact --gr
 
 import argparse
 import math
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from mxtrain.analysis.comparison_figures import FONT_SIZE, SMALL, WIDTH, limits, scale
-from mxtrain.analysis.plots import in_own_style, moving_average, save_picture
+from mxtrain.analysis.comparison_figures import limits, scale
+from mxtrain.analysis.plots import COLORS, WIDTH, in_own_style, moving_average, save_picture, window
+
+COLUMNS = 2
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -33,24 +36,22 @@ def read(path: Path) -> pd.DataFrame:
 def draw_curves(figure, rows: pd.DataFrame, baseline: str, title: str) -> None:
     """Draw the baseline's loss, and in a panel per other variant the differences to it by seed."""
     losses = rows.pivot(index="step", columns=["variant", "seed"], values="loss")
-    points = 2 * (len(losses) // 50) + 1  # about 4 % of a curve
+    points = window(losses, None)
     curves = {baseline: losses[baseline]}
     for name in rows.variant.unique():
         if name != baseline:
             curves[name] = (losses[name] - losses[baseline]).dropna(axis=1, how="all")
-    curves = {name: own.apply(lambda one: moving_average(one, 2 * (points // 2) + 1)) for name, own in curves.items()}
+    curves = {name: own.apply(lambda one: moving_average(one, points)) for name, own in curves.items()}
     ends = {name: np.nanquantile(own, (0.01, 0.99)) for name, own in curves.items() if name != baseline}
     reach = scale(np.abs(own).max() for own in ends.values())
-    columns = math.isqrt(len(curves) - 1) + 1
-    panels = figure.subplots(math.ceil(len(curves) / columns), columns, squeeze=False).flatten()
+    panels = figure.subplots(math.ceil(len(curves) / COLUMNS), COLUMNS, squeeze=False).flatten()
     for axes, (name, own) in zip(panels, curves.items()):
-        color = "black" if name == baseline else sns.color_palette("colorblind")[0]
+        color = "black" if name == baseline else COLORS[0]
         axes.plot(own, color=color, alpha=0.35, linewidth=0.7)
         band = own.min(axis=1, skipna=False), own.max(axis=1, skipna=False)
         axes.fill_between(own.index, *band, color=color, alpha=0.2, linewidth=0)
         axes.plot(own.mean(axis=1, skipna=False), color=color, linewidth=1.6)
-        axes.set_title(name, fontsize=FONT_SIZE)
-        axes.set(xlabel="step", ylabel=f"{'loss' if name == baseline else 'difference'} (nats per token)")
+        axes.set_title(f"loss of {name}" if name == baseline else f"{name} minus {baseline}")
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlim(0, losses.index.max())
         axes.grid(alpha=0.25)
@@ -59,24 +60,27 @@ def draw_curves(figure, rows: pd.DataFrame, baseline: str, title: str) -> None:
             axes.set_ylim(limits(ends.values(), reach, margin=0.15))
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
-    figure.suptitle(f"Training loss of {baseline}, and paired differences to it: {title}", fontsize=11)
-    note = "Lines: mean over seeds, where all of them are. Bands: from the lowest to the highest seed."
-    figure.supxlabel(f"{note}\nAll are means of {points} logged steps.", fontsize=SMALL, color="0.3")
+    figure.suptitle(f"{title}: training loss")
+    figure.supylabel("nats per token")
+    note = "Lines: mean over seeds, where all of them are.\nBands: from the lowest to the highest seed."
+    figure.supxlabel(f"step\n{note}\nAll are means of {points} logged steps.")
 
 
 @in_own_style
 def draw(folder: Path, baseline: str, gradient_norms: bool = False) -> None:
     rows = read(folder / "losses.csv")
     count = rows.variant.nunique()
-    height = 2.6 * math.ceil(count / (math.isqrt(count - 1) + 1)) + 1.3
-    figure = Figure(figsize=(WIDTH, height + 3.6 * gradient_norms), dpi=120, layout="constrained")
-    parts = figure.subfigures(2, 1, height_ratios=(height, 3.6)) if gradient_norms else [figure]
+    height = 1.7 * math.ceil(count / COLUMNS) + 1.1
+    figure = Figure((WIDTH, height + 3.4 * gradient_norms))
+    parts = figure.subfigures(2, 1, height_ratios=(height, 3.4)) if gradient_norms else [figure]
     draw_curves(parts[0], rows, baseline, folder.resolve().name)
     if gradient_norms:
         axes, names = parts[1].subplots(), rows.variant + ", seed " + rows.seed.astype(str)
-        sns.lineplot(rows, x="step", y="grad_norm", hue=names, style=names, palette="colorblind", ax=axes)
+        palette = [*islice(cycle(COLORS), names.nunique())]
+        sns.lineplot(rows, x="step", y="grad_norm", hue=names, style=names, palette=palette, ax=axes)
         axes.set(yscale="log", ylabel="gradient norm, every run", xlim=(100, None), ylim=(0.1, None))
-        axes.legend(frameon=False, fontsize=SMALL, handlelength=4, ncols=2)
+        axes.get_legend().remove()
+        parts[1].legend(*axes.get_legend_handles_labels(), loc="outside lower center", handlelength=4, ncols=2)
         axes.grid(alpha=0.25)
     save_picture(figure, folder / "losses.png")
 

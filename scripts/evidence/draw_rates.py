@@ -6,14 +6,14 @@ python scripts/evidence/draw_rates.py scripts/evidence/qwen3_126m.csv "bf16, dec
 
 import sys
 import textwrap
+from itertools import cycle, islice
 from pathlib import Path
 
 import seaborn as sns
 from matplotlib.figure import Figure
 
 from mxtrain.analysis.comparison import Group, compare, read_results
-from mxtrain.analysis.comparison_figures import SMALL, WIDTH, as_svg
-from mxtrain.analysis.plots import in_own_style
+from mxtrain.analysis.plots import COLORS, WIDTH, in_own_style, rendered
 
 LINEAR_BELOW = 0.01
 """Nats. The axis of differences is linear up to here, and logarithmic beyond"""
@@ -38,10 +38,10 @@ def rates_svg(group: Group) -> str:
     apart = min(b / a for a, b in zip(rates, rates[1:])) ** 0.2
     places = {name: apart ** ((i + 0.5) / len(variants) - 0.5) for i, name in enumerate(variants)}
     style = {
-        "hue": "variant", "hue_order": variants, "palette": sns.color_palette("colorblind", len(variants)),
+        "hue": "variant", "hue_order": variants, "palette": [*islice(cycle(COLORS), len(variants))],
         "style": "variant", "style_order": variants, "markers": [*MARKERS[: len(variants)]], "markersize": 6,
     }  # fmt: skip
-    figure = Figure(figsize=(WIDTH, 8), layout="constrained")
+    figure = Figure((WIDTH, 6.5 + 0.18 * len(variants)))
     upper, lower = figure.subplots(2, 1, sharex=True)
     sns.lineplot(points, x=points.lr * points.variant.map(places), y="loss", ax=upper, **style)
     pairs = group.results.dropna(subset="validation_difference")
@@ -50,23 +50,20 @@ def rates_svg(group: Group) -> str:
         errorbar="se", err_style="bars", err_kws={"capsize": 3, "elinewidth": 1.2}, **style,
     )  # fmt: skip
     lower.axhline(0, color="black", linewidth=1)
-    lower.set(xscale="log", xlabel="learning rate", ylabel=f"minus that of {group.baseline}")
+    lower.set(xscale="log", xlabel="learning rate", ylabel=f"nats per token\n(logarithmic beyond ±{LINEAR_BELOW:g})")
     lower.set_yscale("symlog", linthresh=LINEAR_BELOW)
     lower.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
     lower.set_xticks(rates, [f"{rate:g}" for rate in rates])
     lower.minorticks_off()
     upper.set_ylabel("nats per token")
-    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "frameon": False, "ncols": 2}
-    upper.legend(fontsize=SMALL, handlelength=4, **above)
+    upper.get_legend().remove()
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", handlelength=4)
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(textwrap.fill(f"Validation loss against the learning rate: {group.title}", 90), fontsize=11)
-    note = (
-        "Above: the baseline's mean, and this plus the mean of a variant's paired differences. Below: these means,\n"
-        f"their standard errors, on an axis that is logarithmic beyond ±{LINEAR_BELOW:g}. Points of a rate are apart."
-    )
-    figure.supxlabel(note, fontsize=SMALL, color="0.3")
-    return as_svg(figure)
+    figure.suptitle(f"Validation loss against the learning rate:\n{textwrap.fill(group.title, 66)}")
+    upper.set_title(f"mean of {group.baseline}, plus mean paired differences")
+    lower.set_title("these differences, and their standard errors")
+    return rendered(figure, "svg").decode()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The moments at which a run is killed, recognised by how its folder of checkpoints changes."""
+"""The moments at which a run is killed, recognized by how its folder of checkpoints changes."""
 
 import os
 from collections.abc import Callable

@@ -1,10 +1,12 @@
 import math
 
 import matplotlib.figure
+import numpy as np
+import pandas as pd
 import pytest
 
 from mxtrain.analysis import MetricsWriter, load_run
-from mxtrain.analysis.numerics import by_figure, draw_numerics, limit, noteworthy, remarks
+from mxtrain.analysis.numerics import badness, by_figure, draw_numerics, module_order, trend, worst_modules
 from mxtrain.errors import ConfigError
 
 
@@ -28,100 +30,139 @@ def row(step, r2, ratio=5.0, spread=0.2, saturated=0.0):
 
 
 @pytest.fixture
-def panels(tmp_path, monkeypatch):
-    """``panels(*rows)``: the panels of their picture, which is not painted, by the name of their figure."""
+def drawn(tmp_path, monkeypatch):
+    """``drawn(*rows)``: their picture, which is not painted: the worst modules, and the maps by step and by figure."""
 
-    def panels(*rows):
+    def drawn(*rows):
         pictures = []
         monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda picture, *args, **_: pictures.append(picture))
         write(tmp_path / "run", rows)
         draw_numerics(load_run(tmp_path / "run"), tmp_path / "a.png")
-        return {axes.get_title().partition("\n")[0]: axes for axes in pictures[0].axes if axes.get_title()}
+        above, below = pictures[0].subfigs
+        return above.axes[0], *below.axes[:2]
 
-    return panels
-
-
-def test_the_picture_shows_values_and_marks(panels):
-    axes = panels(row(10, [0.98, 0.99]), row(20, [0.98, 0.5]))["rms_r2"]
-    assert axes.images[0].get_array().tolist() == [[0.98, 0.98], [0.99, 0.5]]
-    assert [list(zip(*mark.get_data())) for mark in axes.lines] == [[(1, 1)]]
+    return drawn
 
 
-def test_a_picture_and_its_remarks(tmp_path):
+def labels(axis):
+    return [tick.get_text() for tick in axis.get_ticklabels()]
+
+
+def marked(axes, modules):
+    """The cells with a cross, as (module, column)."""
+    (crosses,) = axes.lines
+    return {(modules[down], labels(axes.xaxis)[right]) for right, down in zip(*crosses.get_data())}
+
+
+def test_the_picture_shows_when_and_why_a_module_is_bad(drawn):
+    worst, by_step, by_name = drawn(*(row(10 * i, [0.98, r2]) for i, r2 in enumerate([0.99, 0.5, 0.4, 0.2], start=1)))
+    modules = labels(by_step.yaxis)
+    assert marked(by_step, modules) == {("layers.1.ffn_norm", str(step)) for step in (20, 30, 40)}
+    assert marked(by_name, modules) == {("layers.1.ffn_norm", "rms_r2")}
+    texts = [text.get_text() for text in worst.get_legend().texts]
+    assert texts[0] == "layers.1.ffn_norm\nrms_r2 0.2, 0.99 at the start: worse" and len(texts) == 3
+    assert worst.lines[0].get_ydata()[-1] == pytest.approx(0.8 / 0.05)
+    is_measured = {name: ~mask for name, mask in zip(modules, by_name.images[0].get_array().mask)}
+    assert labels(by_name.xaxis) == ["rms_r2", "rms_ratio_std", "grad_norm_to_noise", "fprop_input_sqnr_db"]
+    assert is_measured["layers.0.ffn_norm"].tolist() == [True, True, False, False]
+    assert is_measured["layers.0.feed_forward.w1"].tolist() == [False, False, True, True]
+
+
+def test_the_names_of_blocks_stand_for_many_modules(drawn):
+    _, by_step, _ = drawn(
+        {"step": 10} | {f"numerics/layers.{i}.attention.w{name}/fprop_error": 0.1 for i in range(40) for name in "qkv"}
+    )
+    assert labels(by_step.yaxis) == [f"layers.{i}" for i in range(40)]
+
+
+def test_a_picture_and_its_table(tmp_path):
     write(tmp_path / "$x^$", [row(10, [0.98, 0.99]), row(20, [0.98, 0.5])])
-    path, lines = draw_numerics(load_run(tmp_path / "$x^$"), tmp_path / "numerics.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert lines == [
-        "step 20: rms_r2 is below 0.95 where rms_ratio_std is above 0.1 in 1 of 2 modules; layers.1.ffn_norm: 0.5"
+    path, table = draw_numerics(load_run(tmp_path / "$x^$"), tmp_path / "numerics.svg")
+    assert ">$x^$: numerics of its modules up to step 20</text>" in path.read_text()
+    assert [line.split() for line in table.splitlines()[:2]] == [
+        ["worst", "modules", "figure", "now", "at", "the", "start", "trend"],
+        ["layers.1.ffn_norm", "rms_r2", "0.5", "0.99", "-"],
     ]
 
 
-def test_a_low_r2_of_a_precise_estimate_has_no_cross(panels):
-    """Rows of equal RMS: the ratio's spread is small, and r² says nothing."""
-    found = panels(row(10, [0.4, 0.99], spread=0.05), row(20, [0.4, 0.4], spread=0.2))
-    (mark,) = found["rms_r2"].lines
-    assert sorted(zip(*mark.get_data())) == [(1, 0), (1, 1)], "step 20 of both modules"
-
-
-def test_color_scales_cover_a_range_and_nan_deserves_a_look(panels):
-    found = panels(
-        {
-            "step": 10,
-            "numerics/wo/fprop_input_sqnr_db": 31.0,
-            "numerics/wo/dgrad_grad_sqnr_db": 50.0,
-            "numerics/wo/fprop_error": math.nan,
-        }
-    )
-    scales = {title: (axes.images[0].norm.vmin, axes.images[0].norm.vmax) for title, axes in found.items()}
-    assert scales == {
-        "dgrad_grad_sqnr_db": (15.0, 50.0),
-        "fprop_error": (0.0, 0.1),
-        "fprop_input_sqnr_db": (15.0, 35.0),
-    }
-    assert [len(axes.lines[0].get_xdata()) for axes in found.values()] == [0, 1, 0]
-
-
-def test_remarks_name_the_worst_module():
-    found = {"a": {"grad_norm_to_noise": 1.6}, "b": {"grad_norm_to_noise": 1.2}, "c": {"fprop_error": math.nan}}
-    row = {f"numerics/{module}/{name}": value for module, of in found.items() for name, value in of.items()}
-    values = by_figure(
-        [{"step": 4, "numerics/d/rms_r2": 0.1}, {"step": 5, **row, "numerics/c/grad_norm_to_noise": 9.0}]
-    )
-    assert remarks(values) == [
-        "step 5: fprop_error is not finite in 1 of 1 modules; c: inf",
-        "step 5: grad_norm_to_noise is below 1.73 in 2 of 3 modules; b: 1.2",
-    ]
-
-
-def test_a_run_without_figures_and_a_wrong_name_are_errors(tmp_path):
+def test_a_run_without_figures_is_an_error(tmp_path):
     write(tmp_path / "a", [])
     with pytest.raises(ConfigError, match="has no figures up to step 1: .* mxnorm.diagnostics.every"):
         draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.png")
-    with pytest.raises(ConfigError, match="is not the name of a PNG file"):
-        draw_numerics(load_run(tmp_path / "a"), tmp_path / "a.pdf")
 
 
-ROWS = [
-    {"step": 10, "loss": 3.0},
-    {"step": 10, "numerics/layers.10.attention.wq/fprop_error": 0.1, "numerics/layers.2.attention.wq/fprop_error": 0.2},
-    {"step": 20, "numerics/layers.2.attention.wq/fprop_error": 0.3, "numerics/layers.2.attention.wq/wgrad_error": None},
-]
+def test_figures_by_module_and_step():
+    rows = [
+        {"step": 10, "numerics/layers.10.wq/fprop_error": 0.1, "numerics/layers.2.wq/fprop_error": 0.2},
+        {"step": 20, "numerics/layers.2.wq/fprop_error": 0.3, "numerics/layers.2.wq/wgrad_error": None},
+        {"step": 20, "numerics/layers.2.wq/fprop_error": 0.4},
+    ]
+    (table,) = by_figure(rows).values()
+    assert table.loc["layers.2.wq"].to_dict() == {10: 0.2, 20: 0.4} and list(table) == [10, 20]
+    assert table.loc["layers.10.wq"].notna().tolist() == [True, False]
 
 
-def test_figures_by_module_and_step_in_the_order_of_the_model():
-    table = by_figure(ROWS[1:])["fprop_error"]
-    assert list(table.index) == ["layers.2.attention.wq", "layers.10.attention.wq"] and list(table) == [10, 20]
-    assert table.fillna(0).values.tolist() == [[0.2, 0.3], [0.1, 0.0]]
+def test_modules_are_in_the_order_of_the_model():
+    names = (
+        "attention_norm attention.wq attention.wk attention.wv attention.wo ffn_norm feed_forward.w1 feed_forward.w3"
+    )
+    model = [f"layers.{i}.{name}" for i in (2, 10) for name in (*names.split(), "feed_forward.w2", "other.b", "z")]
+    assert sorted(reversed([*model, "model"]), key=module_order) == [*model, "model"]
 
 
-def worthy(figure, value, spread=None):
-    row = {f"numerics/a/{figure}": value} | ({} if spread is None else {"numerics/a/rms_ratio_std": spread})
-    return noteworthy(figure, by_figure([{"step": 1, **row}])).loc["a", 1]
+def bad(figure, *values, **others):
+    """How bad values of a figure are, in a module each."""
+    rows = {f"numerics/{module}/{figure}": value for module, value in enumerate(values)}
+    rows |= {f"numerics/{module}/{name}": value for name, value in others.items() for module in range(len(values))}
+    return badness(by_figure([{"step": 1, **rows}]))[figure, 1].tolist()
 
 
-def test_what_deserves_a_look():
-    found = [worthy("rms_ratio_mean", value) for value in (0.7, 0.8, 1.25, 1.3, math.nan)]
-    assert found == [True, False, False, True, True]
-    assert limit("rms_ratio_mean") == "below 0.8 or above 1.25" and limit("output_max") == ""
-    assert [worthy("rms_r2", 0.5, spread) for spread in (0.1, 0.2, math.nan)] == [False, True, True]
-    assert worthy("rms_r2", 0.5), "a spread that was not measured excuses nothing"
+def test_how_bad_a_value_is():
+    assert bad("rms_ratio_mean", 0.6, 0.9, 1.0, 1.25, math.nan) == pytest.approx([2, 0.5, 0, 1, math.inf])
+    assert bad("rms_ratio_min", 0.5) == bad("rms_ratio_max", 2.0) == [1]
+    assert bad("routing_agreement", 0.8) == pytest.approx([2])
+    assert bad("grad_norm_to_noise", 3**0.5 / 2, 0.0) == pytest.approx([2, math.inf])
+    assert bad("output_max_over_bound", 0.45) == [0.5]
+    assert bad("fprop_error", 0.1, 0.3, 0.1, math.nan) == pytest.approx([0.5, 1.5, 0.5, math.inf]), "twice the median"
+    assert bad("wgrad_error_worst_expert", 0.1, 0.4, 0.1) == pytest.approx([0.5, 2, 0.5])
+    assert bad("fprop_input_sqnr_db", 30.0, 20.0, 30.0) == pytest.approx([0.5, 0.5 * 10**0.5, 0.5])
+    assert bad("rms_ratio_std", 1e-8, 1e-7) == pytest.approx([5e-6, 5e-5]), "noise of rounding is not bad"
+    with pytest.raises(KeyError, match="output_max"):
+        bad("output_max", 9.0, rms_r2=1.0)
+
+
+def test_a_low_r2_of_a_precise_estimate_is_not_bad():
+    """Rows of equal RMS: the ratio's spread is small, and r² says nothing."""
+    assert [bad("rms_r2", 0.5, rms_ratio_std=spread) for spread in (0.1, 0.2, math.nan)] == [[0], [10], [10]]
+    assert bad("rms_r2", 0.5) == [10], "a spread that was not measured excuses nothing"
+
+
+def test_the_worst_modules_are_named_once_with_their_worst_figure():
+    errors = {f"numerics/{module}/dgrad_error": 0.1 for module in "abcdefg"}
+    first = {"step": 4, **errors, "numerics/c/rms_r2": 0.9}
+    last = {
+        "step": 5,
+        **errors,
+        "numerics/c/dgrad_error": 0.9,
+        "numerics/c/rms_r2": 0.1,
+        "numerics/d/fprop_error": math.nan,
+    }
+    found = worst_modules(by_figure([first, last]))
+    assert [row[0] for row in found[:2]] == ["d", "c"] and len(found) == 5
+    assert found[:2] == [("d", "fprop_error", math.inf, math.inf, "-"), ("c", "rms_r2", 0.1, 0.9, "-")]
+
+
+@pytest.mark.parametrize(
+    "values, word",
+    [
+        ([1, 2, 3, 3.5, 9], "worse"),
+        ([1, 2, 3, 4, 5, math.inf, 7, 8], "worse"),
+        ([3, 2, 1.5, 1], "better"),
+        ([1, 3, 2, 3, 1], "steady"),
+        ([1, 1, 1], "steady"),
+        ([1, 2], "-"),
+        ([1, 1, math.inf], "-"),
+    ],
+)
+def test_a_trend_is_more_than_noise(values, word):
+    assert trend(pd.Series(values, 10 * np.arange(len(values)), dtype=float)) == word

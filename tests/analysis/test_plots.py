@@ -5,12 +5,14 @@ import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
-import seaborn as sns
 from matplotlib.figure import Figure
 
 from mxtrain.analysis import Run, plot, plots
-from mxtrain.analysis.plots import SMOOTH_FROM, curves, minus, moving_average
+from mxtrain.analysis.plots import COLORS, curves, line_style, minus, moving_average
 from mxtrain.errors import ConfigError
+
+LONG = 50
+"""Points of the shortest curve that is smoothed"""
 
 
 def make_run(name, losses, validation=(), folder="runs", converter="mxnorm", p=2):
@@ -35,7 +37,7 @@ def runs_drawn(path):
     """The indices of the runs whose colors occur in the picture."""
     pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int) @ (1 << 16, 1 << 8, 1)
     present = set(np.unique(pixels))
-    colors = [int(color[1:], 16) for color in sns.color_palette("colorblind", 5).as_hex()]
+    colors = [int(color[1:], 16) for color in COLORS[:5]]
     return {i for i, color in enumerate(colors) if color in present}
 
 
@@ -59,15 +61,23 @@ def legend(axes):
 
 
 def test_short_and_broken_runs_are_drawn(tmp_path):
-    losses = ([9.0], [9.0, math.nan, 8.0, 7.5], [9.0, math.inf], [8.0, *[math.nan] * SMOOTH_FROM], falling(200))
+    losses = ([9.0], [9.0, math.nan, 8.0, 7.5], [9.0, math.inf], [8.0, *[math.nan] * LONG], falling(200))
     runs = [make_run(f"run-{i}", values, [(1000, 5.0)]) for i, values in enumerate(losses)]
     path = plot(runs, tmp_path / "pictures" / "loss.png")
     assert path == tmp_path / "pictures" / "loss.png" and runs_drawn(path) == set(range(len(losses)))
-    assert plot([make_run("a", [math.nan] * 60)], tmp_path / "nan.png").stat().st_size > 0
+    nothing = [make_run("a", [math.nan] * 60)]
+    assert plot(nothing, tmp_path / "nan.svg").read_text().count("loss (nats per token)</text>") == 1
+    assert plot(nothing, tmp_path / "nan.PDF").read_bytes().startswith(b"%PDF")
+    with pytest.raises(ConfigError, match="'nan.gif' is not a PNG, SVG or PDF"):
+        plot(nothing, "nan.gif")
+
+
+def test_many_lines_look_different():
+    assert len({tuple(line_style(index).values()) for index in range(32)}) == 32
 
 
 def test_a_run_is_a_line_and_its_validations_are_diamonds(axes_of):
-    losses = falling(SMOOTH_FROM - 1)
+    losses = falling(LONG - 1)
     axes = axes_of([make_run("a", losses, [(100, 5.0), (200, 3.0)])])
     assert axes.get_title() == "Training loss; diamonds: validation" and legend(axes) == ["a (mxnorm mxfp8 p=2)"]
     line, diamonds = axes.get_lines()
@@ -78,10 +88,14 @@ def test_a_run_is_a_line_and_its_validations_are_diamonds(axes_of):
 
 def test_changes_of_one_step_have_one_label(axes_of):
     run = make_run("a", [9.0, 8.0, 7.0])
-    run.events.extend({"step": step, "event": text} for step, text in ((10, "one"), (20, "two"), (20, "x" * 40)))
+    run.events.extend({"step": step, "event": text} for step, text in ((10, "one"), (20, "two"), (20, "word " * 20)))
     run.events.append({"step": 40, "event": "after the last logged step"})
     texts = {text.get_text(): text.get_position()[0] for text in axes_of([run], x="tokens").texts}
-    assert texts == {"one": 640, "two\n" + "x" * 40: 1280, "after the last logged step": 1920}
+    assert texts == {
+        "one": 640,
+        "two\nword word word word word\nword word word word ...": 1280,
+        "after the last logged\nstep": 1920,
+    }
 
 
 def test_several_runs_are_named_in_the_legend(axes_of):
@@ -106,16 +120,16 @@ def test_names_are_drawn_as_they_are_written(axes_of):
 
 
 def test_a_long_run_gets_a_moving_average(axes_of):
-    losses = falling(SMOOTH_FROM)
+    losses = falling(LONG)
     points, average, _ = axes_of([make_run("a", losses)]).get_lines()
     np.testing.assert_array_equal(points.get_ydata(), losses)
     np.testing.assert_array_equal(average.get_ydata(), moving_average(pd.Series(losses), 3))
-    assert points.get_alpha() < 1 and points.axes.get_title().endswith("; strong: mean of 3 logged steps")
+    assert points.get_alpha() < 1 and points.axes.get_title().endswith("\nstrong: mean of 3 logged steps")
 
 
 def test_the_number_of_points_in_a_mean_is_the_users_and_is_stated(axes_of):
-    losses = falling(SMOOTH_FROM)
-    runs = [make_run("a", losses), make_run("b", falling(3 * SMOOTH_FROM))]
+    losses = falling(LONG)
+    runs = [make_run("a", losses), make_run("b", falling(3 * LONG))]
     axes = axes_of(runs, smooth=10)
     np.testing.assert_array_equal(axes.get_lines()[1].get_ydata(), moving_average(pd.Series(losses), 11))
     assert axes.get_title().endswith("mean of 11 logged steps")
@@ -129,12 +143,11 @@ def test_differences_to_a_baseline(axes_of):
     runs = [base, make_run("a", [9.5, 8.25, 7.0], [(20, 8.0)], p=1), make_run("b", [5.0, math.nan, 7.5, 6.5, 1.0])]
     _, panel = axes_of(runs, differences=True)
     a, a_validation, b, _, _ = panel.get_lines()
-    colors = sns.color_palette("colorblind", 3)
     np.testing.assert_array_equal(a.get_ydata(), [0.5, 0.25, 0.0])
     np.testing.assert_array_equal(a_validation.get_xydata(), [(20, -0.5)])
     np.testing.assert_array_equal(b.get_ydata(), [-4.0, math.nan, 0.5, 0.5, math.nan])  # the baseline ends before it
     assert panel.get_ylabel() == "loss minus that of\nbase"
-    assert [line.get_color() for line in (a, b)] == colors[1:]
+    assert [line.get_color() for line in (a, b)] == [*COLORS[1:3]]
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,9 @@ def test_numerics_draws_one_run_over_steps(runs, capsys):
     row = {"step": 50, "numerics/layers.0.ffn_norm/rms_r2": 0.25}
     (runs / "p1" / "metrics.jsonl").write_text(json.dumps({"step": 50, "loss": 3.0}) + "\n" + json.dumps(row))
     assert cli.main(["plot", "--numerics", "p1"]) == 0
-    remark, last = capsys.readouterr().out.splitlines()
-    assert "above 0.1 in 1 of 1 modules; layers.0.ffn_norm: 0.25" in remark and last == "numerics: p1/numerics.png"
+    header, worst, last = capsys.readouterr().out.splitlines()
+    assert header.startswith("worst modules") and last == "numerics: p1/numerics.png"
+    assert worst.split() == ["layers.0.ffn_norm", "rms_r2", "0.25", "0.25", "-"]
     assert (runs / "p1" / "numerics.png").is_file()
     for wrong in (["p1", "p2"], ["p1", "--x", "tokens"], ["p1", "--smooth", "3"], ["p1", "--baseline", "p2"]):
         assert cli.main(["plot", "--numerics", *wrong]) == 2

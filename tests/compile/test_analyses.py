@@ -1,4 +1,4 @@
-"""PyTorch analyses a kernel of ours once for launches that differ in numbers only."""
+"""PyTorch analyzes a kernel of ours once for launches that differ in numbers only."""
 
 from types import SimpleNamespace
 

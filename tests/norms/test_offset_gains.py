@@ -72,7 +72,7 @@ def test_a_norm_computes_what_gemmas_computes(way, dtype, compile_backend):
     got, want = results(torch.compile(norm, backend=compile_backend) if way == "fused compiled" else norm), results(own)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
-        # Kernels sum in another order, and Triton's interpreter rounds to bf16 towards zero.
+        # Kernels sum in another order, and Triton's interpreter rounds to bf16 toward zero.
         torch.testing.assert_close(a, b, rtol=torch.finfo(a.dtype).eps * 1.01, atol=1e-5)
     # On a GPU, PyTorch's own kernel of RMSNorm sums in another order than a mean.
     assert way != "plain MXNorm" or x.is_cuda or torch.equal(got[0], want[0])

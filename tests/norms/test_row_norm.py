@@ -69,7 +69,7 @@ def test_outputs_and_gradients_match_autograd_in_fp64(dtype, weight, bias, resid
     dys = [draw(*LEADING, D, seed=s, dtype=dtype) for s in (3, 4)]
     wide = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
     if residual:
-        # What is normalized is the rounded sum, and Triton's interpreter rounds it towards zero.
+        # What is normalized is the rounded sum, and Triton's interpreter rounds it toward zero.
         total = run(*tensors, centered)[1].detach().double()
         torch.testing.assert_close(total, wide[0] + wide[3], rtol=torch.finfo(dtype).eps, atol=0)
         wide[0], wide[3] = total.requires_grad_(), torch.zeros_like(total).requires_grad_()

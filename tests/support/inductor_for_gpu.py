@@ -3,7 +3,7 @@
     TRITON_INTERPRET=0 python -m tests.support.inductor_for_gpu
 
 prints as JSON the kernels that Triton compiled from the code of a graph, calls of ops and fills of results in it, how
-often PyTorch analysed a kernel, limits of registers, and the shapes of the tensors that another graph allocates.
+often PyTorch analyzed a kernel, limits of registers, and the shapes of the tensors that another graph allocates.
 """
 
 import json
@@ -119,12 +119,12 @@ def main() -> None:
     pretend_gpu()
     passes.install()
     wrap = triton_kernel_wrap
-    with patch.object(wrap, "generate_ttir", wraps=wrap.generate_ttir) as analysed:
+    with patch.object(wrap, "generate_ttir", wraps=wrap.generate_ttir) as analyzed:
         code = code_of(kernels, *inputs())
     unwanted = re.findall(r"torch\.ops\.mxtrain\.\w+|triton_poi_fused_empty_\d+", code)
     matrices = draw(T, D, seed=0).bfloat16(), draw(D, D, seed=1).bfloat16()
     allocated = shapes_allocated(code_of(two_casts, *matrices))
-    found = {"compiled": compile_kernels(code), "unwanted": unwanted, "analyses": analysed.call_count}
+    found = {"compiled": compile_kernels(code), "unwanted": unwanted, "analyses": analyzed.call_count}
     found |= {"allocated": allocated, "registers": re.findall(r"'maxnreg': (\d+)", code)}
     json.dump(found, sys.stdout)
 

@@ -67,7 +67,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(one, several):
 
 
 def test_checkpoints_load_across_converters(one):
-    """Every run starts with the same text, so a first loss shows what the loaded weights had learnt."""
+    """Every run starts with the same text, so a first loss shows what the loaded weights had learned."""
     mxnorm, bf16 = one["mxnorm, then mxnorm"].losses, one["mxnorm, then bf16"].losses
     assert mxnorm[0] < one["mxnorm"].losses[0] - 0.7
     assert bf16[0] == pytest.approx(mxnorm[0], abs=0.05) and bf16[0] != mxnorm[0]

@@ -38,7 +38,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 # A thread holds whole blocks of codes, eight elements at a time, and computes what belongs to a block only once. Of an
-# image it holds half a block, so that neighbouring threads store side by side.
+# image it holds half a block, so that neighboring threads store side by side.
 #
 # The setting is (one tensor scale, pointer to those of the rows, pointer for results of rows, ERROR). A variable cannot
 # hold this tuple: Triton would make a tensor of the text.

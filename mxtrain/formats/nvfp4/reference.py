@@ -69,8 +69,8 @@ def cast(
     Without ``bits``, elements are rounded to nearest, ties to even, and the result has torchao's bits.
 
     With ``bits``, elements are rounded stochastically, as if the bits were added to the fraction and the rest cut off.
-    Let an element lie a fraction f of the way from its smaller E2M1 neighbour to its larger one, and let t be
-    f * 2^16 rounded to an integer. The result is the larger neighbour if bits + t >= 2^16. With uniform bits its
+    Let an element lie a fraction f of the way from its smaller E2M1 neighbor to its larger one, and let t be
+    f * 2^16 rounded to an integer. The result is the larger neighbor if bits + t >= 2^16. With uniform bits its
     probability is t / 2^16, within 2^-17 of f on either side. The probability is zero only for f <= 2^-17, for
     elements below 7e-7 of the largest element that the block can hold. E2M1 values (zero is one) do not change, and
     elements above 6 saturate. Block scales are always rounded to nearest.

@@ -97,7 +97,7 @@ def ranges(rows: int, columns: int, depth: int) -> tuple[int, int, int]:
 
 
 def lie_along_k(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether neighbours along K are neighbours in memory in both, as in x and in the transposed view of a weight."""
+    """Whether neighbors along K are neighbors in memory in both, as in x and in the transposed view of a weight."""
     return a.stride(1) == 1 and b.stride(0) == 1
 
 

@@ -103,14 +103,14 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def nearest_e2m1(y: float) -> int:
-    """The code by comparing distances; on a tie the even one of two neighbours."""
+    """The code by comparing distances; on a tie the even one of two neighbors."""
     distances = [abs(abs(y) - value) for value in E2M1]
     code = min(range(8), key=lambda i: (distances[i], i % 2))
     return code | 8 * (math.copysign(1.0, y) < 0)
 
 
 def test_mxfp4_codes_and_values():
-    """All values, ties and their neighbours, in blocks with a scale of one; two codes a byte, the first below."""
+    """All values, ties and their neighbors, in blocks with a scale of one; two codes a byte, the first below."""
     points = [*E2M1, *((low + high) / 2 for low, high in zip(E2M1, E2M1[1:]))]
     points += [math.nextafter(p, way) for p in points for way in (-INF, INF) if 0 < p < 6]
     numbers = torch.tensor([*points, *(-p for p in points)]).tolist()  # as fp32
@@ -154,7 +154,7 @@ def test_rceil_is_the_next_power_of_two_above_the_quotient():
 
 
 def test_codes_are_the_nearest_representable_values():
-    """With a block maximum of 448 the scale is one, so codes are plain E4M3: every value, midpoint and neighbour."""
+    """With a block maximum of 448 the scale is one, so codes are plain E4M3: every value, midpoint and neighbor."""
     grid = e4m3_values()
     probes = list(grid)
     for low, high in zip(grid, grid[1:]):
@@ -162,7 +162,7 @@ def test_codes_are_the_nearest_representable_values():
         probes += [middle, math.nextafter(middle, 0), math.nextafter(middle, INF)]
     for probe in probes:
         x = block(448.0, probe)
-        # A double's neighbour rounds to the same fp32 number; only what the cast was given counts.
+        # A double's neighbor rounds to the same fp32 number; only what the cast was given counts.
         given_value = x[0, 1].item()
         codes, scales = cast(x, MXFP8, "rceil")
         assert exponent(scales) == 0

@@ -46,7 +46,7 @@ def test_block_scales_by_hand(amax, tensor_scale, expected):
 
 
 def test_elements_are_the_nearest_representable_values():
-    """With a block maximum of 6 the scale is one, so codes are plain E2M1: every value, midpoint and neighbour."""
+    """With a block maximum of 6 the scale is one, so codes are plain E2M1: every value, midpoint and neighbor."""
     probes = list(E2M1)
     for low, high in zip(E2M1, E2M1[1:]):
         middle = torch.tensor((low + high) / 2)

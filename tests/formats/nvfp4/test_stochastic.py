@@ -23,14 +23,14 @@ def rounded(value: float, bits: int) -> float:
     return dequantize(codes, scales)[0, 1].item()
 
 
-def neighbours(value: float) -> tuple[float, float]:
+def neighbors(value: float) -> tuple[float, float]:
     low = max(v for v in E2M1 if v <= abs(value))
     high = min(v for v in E2M1 if v >= abs(value))
     return math.copysign(low, value), math.copysign(high, value)
 
 
 def test_the_decision_by_hand():
-    """With t the fraction in units of 2^-16: bits from 2^16 - t on give the larger neighbour, t of 2^16 cases."""
+    """With t the fraction in units of 2^-16: bits from 2^16 - t on give the larger neighbor, t of 2^16 cases."""
     smallest = 2.0**-17
     for magnitude in (
         smallest,
@@ -52,7 +52,7 @@ def test_the_decision_by_hand():
     ):
         for sign in (1, -1):
             value = sign * torch.tensor(magnitude).item()
-            low, high = neighbours(value)
+            low, high = neighbors(value)
             t = round((value - low) / (high - low) * 2**16)
             assert t > 0, "even the smallest element can be rounded up"
             expected = {0: low, 2**16 - t - 1: low, 2**16 - t: high, 2**16 - 1: high}
@@ -82,6 +82,6 @@ def test_stochastic_rounding_is_unbiased():
     many = x.expand(draws, -1, -1)
     mean = dequantize(*cast(many, 1.0, draw_bits(*many.shape, seed=1))).double().mean(0)
     for value, got in zip(x.flatten().tolist(), mean.flatten().tolist()):
-        low, high = neighbours(value)
+        low, high = neighbors(value)
         standard_error = math.sqrt(abs(value - low) * abs(high - value) / draws)
         assert abs(got - value) <= 3 * standard_error, value

@@ -97,7 +97,7 @@ def test_zero_infinite_and_nan_blocks(rounding, dim):
 
 
 def probes_of(fmt: Format = MXFP8) -> torch.Tensor:
-    """All values, their midpoints and numbers beyond, each with both fp32 neighbours, of both signs."""
+    """All values, their midpoints and numbers beyond, each with both fp32 neighbors, of both signs."""
     values = torch.arange(256).to(torch.uint8)
     values = decode(values[:128]) if fmt is MXFP4 else values.view(getattr(torch, fmt.element)).float()
     values = values[values.isfinite() & ~values.signbit()].unique()

@@ -103,8 +103,8 @@ def test_the_formula_is_rounded_once(dtype):
     (h, dup, dgate), wide = formula(dh, gate, up), [t.float() for t in (dh, gate, up)]
     want_dgate, want_dup = reference.swiglu_backward(*wide)
     s = torch.sigmoid(wide[1])
-    cancelling = (wide[0] * wide[2] * s).abs() * (1 + wide[1].abs() * (1 - s))
-    pairs = (h, reference.swiglu(*wide[1:]), None), (dup, want_dup, None), (dgate, want_dgate, cancelling)
+    canceling = (wide[0] * wide[2] * s).abs() * (1 + wide[1].abs() * (1 - s))
+    pairs = (h, reference.swiglu(*wide[1:]), None), (dup, want_dup, None), (dgate, want_dgate, canceling)
     for got, want, scale in pairs:
         scale = (want if scale is None else scale).abs().nan_to_num(0, 0, 0)
         step = 2.0**-8 if dtype == torch.bfloat16 else 0.0

@@ -44,7 +44,7 @@ def _scale_kernel(amax_ptr, code_ptr, value_ptr, multiplier_ptr, tensor_scale, N
 
 
 def amax_probes() -> torch.Tensor:
-    """Six times every E4M3 value and midpoint, with their neighbours, and fp32 numbers of every exponent."""
+    """Six times every E4M3 value and midpoint, with their neighbors, and fp32 numbers of every exponent."""
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2]) * 6
     near = [points]
@@ -71,7 +71,7 @@ def test_block_scales_are_the_references(tensor_scale):
 
 
 def e2m1_probes() -> torch.Tensor:
-    """Every E2M1 value and midpoint, their neighbours, and numbers beyond and below, of both signs."""
+    """Every E2M1 value and midpoint, their neighbors, and numbers beyond and below, of both signs."""
     values = e2m1_magnitudes()
     points = torch.cat([values, (values[1:] + values[:-1]) / 2, torch.tensor([5.5, 6.1, 7.0, 448.0, 3e38, 2.0**-126])])
     up, down = torch.full_like(points, INF), torch.zeros_like(points)
@@ -123,7 +123,7 @@ def test_rounding_to_nearest(hardware):
 
 
 def test_stochastic_rounding_around_every_threshold():
-    """The random bits just reach, or just miss, the carry to the larger neighbour."""
+    """The random bits just reach, or just miss, the carry to the larger neighbor."""
     y = padded_to_power_of_two(e2m1_probes())
     size = y.abs().clamp(max=6.0)
     values = e2m1_magnitudes()
