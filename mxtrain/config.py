@@ -11,7 +11,7 @@ from pathlib import Path
 import tomli_w
 
 from mxtrain.checkpoints.run_folder import CONFIG_FILE
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, closest
 from mxtrain.files import read_toml, replace_file
 
 _PACKAGE = Path(__file__).parent
@@ -116,13 +116,13 @@ def _load(path: Path, extended_by: tuple[Path, ...]) -> dict:
     if base is None:
         return config
     if not isinstance(base, str):
-        raise ConfigError(f"extends = {base!r} in {str(path)!r} is not a string: it takes the path of one TOML file")
+        raise ConfigError(f"extends = {base!r} in {str(path)!r} is not a string; name one TOML file or preset")
     chain = (*extended_by, path)
     base_path = config_path(base, path.parent)
     for i, earlier in enumerate(chain):
         if _same_file(base_path, earlier):
             cycle = " extends ".join(repr(str(p)) for p in (*chain[i:], earlier))
-            raise ConfigError(f"configs extend each other in a circle: {cycle}")
+            raise ConfigError(f"configs extend each other in a circle: {cycle}; remove one of these lines")
     return _merge(without_other_limit(_load(base_path, chain), config), config)
 
 
@@ -158,19 +158,19 @@ def _where_it_lies(config: dict, folder: Path) -> dict:
 
 
 def _hint(path: Path) -> str:
-    """Which preset a file that does not exist stands for, or where their names are."""
-    if path.stem in presets():
-        return f"; a preset has that name: write {path.stem!r}"
-    return "" if path.suffix else "; 'mxtrain configs' lists the presets"
+    """The preset, or the file in the same folder, with the closest name to a file that does not exist."""
+    names = {file.stem: str(file) for file in path.parent.glob("*.toml")} | {name: name for name in presets()}
+    close = closest(path.stem, names)
+    return f"; did you mean {names[close]!r}?" if close else "; 'mxtrain configs' lists the presets"
 
 
 def _way_on(folder: Path) -> str:
     """What leads on from a folder that stands in the place of a TOML file."""
     if (config := folder / CONFIG_FILE).is_file():
-        return f": write {str(config)!r} for the run's settings; 'mxtrain train --resume' continues a run"
+        return f"; write {str(config)!r} for the run's settings, or 'mxtrain train --resume' to continue the run"
     if (folder / "config.json").is_file():
-        return " with a Hugging Face model: 'mxtrain import MODEL_DIR RUN_DIR' makes a run of it, with a config.toml"
-    return ", not a TOML file"
+        return " with a Hugging Face model; 'mxtrain import MODEL_DIR RUN_DIR' makes a run with a config.toml from it"
+    return "; name a TOML file or a preset"
 
 
 def _same_file(a: Path, b: Path) -> bool:

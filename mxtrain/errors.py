@@ -1,8 +1,9 @@
 """The exception for a wrong setting, and its exit status."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from numbers import Integral
 
 CONFIG_ERROR_STATUS = 2
@@ -53,6 +54,11 @@ def setting_in(message: str) -> str:
     """
     name = re.match(r"[a-z_0-9]+(\.[a-z_0-9]+(\[\d+\])?)*", message)
     return name[0] if name else ""
+
+
+def closest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the name among ``names`` that is most like ``name``; empty if ``difflib`` finds none above ``cutoff``."""
+    return next(iter(get_close_matches(name, sorted(names), n=1, cutoff=cutoff)), "")
 
 
 def require_one_of(field: str, value, allowed) -> None:

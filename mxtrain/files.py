@@ -93,7 +93,7 @@ def sync_file(path: Path) -> None:
 def local_path(path: str) -> str:
     """Return ``path``. Raises ValueError for an address: "s3://bucket/run" would be a folder "s3:" here."""
     if "://" in path:
-        raise ValueError("is an address, and mxtrain reads and writes paths of this machine only: mount the store")
+        raise ValueError("is an address, and mxtrain reads and writes only paths of this machine; mount the store")
     return path
 
 

@@ -5,7 +5,7 @@
 #
 #   scripts/train.sh train_configs/llama3_debug.toml
 #   NGPU=2 scripts/train.sh train_configs/llama3_125m.toml --mxnorm.p 1
-#   scripts/train.sh train_configs/llama3_debug.toml --help     all flags
+#   scripts/train.sh train_configs/llama3_debug.toml --help     the usual flags
 #
 # CONFIG is relative to the current folder or to this checkout. Runs go to outputs/ in the current folder.
 # NGPU is the number of processes; the default is one per GPU, or one on a CPU.

@@ -45,16 +45,19 @@ def test_a_config_extends_a_preset_and_mistakes_in_it_are_placed(tmp_path):
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("llama3_debug.toml", "; a preset has that name: write 'llama3_debug'"),
-        ("lama3_debug", "; 'mxtrain configs' lists the presets"),
-        ("my.toml", ""),
+        ("llama3_debug.toml", "did you mean 'llama3_debug'?"),
+        ("lama3_debug", "did you mean 'llama3_debug'?"),
+        ("configs/my_rnu.toml", "did you mean 'configs/my_run.toml'?"),
+        ("x.toml", "'mxtrain configs' lists the presets"),
     ],
 )
 def test_a_config_that_does_not_exist(name, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/my_run.toml").touch()
     with pytest.raises(ConfigError) as error:
         load_config(name)
-    assert str(error.value) == f"config {name!r} does not exist{hint}"
+    assert str(error.value) == f"config {name!r} does not exist; {hint}"
 
 
 def test_configs_lists_every_preset_with_a_sentence(capsys):

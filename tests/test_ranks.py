@@ -145,7 +145,7 @@ def test_one_rank_of_each_node_prepares_the_text(tmp_path):
     assert {path.name for path in (tmp_path / "same_files").glob("home*")} == {"home0", "home1"}
     host = socket.gethostname()
     assert len(set(errors)) == 1
-    assert errors[0].startswith(f"CommonError: {SETTING}: other data than on node {host}: ")
+    assert errors[0].startswith(f"CommonError: {SETTING} gives other data than on node {host} (")
     assert "training text " in errors[0] and errors[0].endswith(f"(on node {host} (node 1))")
 
 

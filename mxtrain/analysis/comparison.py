@@ -93,7 +93,7 @@ def read_results(path: Path) -> list[dict]:
     except (csv.Error, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a CSV file: {error}") from error
     if missing := [name for name in REQUIRED if name not in names]:
-        raise ConfigError(f"{path} has no column {missing[0]!r}; allowed are the columns {', '.join(COLUMNS)}")
+        raise ConfigError(f"{path} has no column {missing[0]!r}; its first line must name {', '.join(REQUIRED)}")
     rows = []
     for number, cells in enumerate(lines, start=2):  # the header is line 1
         with errors_begin_with(f"{path}, line {number}: "):
@@ -103,17 +103,17 @@ def read_results(path: Path) -> list[dict]:
 
 def _row_in(cells: dict[str | None, str | None]) -> dict:
     if None in cells:
-        raise ConfigError("it has more values than the header has columns")
+        raise ConfigError("the line has more values than the header has columns; remove the values without a column")
     row: dict = {name: (cells.get(name) or "").strip() for name in COLUMNS}
     if empty := [name for name in ("variant", "steps", "last_10_percent") if not row[name]]:
-        raise ConfigError(f"{empty[0]} is empty")
+        raise ConfigError(f"{empty[0]} is empty; fill it in, or remove the line")
     for name, type_ in NUMBERS.items():
         try:
             row[name] = type_(row[name]) if row[name] else None
         except ValueError:
-            raise ConfigError(f"{name} = {row[name]!r} is not a number") from None
+            raise ConfigError(f"{name} = {row[name]!r} is not a number; correct it, or leave it empty") from None
     if row["lr"] is not None and not np.isfinite(row["lr"]):
-        raise ConfigError(f"lr = {row['lr']} is not finite")
+        raise ConfigError(f"lr = {row['lr']} is not finite; write a finite learning rate")
     is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
     return row | {"problem": "" if is_finite else "its loss is not finite", "changes": []}
 
@@ -182,7 +182,7 @@ def compare(rows: list[dict], baseline: str | None = None, variants: Sequence[st
         raise ConfigError(f"--baseline {baseline!r} is not one of the variants: {', '.join(map(repr, names))}")
     if all(row["problem"] for row in rows):
         problems = "; ".join(f"{row['name']}: {row['problem']}" for row in rows)
-        raise ConfigError(f"no run has finite losses to compare: {problems}" if rows else "there are no runs")
+        raise ConfigError(f"no run has finite losses to compare: {problems}" if rows else "no run was given to compare")
     notes = [f"{row['name']} ({row['variant']}): does not count: {row['problem']}" for row in rows if row["problem"]]
     parts: dict[tuple, list[dict]] = {}
     for row in rows:

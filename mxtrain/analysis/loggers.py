@@ -226,7 +226,7 @@ class WandbLogger:
             action()
         except Exception as error:  # TimeoutError if the server does not take everything in time
             if not self.has_failed:
-                logger.warning(f"wandb failed: {first_line(error)}; training goes on, metrics are in metrics.jsonl")
+                logger.warning(f"wandb failed: {first_line(error)}; training goes on, and writes metrics.jsonl")
             self.has_failed = True
 
 

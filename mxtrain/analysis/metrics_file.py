@@ -40,7 +40,7 @@ def decode_row(line: str) -> dict:
     """Invert ``encode_row``. Raises ValueError if the line is not a row."""
     row = parse(line)
     if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise ValueError("not a JSON object with an integer 'step'")
+        raise ValueError("the line is not a JSON object with an integer 'step'")
     nonfinite = row.pop("nonfinite", {})
     return row | {key: float(value) for key, value in nonfinite.items()}
 
@@ -69,7 +69,7 @@ def read_metrics(path: str | os.PathLike) -> list[dict]:
         raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
     for number, row in enumerate(rows[:-1], start=1):
         if isinstance(row, ValueError):
-            raise ConfigError(f"{path}, line {number}: {row}") from row
+            raise ConfigError(f"{path}, line {number}: {row}; remove this line") from row
     return [row for row in rows if isinstance(row, dict)]
 
 

@@ -16,6 +16,7 @@ from mxtrain.checkpoints.run_folder import (
     METRICS_FILE,
     SETTING_CHANGES,
     STEPS,
+    no_run,
 )
 from mxtrain.errors import ConfigError
 from mxtrain.files import read_json, read_toml
@@ -141,12 +142,11 @@ def load_run(folder: str | os.PathLike) -> Run:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        what = "is a file: name the run's folder" if folder.exists() else "does not exist"
-        raise ConfigError(f"run folder {str(folder)!r} {what}")
+        raise ConfigError(f"run folder {str(folder)!r} {no_run(folder)}")
     rows = read_metrics(folder / METRICS_FILE)
     training = [row for row in rows if row.get("loss") is not None]
     if not training:
-        raise ConfigError(f"{folder / METRICS_FILE} holds no training step")
+        raise ConfigError(f"{folder / METRICS_FILE} holds no training step yet; wait for the first logged step")
     return Run(
         name=folder.resolve().name,
         folder=folder,

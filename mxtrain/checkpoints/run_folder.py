@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, closest
 from mxtrain.files import os_errors_as, reason
 
 CONFIG_FILE = "config.toml"
@@ -74,6 +74,16 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
             file.truncate(0)
             file.write(f"{os.getpid()} {socket.gethostname()}".encode())
         yield warning
+
+
+def no_run(folder: Path) -> str:
+    """Return the end of a message about a path that is no run's folder: why not, and what to name instead."""
+    if os.path.lexists(folder):
+        why = f"holds no {CONFIG_FILE}" if folder.is_dir() else "is not a folder"
+        return f"{why}; name the folder of a run, such as outputs/NAME"
+    close = closest(folder.name, (other.name for other in folder.parent.glob("*/")))
+    way_on = f"did you mean {str(folder.with_name(close))!r}?" if close else "name the folder of a run"
+    return f"does not exist; {way_on}"
 
 
 def lock_owner(folder: Path) -> str | None:

@@ -68,7 +68,7 @@ def require_folder(name: object) -> Path:
     Raises ConfigError if it is not a name, for example empty.
     """
     if not isinstance(name, str) or not name.strip() or "\0" in name:
-        raise ConfigError(f"job.dump_folder = {name!r} is not the name of a folder")
+        raise ConfigError(f"job.dump_folder = {name!r} is not the name of a folder; write one such as outputs/a")
     return Path(os.path.expanduser(name))
 
 
@@ -140,12 +140,12 @@ def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
         if problem := saved.problems.get(f"step-{wanted}"):
             raise ConfigError(f"checkpoint.load_step = {wanted}: {saved.path(wanted)} cannot be loaded: {problem}")
         if wanted not in saved.whole:
-            whole = ", ".join(map(str, saved.whole)) or "no whole checkpoint"
-            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}: {whole}")
+            whole = f"choose one of {', '.join(map(str, saved.whole))}" if saved.whole else "none is whole"
+            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}; {whole}")
         return wanted
     if saved.found and not saved.whole:
         problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
-        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems})")
+        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems}); name another")
     return max(saved.whole, default=None)
 
 
@@ -154,8 +154,8 @@ def _start_from_own_weights(folder: Path, saved: Checkpoints, checkpoint, path: 
         _require_no_metrics(folder, f"with the weights in {path} training starts at step 1")
     if saved.after(0) and not checkpoint.load_only:
         raise ConfigError(
-            f"with the weights in {path} training starts at step 1, and its checkpoints would be taken for the earlier "
-            f"run's: choose another job.dump_folder, with checkpoint.initial_load_path = {str(path)!r}"
+            f"training from the weights in {path} starts at step 1, but {saved.folder} has later steps; "
+            f"choose another job.dump_folder, and set checkpoint.initial_load_path = {str(path)!r}"
         )
     return _from_weights(path)
 
@@ -168,9 +168,9 @@ def _resumed(folder: Path, saved: Checkpoints, checkpoint, step: int) -> Start:
     path = saved.path(step)
     if not saved.whole[step].holds_trainer:
         raise ConfigError(
-            f"checkpoint.last_save_model_only: {path} is the end of a run and holds only its weights: no run can "
-            "resume from it; name an earlier step in checkpoint.load_step, or start a new run from these weights in "
-            f"another job.dump_folder with checkpoint.initial_load_path = {str(path)!r}"
+            f"checkpoint.last_save_model_only: {path} holds only weights, so no run can resume from it; name an "
+            "earlier step in checkpoint.load_step, or start a new run in another job.dump_folder with "
+            f"checkpoint.initial_load_path = {str(path)!r}"
         )
     if checkpoint.load_only:
         _require_no_metrics(folder, "checkpoint.load_only saves none of its steps")
@@ -189,7 +189,7 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
     initial = checkpoint.initial_load_path
     if not (initial or checkpoint.initial_load_in_hf):
         if checkpoint.load_only:
-            raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint that could be loaded")
+            raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint to load; set it to false")
         return Start()
     if not initial or checkpoint.initial_load_in_hf:
         return Start()
@@ -199,7 +199,7 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
     if manifest is None or not manifest.holds_trainer:
         raise ConfigError(
             f"checkpoint.initial_load_model_only = False needs the whole state of a run, and {initial} holds only "
-            "weights"
+            "weights; set it to true, or name another checkpoint"
         )
     if "train_state" in checkpoint.exclude_from_loading:
         return _from_weights(path)
@@ -230,8 +230,8 @@ def _require_no_metrics(folder: Path, because: str) -> None:
     metrics = folder / METRICS_FILE
     if metrics.is_file() and metrics.stat().st_size > 0:
         raise ConfigError(
-            f"job.dump_folder = {str(folder)!r} holds the metrics of a run ({metrics}), which this run would replace "
-            f"({because}); choose another folder, or move the old one away"
+            f"job.dump_folder = {str(folder)!r} holds the metrics of a run in {metrics.name}, which this run "
+            f"would replace ({because}); choose another folder, or move the old one away"
         )
 
 

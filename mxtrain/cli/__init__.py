@@ -1,13 +1,12 @@
 """The console command ``mxtrain``. Only the subcommands that need PyTorch import it."""
 
-import argparse
 import os
 import sys
 
 from mxtrain import __version__
 from mxtrain.cli import compare_command, doctor, hub_commands, plot_command, rehearse_command, train_command
 from mxtrain.cli.console import PathParser, open_closed_streams
-from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
+from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError, closest
 from mxtrain.settings.removed import refuse_removed_command
 from mxtrain.settings.resume import separated
 
@@ -25,7 +24,12 @@ def main(arguments: list[str] | None = None) -> int:
         open_closed_streams()
         words = separated(sys.argv[1:] if arguments is None else arguments)
         refuse_removed_command(words)
-        options = _parser().parse_args(words)
+        parser = _parser()
+        if words and not words[0].startswith("-") and words[0] not in parser.commands:
+            close = closest(words[0], parser.commands)
+            way_on = f"did you mean 'mxtrain {close}'?" if close else "'mxtrain --help' lists the commands"
+            raise ConfigError(f"{words[0]!r} is not a command of mxtrain; {way_on}")
+        options = parser.parse_args(words)
         status = options.run(options)
         sys.stdout.flush()
         return status
@@ -40,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> PathParser:
     parser = PathParser(
         prog="mxtrain",
         description="Pretrain language models with MXNorm and MX linear layers in TorchTitan.",
@@ -50,4 +54,5 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
+    parser.commands = commands.choices
     return parser

@@ -57,7 +57,7 @@ def add(commands) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "compare",
-        help="train variants with the same seeds, and show the differences",
+        help="train variants with the same seeds, and show how their losses differ",
         description=DESCRIPTION,
         parents=[_options()],
         allow_abbrev=False,  # "--seed" is a mistake for "--debug.seed", and not "--seeds"
@@ -65,22 +65,20 @@ def add(commands) -> None:
     parser.usage = "mxtrain compare VARIANT... [options] [FLAGS]\n       mxtrain compare --from CSV [options]"
     parser.set_defaults(run=_compare)
     # argparse does not know TorchTitan's flags, which may stand between the options.
-    parser.add_argument("words", metavar="VARIANT", nargs=argparse.REMAINDER, help="config, or '[NAME=]CONFIG FLAGS'")
+    parser.add_argument("words", metavar="VARIANT", nargs=argparse.REMAINDER, help="a config, or '[NAME=]CONFIG FLAGS'")
 
 
 def _options() -> argparse.ArgumentParser:
     parser = PathParser("mxtrain compare", add_help=False, allow_abbrev=False)
-    parser.add_argument("--seeds", metavar="N", type=positive, default=1, help="seeds 0 to N - 1 (default: 1)")
-    that = "learning rates (default: that of each config)"
-    parser.add_argument("--lr", metavar="A,B,...", type=_rates, default=[], help=that)
+    parser.add_argument("--seeds", metavar="N", type=positive, default=1, help="use seeds 0 to N - 1 (default: 1)")
+    rates = "train with these learning rates (default: the rate of each config)"
+    parser.add_argument("--lr", metavar="A,B,...", type=_rates, default=[], help=rates)
     parser.add_argument("--steps", metavar="N", type=positive, help="the same as --training.steps N")
-    sharing = (
-        "GPUs (on a CPU: processes) of each run; every such share of the machine does a run at a time (default: 1)"
-    )
+    sharing = "GPUs of each run (on a CPU: processes); runs that fit beside one another train at once (default: 1)"
     parser.add_argument("--devices", metavar="N", type=positive, default=1, help=sharing)
     parser.add_argument("--baseline", metavar="NAME", help="variant to compare with (default: the first one)")
-    parser.add_argument("--from", metavar="CSV", type=Path, dest="table", help="train nothing: compare rows of results")
-    parser.add_argument("-o", "--output", metavar="FOLDER", type=Path, help="default: outputs/compare-TIME")
+    parser.add_argument("--from", metavar="CSV", type=Path, dest="table", help="compare rows of CSV; train nothing")
+    parser.add_argument("-o", "--output", metavar="FOLDER", type=Path, help="folder (default: outputs/compare-TIME)")
     parser.add_argument("--dry-run", action="store_true", help="check the settings, print the runs, and train nothing")
     return parser
 
@@ -110,11 +108,11 @@ def _compare(options) -> int:
     folder = options.output or Path("outputs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
     if options.table is not None:
         if variants or flags:
-            raise ConfigError(f"--from {options.table} trains nothing: leave out {' '.join([*variants, *flags])}")
+            raise ConfigError(f"--from {options.table} trains nothing; leave out {' '.join([*variants, *flags])}")
         show(read_results(options.table), [], folder, options.baseline)
         return 0
     if not variants:
-        raise ConfigError("VARIANT is missing: give configs, or --from and a CSV of results")
+        raise ConfigError("VARIANT is missing; name configs, or write --from and a CSV of results")
     steps = [] if options.steps is None else [f"--training.steps={options.steps}"]
     runs = planned(variants, options.seeds, options.lr, [*flags, *steps])
     names = dict.fromkeys(run.variant for run in runs.values())
@@ -173,12 +171,12 @@ def variant_of(words: str) -> tuple[str, str, list[str]]:
     try:
         first, *flags = shlex.split(words) or [""]
     except ValueError as error:
-        raise ConfigError(f"VARIANT = {words!r} cannot be split into words: {error}") from error
+        raise ConfigError(f"VARIANT = {words!r} cannot be split into words: {error}; check its quotes") from error
     name, equals, config = first.partition("=")
     if not equals or not re.fullmatch(r"[\w.+-]+", name) or Path(first).is_file():
         name, config = "", first
     if not config or config.startswith("-"):
-        raise ConfigError(f"VARIANT = {words!r} names no config: write CONFIG, or '[NAME=]CONFIG FLAGS' in quotes")
+        raise ConfigError(f"VARIANT = {words!r} names no config; write CONFIG, or '[NAME=]CONFIG FLAGS' in quotes")
     path = Path(config)
     stem = path.resolve().parent.name if path.name == CONFIG_FILE else path.stem  # a run's folder holds config.toml
     return name or re.sub(r"[^\w.+-]+", "-", "-".join([stem, *(flag.lstrip("-") for flag in flags)])), config, flags
@@ -199,12 +197,12 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
     own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
     for flag in [flag.partition("=")[0] for flag in (*flags, *(flag for _, _, more in found for flag in more))]:
         if flag.removeprefix("--").replace("-", "_") in own:
-            raise ConfigError(f"{flag}: 'mxtrain compare' sets it for every run")
+            raise ConfigError(f"{flag} is set by 'mxtrain compare' for every run; leave it out")
     runs = {}
     for seed, rate, (variant, config, more) in product(range(seeds), rates or [""], found):
         name = f"{variant}{f'-lr{rate}' if rate else ''}-seed{seed}"
         if name in runs:
-            raise ConfigError(f"two runs have the name {name!r}: write NAME=CONFIG to name variants apart")
+            raise ConfigError(f"two runs have the name {name!r}; write NAME=CONFIG to give variants other names")
         last = [f"--optimizer.lr={rate}"] * bool(rate) + [f"--debug.seed={seed}"]
         runs[name] = Run(variant, [config, *flags, *more, *last])
     return runs
@@ -221,7 +219,7 @@ def device_shares(devices: int) -> list[str | None]:
     if count == 0:
         return [None]
     if devices > count:
-        raise ConfigError(f"--devices {devices}: PyTorch sees {count} GPUs, which are too few")
+        raise ConfigError(f"--devices {devices} is too many for the GPUs of this machine; allowed is 1 to {count}")
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = visible or [str(number) for number in range(count)]
     return [",".join(names[first : first + devices]) for first in range(0, count - devices + 1, devices)]
@@ -285,9 +283,7 @@ def require_same_settings(folder: Path, settings: "Settings") -> None:
     for name, value in (other | removed_in_effect(tables)).items():
         now = settings[name] if name in settings.known else None
         if value != now:
-            raise ConfigError(
-                f"{name} = {now!r}, but the run in {folder} was made with {value!r}; choose another --output folder"
-            )
+            raise ConfigError(f"{name} = {now!r}, but the run in {folder} has {value!r}; choose another --output")
 
 
 def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], processes: int, finished: set[str]) -> bool:

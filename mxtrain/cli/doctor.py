@@ -23,9 +23,9 @@ def add(commands) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "doctor",
-        help="show this machine's versions, devices and execution modes, or a config's model",
+        help="show what this machine runs, or what the model of a config takes",
         description="""\
-Print versions, devices, and which execution modes run on this machine, which mode = "auto" takes, and why.
+Print versions, devices, and the execution modes that run on this machine, which of them mode = "auto" takes, and why.
 
   mxtrain doctor
   mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory, multiplications, conversion
@@ -36,7 +36,7 @@ Print versions, devices, and which execution modes run on this machine, which mo
         "--model",
         metavar="CONFIG",
         nargs=argparse.REMAINDER,  # the flags follow, which argparse does not know
-        help="print only what the model of a TOML file takes; any flags of 'mxtrain train' follow",
+        help="print only what the model of CONFIG takes; flags of 'mxtrain train' may follow",
     )
 
 
@@ -136,7 +136,7 @@ def model_report(arguments: list[str]) -> str:
     converted.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("--model: CONFIG is missing: give a TOML file, and any flags after it")
+        raise ConfigError("--model needs a CONFIG: name a TOML file or a preset, and write any flags after it")
     config, *flags = arguments
     hide_library_warnings()
     from mxtrain.settings.read import places
@@ -170,7 +170,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     modules = {engine().saved_name(fqn): module for fqn, module in model.named_modules()}
     if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules]:
         raise ConfigError(
-            f"model.name = {name!r} has no {', '.join(missing)}: doctor --model needs embedding, blocks and head"
+            f"model.name = {name!r} has no {', '.join(missing)}, and 'mxtrain doctor --model' needs all of these parts"
         )
     weights, total = find_weights(modules), sum(p.numel() for p in model.parameters())  # a tied weight counts once
     outer = {p: p.numel() for name in ("tok_embeddings", "output") for p in modules[name].parameters()}

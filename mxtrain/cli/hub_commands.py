@@ -22,15 +22,15 @@ has RMSNorm and plain linears, whatever the run was trained with.
   mxtrain export outputs/a exported/ --fold-gain      norms have gains of one; the next weights contain them
   mxtrain export outputs/a exported/ --format mxfp8   for vLLM: the codes and scales that training multiplied in fprop
 
---format mxfp8, nvfp4 and mxfp4 have compressed-tensors' layouts. Gains that training folded are folded; linears that
+--format mxfp8, nvfp4 and mxfp4 write compressed-tensors' layouts, and fold the gains that training folded. Linears that
 trained in high precision or in another format stay in --dtype.
 """
 IMPORT = """\
 Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
 (step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama, Qwen3 and DeepSeek V3
-of any size, in safetensors files of fp32, bf16 or fp16. What differs from the nearest flavor is in [model_args].
-Without --config the settings are those of a short continuation with MXNorm, and training.dataset_path names a little
-Python source as an example: set it to your text.
+of any size, in safetensors files of fp32, bf16 or fp16. [model_args] has sizes that no flavor has.
+Without --config, the settings are those of a short training with MXNorm, whose training.dataset_path is an example of
+little Python source; set it to your own text.
 
   mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
@@ -38,9 +38,9 @@ Python source as an example: set it to your text.
 """
 SOURCE = """\
 RUN is a run's folder, or a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary
-folder; export it yourself to use it often. Needs transformers: pip install "mxtrain[hf]"."""
+folder; for repeated use, export it once. Needs transformers: pip install "mxtrain[hf]"."""
 GENERATE = f"""\
-Print a text and its continuation, word by word. It begins with the tokenizer's bos token, as documents in training.
+Print a text and its continuation, word by word. As in training, the tokenizer's bos token comes first.
 {SOURCE}
 
   mxtrain generate outputs/llama3_debug-20261120-131838 "def main"
@@ -55,25 +55,25 @@ tokenizer's bos token, and each of its tokens is predicted once, in windows of -
   mxtrain eval outputs/llama3_debug-20261120-131838 my_code.py
   mxtrain eval exported/ texts/*.txt --seq-len 1024
 
-Models with other tokenizers compare in bits per byte, and not in perplexity per token.
+To compare models with different tokenizers, use bits per byte: perplexity is per token.
 """
 
 
 def add(commands) -> None:
     """Add the four commands to argparse's subcommands."""
-    new = "it must not exist, or be empty"
+    new = "which must be empty or not exist"
     command = _command(commands, "export", _export, "write a run's weights as a Hugging Face model", EXPORT)
     command("source", metavar="RUN", type=Path, help="folder of a run, with config.toml and checkpoints")
-    command("target", metavar="DIR", type=Path, help=f"folder to write; {new}")
-    command("--step", type=int, help="step of the checkpoint (default: the newest complete one)")
-    command("--format", default="hf", help="hf (the default: high precision), mxfp8, nvfp4 or mxfp4")
+    command("target", metavar="DIR", type=Path, help=f"folder to write, {new}")
+    command("--step", type=int, help="step of the checkpoint (default: the newest)")
+    command("--format", default="hf", help="hf (high precision, the default), mxfp8, nvfp4 or mxfp4")
     command("--fold-gain", action="store_true", help="fold the gains of norms into the next linears")
-    dtype = "of all tensors in high precision (default: float32; other formats: bfloat16)"
+    dtype = "dtype of tensors in high precision (default: float32 for hf, bfloat16 for other formats)"
     command("--dtype", choices=("float32", "bfloat16"), help=dtype)
 
-    command = _command(commands, "import", _import, "make a run's folder from a Hugging Face model", IMPORT)
-    command("source", metavar="MODEL_DIR", type=Path, help="folder with config.json, safetensors, tokenizer")
-    command("target", metavar="RUN_DIR", type=Path, help=f"folder to make; {new}")
+    command = _command(commands, "import", _import, "make a run from a Hugging Face model", IMPORT)
+    command("source", metavar="MODEL_DIR", type=Path, help="folder with config.json, safetensors and tokenizer")
+    command("target", metavar="RUN_DIR", type=Path, help=f"folder to write, {new}")
     command("--config", dest="settings", metavar="FILE", type=Path, help="TOML file with the settings of the run")
 
     command = _command(commands, "generate", _generate, "continue a text with a run's weights", GENERATE)
@@ -81,14 +81,14 @@ def add(commands) -> None:
     command("source", metavar="RUN", type=Path, help=source)
     command("prompt", metavar="TEXT", help="the text to continue")
     command("--max-new-tokens", metavar="N", type=positive, default=100, help="tokens to add (default: 100)")
-    command("--temperature", metavar="T", type=float, default=0.8, help="divides the logits (default: 0.8)")
-    likeliest = "draw from the likeliest tokens of this joint probability (default: 0.95)"
+    command("--temperature", metavar="T", type=float, default=0.8, help="divide the logits by T (default: 0.8)")
+    likeliest = "draw from the likeliest tokens with the joint probability P (default: 0.95)"
     command("--top-p", metavar="P", type=float, default=0.95, help=likeliest)
     command("--greedy", action="store_true", help="always take the likeliest token")
     command("--seed", metavar="N", type=int, help="the same seed gives the same text (default: a new one)")
     command("--step", metavar="N", type=int, help=step)
 
-    summary = "perplexity and bits per byte of a run's weights on text files"
+    summary = "measure perplexity and bits per byte of a run's weights on text files"
     command = _command(commands, "eval", _eval, summary, EVAL)
     command("source", metavar="RUN", type=Path, help=source)
     command("files", metavar="FILE", type=Path, nargs="+", help="text file, UTF-8")
@@ -157,7 +157,7 @@ def _eval(options) -> int:
     with _pretrained(options) as (model, _, encode):
         longest = model.config.max_position_embeddings
         if (seq_len := options.seq_len or longest) > longest:
-            raise ConfigError(f"--seq-len = {seq_len} is longer than the model's longest sequence, {longest}")
+            raise ConfigError(f"--seq-len = {seq_len} is too long for the model; allowed is 1 to {longest}")
         documents = [encode(text) for text in texts]
         nats = sum(_nats(model, tokens, seq_len) for tokens in documents)
     tokens, size = sum(map(len, documents)) - len(documents), sum(len(text.encode()) for text in texts)
@@ -192,9 +192,9 @@ def _read(file: Path) -> str:
         with os_errors_as(f"FILE = {str(file)!r} cannot be read"):
             text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text: byte {error.start} is wrong") from error
+        raise ConfigError(f"FILE = {str(file)!r} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     if not text:
-        raise ConfigError(f"FILE = {str(file)!r} is empty")
+        raise ConfigError(f"FILE = {str(file)!r} is empty; give a file with text")
     return text
 
 
@@ -211,12 +211,12 @@ def _pretrained(options) -> Iterator[tuple]:
     source = options.source
     if (source / "config.json").is_file():
         if options.step is not None:
-            raise ConfigError(f"--step = {options.step}: RUN = {str(source)!r} is a Hugging Face model, without steps")
+            raise ConfigError(f"--step = {options.step} needs a run, and RUN = {str(source)!r} is a Hugging Face model")
         yield load(source)
         return
     from mxtrain.titan.hugging_face.export import export
 
-    with os_errors_as("no temporary folder for an export; set TMPDIR"):
+    with os_errors_as("an export needs a temporary folder; set TMPDIR to a folder that can be written"):
         temporary = TemporaryDirectory(prefix="mxtrain-")
     with temporary as folder:
         step, _ = export(source, Path(folder, "exported"), step=options.step)

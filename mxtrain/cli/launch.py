@@ -55,7 +55,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
         ConfigError: for mistakes found before any worker starts: in the config file, NGPU or the run's folder.
     """
     if named_config(flags) is not None:
-        raise ConfigError("--job.config_file: the first argument of 'mxtrain train' already names the config")
+        raise ConfigError("--job.config_file is set by the first argument of 'mxtrain train'; leave the flag out")
     arguments = [f"--job.config_file={config_file}", *flags]
     settings = read_settings(arguments)
     warn_of_untested_packages()  # before TorchTitan is imported, which may fail beside another PyTorch
@@ -97,9 +97,9 @@ def process_count(environment: Mapping[str, str], devices: int) -> int:
     """
     text = environment.get("NGPU") or str(max(devices, 1))
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise ConfigError(f"NGPU = {text!r} is not a number of processes: 1, 2, ...")
+        raise ConfigError(f"NGPU = {text!r} is not a number of processes; allowed is 1, 2, ...")
     if 0 < devices < int(text):
-        raise ConfigError(f"NGPU = {text} is more than the {devices} accelerators that PyTorch sees")
+        raise ConfigError(f"NGPU = {text} is more than the number of accelerators; allowed is 1 to {devices}")
     return int(text)
 
 

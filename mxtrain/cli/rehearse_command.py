@@ -10,7 +10,7 @@ def add(commands) -> None:
     """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "rehearse",
-        help="measure every recipe's errors in the layers of a model",
+        help="measure the errors of every recipe in every layer of a model",
         description="""\
 Run one batch through a run's newest checkpoint, or through the new model of a config, in high precision. Cast and
 multiply a sample of every layer's tensors as each recipe would, and print the relative errors of fprop, dgrad and
@@ -21,14 +21,14 @@ every layer's cheapest recipe within the bound (recipes.toml).
   mxtrain rehearse outputs/a --step 1000 --bound 0.03
   mxtrain rehearse llama3_125m -o rehearsal/
 
-The sample is mxnorm.diagnostics.tokens of the first training text, 512 unless the config says otherwise.
+The sample is the first mxnorm.diagnostics.tokens of the training text (default: 512).
 """,
     )
     parser.set_defaults(run=_rehearse)
     parser.add_argument("source", metavar="RUN", type=Path, help="a run's folder, a TOML file, or the name of a preset")
     parser.add_argument("--bound", metavar="B", type=float, default=0.05, help="largest error (default: 0.05)")
     parser.add_argument("--step", metavar="N", type=positive, help="step of the checkpoint (default: the newest)")
-    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="default: rehearsal/ in the run's folder")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="folder (default: rehearsal/ in RUN)")
 
 
 def _rehearse(options) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from mxtrain.cli.console import FLAG as VERBOSE
 from mxtrain.cli.console import hide_library_warnings, take_verbose
 from mxtrain.config import configs_folder, presets, summary
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, closest
 from mxtrain.files import os_errors_as
 from mxtrain.launched import end_with_comparison
 from mxtrain.settings.resume import FLAG
@@ -19,7 +19,7 @@ def add(commands) -> None:
     """Add the four commands to the command line's ``commands``."""
     parser = commands.add_parser(
         "train",
-        help="train the model of a TOML file",
+        help="train the model of a config",
         add_help=False,
         description="""\
 Train on this machine, with one process per accelerator (one process on a CPU), and print a summary at the end.
@@ -29,40 +29,42 @@ Train on this machine, with one process per accelerator (one process on a CPU), 
   NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
   mxtrain train --resume outputs/mine                     go on from its newest checkpoint, with its settings
   mxtrain train --resume outputs/mine --training.steps 2000 --optimizer.lr 1e-4
-  mxtrain train train_configs/llama3_debug.toml --help    all settings, with the values of this config
+  mxtrain train train_configs/llama3_debug.toml --help    the usual settings, with this config's values
 
 The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
 metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
-and checkpoints. Ctrl-C and SIGTERM save the step and stop (with --checkpoint.enable); a second one stops at once.
+and checkpoints. Ctrl-C and SIGTERM save a checkpoint, if --checkpoint.enable is set, and stop the run. A second signal
+stops it at once.
 
---resume RUN takes every setting from RUN/config.toml, and flags override them. The settings are compared with those of
-the checkpoint: a changed learning rate or number of steps is applied and reported. A change that would make the run
-another experiment (seed, data, model, recipe, batch size) is refused, unless --checkpoint.may_change names it.
+--resume RUN takes the settings of RUN/config.toml, and flags override them. mxtrain compares them with the settings of
+the checkpoint. It applies and reports another learning rate or number of steps. It refuses changes that make the run
+another experiment (seed, data, model, recipe, batch size), unless --checkpoint.may_change names them.
 
 environment:
   NGPU             number of processes; at most one per accelerator, any number on a CPU
   OMP_NUM_THREADS  CPU threads per process (default: processes share the cores equally)
-  MXTRAIN_VERBOSE  1 does the same as --verbose
+  MXTRAIN_VERBOSE  1 has the effect of --verbose
 
-On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each. It takes the same flags,
-and --resume RUN in the place of --job.config_file CONFIG.
+On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each machine, with the same
+flags. To resume a run, replace --job.config_file CONFIG by --resume RUN.
 Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signal n, 1 for another failure.
 """,
     )
     parser.set_defaults(run=_train)
-    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help, with all settings, and exit")
+    parser.add_argument("-h", "--help", action=_Help, nargs=0, help="show this help and the usual settings, and exit")
+    parser.add_argument("--help-all", action=_Help, nargs=0, help="show this help and all settings, and exit")
     parser.usage = "mxtrain train [--verbose] CONFIG [FLAGS]\n       mxtrain train [--verbose] --resume RUN [FLAGS]"
     parser.add_argument(
         FLAG,
         metavar="RUN",
         nargs=argparse.REMAINDER,  # the flags follow, which argparse does not know
-        help="continue the run in this folder, with its settings, in the place of CONFIG",
+        help="continue the run in the folder RUN with its own settings, without CONFIG",
     )
     _add_config_and_flags(parser, needs_config=False)
 
     parser = commands.add_parser(
         "prepare",
-        help="build the tokenizer and the tokenized text of a config",
+        help="collect and tokenize the text of a config",
         description="""\
 Collect the text that a config trains on, build its tokenizer, tokenize the text, and print the number of files, bytes
 and tokens. The result is cached: training with the same [data] settings starts at once.
@@ -78,11 +80,11 @@ and tokens. The result is cached: training with the same [data] settings starts 
         "configs",
         help="list the presets",
         description="""\
-List the presets: the configs that come with mxtrain. A preset is named as a file is, in any folder.
+List the presets: the configs that come with mxtrain. Commands take the name of a preset in the place of a TOML file.
 
   mxtrain configs
-  mxtrain train llama3_debug          trains one
-  mxtrain init llama3_125m my.toml    copies one, to edit it
+  mxtrain train llama3_debug          train a preset
+  mxtrain init llama3_125m my.toml    copy a preset, to edit it
 
 A TOML file may also extend a preset: extends = "llama3_125m".
 """,
@@ -90,10 +92,10 @@ A TOML file may also extend a preset: extends = "llama3_125m".
     parser.set_defaults(run=_configs)
     parser = commands.add_parser(
         "init",
-        help="copy a preset",
+        help="copy a preset, to edit it",
         description="""\
-Copy a preset with its comments, to edit it. A preset that extends another still does. The script for Slurm is copied,
-too.
+Copy a preset with its comments, to edit it. If the preset extends another preset, the copy does, too. The script for
+Slurm, train.sbatch, can be copied as well.
 
   mxtrain init llama3_125m my.toml
   mxtrain train my.toml
@@ -102,20 +104,20 @@ too.
 """,
     )
     parser.set_defaults(run=_init)
-    parser.add_argument("name", metavar="NAME", help="a preset; 'mxtrain configs' lists them; or train.sbatch")
+    parser.add_argument("name", metavar="NAME", help="a preset ('mxtrain configs' lists them), or train.sbatch")
     parser.add_argument(
-        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: its name)"
+        "file", metavar="FILE", type=Path, nargs="?", help="the copy, which must not exist (default: NAME's file name)"
     )
 
 
 class _Help(argparse.Action):
-    """Prints the help of the command and of all settings, which take a second to collect."""
+    """Prints the help of the command and of settings, which take a second to collect."""
 
-    def __call__(self, parser, *unused):
+    def __call__(self, parser, namespace, values, option_string=None):
         from mxtrain.settings.help import settings_help
 
         print(parser.format_help())
-        print(settings_help([]))
+        print(settings_help([option_string]))
         parser.exit()
 
 
@@ -124,15 +126,15 @@ def _add_config_and_flags(parser: argparse.ArgumentParser, needs_config: bool = 
         "config",
         metavar="CONFIG",
         nargs=None if needs_config else "?",
-        help='TOML file, which may extend another with extends = "other.toml"; or the name of a preset',
+        help='a TOML file, which may extend another with extends = "other.toml", or the name of a preset',
     )
     parser.add_argument(
         "flags",
         metavar="FLAGS",
         nargs=argparse.REMAINDER,
-        help="any TorchTitan flag, --section.key value; overrides the TOML; 'CONFIG --help' lists all flags",
+        help="any setting as --section.name VALUE, which overrides CONFIG; 'CONFIG --help-all' lists all of them",
     )
-    parser.add_argument(VERBOSE, action="store_true", help="show TorchTitan's log and the warnings of all libraries")
+    parser.add_argument(VERBOSE, action="store_true", help="show TorchTitan's log and the warnings of libraries")
 
 
 def _train(options) -> int:
@@ -155,9 +157,9 @@ def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
 
         return resumed(*(flags[:1] or [""]), flags[1:])
     if options.config is None:
-        raise ConfigError("CONFIG is missing: give a TOML file, or --resume and the folder of a run")
+        raise ConfigError("CONFIG is missing; name a TOML file or a preset, or write --resume and the folder of a run")
     if FLAG in flags:
-        raise ConfigError(f"{FLAG}: give either CONFIG = {options.config!r} or {FLAG} RUN, not both")
+        raise ConfigError(f"CONFIG = {options.config!r} and {FLAG} RUN are both given; leave one of them out")
     return options.config, flags
 
 
@@ -206,7 +208,9 @@ def _configs(options) -> int:
 def _init(options) -> int:
     found = presets() | {SLURM: configs_folder() / SLURM}
     if options.name not in found:
-        raise ConfigError(f"NAME = {options.name!r} is not one of the presets: {', '.join(found)}")
+        close = closest(options.name, found)
+        way_on = f"did you mean {close!r}?" if close else "'mxtrain configs' lists the presets"
+        raise ConfigError(f"NAME = {options.name!r} is not a preset; {way_on}")
     file = options.file or Path(found[options.name].name)
     # A copy extends others by the names of presets instead of files beside it.
     extends = re.compile(r'^(extends = ")(\w+)\.toml"', flags=re.MULTILINE)

@@ -65,7 +65,7 @@ class Converter(ABC):
     def __post_init__(self):
         names = self.filter_fqns
         if not isinstance(names, Iterable | None) or isinstance(names, str):
-            raise ConfigError(f"filter_fqns = {names!r} is not a list of names of modules, such as ['output']")
+            raise ConfigError(f"filter_fqns = {names!r} is not a list of module names such as ['output']")
         self.filter_fqns = None if names is None else list(names)
 
     @abstractmethod
@@ -184,8 +184,8 @@ class MXLinearConverter(Converter):
             hits = [fqn for fqn in selected(survey.fqns, pattern, "recipes") if fqn in layers]
             if not hits:
                 raise ConfigError(
-                    f"recipes: {pattern!r} names no linear layer and no experts; a norm has the recipe of the linears "
-                    "that it feeds, and modules named in filter_fqns keep their precision"
+                    f"recipes: {pattern!r} names no linear and no experts; name the linears that a norm "
+                    "feeds to change the norm"
                 )
             recipe_of |= dict.fromkeys(hits, recipe)
             written = self.recipes[pattern]
@@ -230,7 +230,7 @@ class MXLinearConverter(Converter):
             return {}, line
         count = math.floor(value * len(blocks) + 0.5) if name == "high_precision_share" else value
         if count > len(blocks):
-            raise ConfigError(f"{setting} is more than the {len(blocks)} blocks of this {survey.kind}")
+            raise ConfigError(f"{setting} is too many for this {survey.kind}; allowed are 0 to {len(blocks)} blocks")
         words = f"{count} of {len(blocks)} blocks"
         last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
         kept = [fqn for fqn in survey.fqns if f"{fqn}.".startswith(last)]
@@ -306,9 +306,9 @@ class MXNormConverter(MXLinearConverter):
         RMSEstimate.for_recipe(self.default_recipe.fprop, self.p, self.estimator, 0.0 if self.eps is None else self.eps)
         if (ratio := self.gated_estimate_ratio) is not None:
             if not isinstance(ratio, Real) or isinstance(ratio, bool) or not 0 < ratio < math.inf:
-                raise ConfigError(f"gated_estimate_ratio = {ratio!r} is not a finite number > 0")
+                raise ConfigError(f"gated_estimate_ratio = {ratio!r} is not a finite number above 0")
             if self.estimator == "exact":
-                raise ConfigError(f"gated_estimate_ratio = {ratio!r} has no effect with estimator = 'exact'")
+                raise ConfigError(f"gated_estimate_ratio = {ratio!r} needs estimator = 'pre_round' or 'post_round'")
 
     def _plan_norms(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]
@@ -340,7 +340,7 @@ class MXNormConverter(MXLinearConverter):
             for linear in linears:
                 swaps[linear] = ToQuantized(MXNormLinear, recipe_of[linear], self.mode, self.seed)
         if self.gated_estimate_ratio and not any(survey.norms[fqn].group_size for fqn in swaps if fqn in survey.norms):
-            raise ConfigError(f"gated_estimate_ratio = {self.gated_estimate_ratio!r} finds no gated norm to swap")
+            raise ConfigError(f"gated_estimate_ratio = {self.gated_estimate_ratio!r} needs a gated norm to swap")
         return swaps, skipped
 
 

@@ -92,11 +92,11 @@ def watch(
             watcher.note_other_use(model(*in_order, **by_name), "the caller of the model")
     except Exception as error:
         message = (
-            f"converter = 'mxnorm' cannot see which linears the norms of this {type(model).__name__} feed: one forward "
-            f"pass {where} failed with {type(error).__name__}: {error}"
+            f"converter = 'mxnorm' cannot find the linears that the norms of this {type(model).__name__} feed, because "
+            f"one forward pass {where} failed with {type(error).__name__}: {error}"
         )
         if unfollowed := watcher.uses.unfollowed:
-            message += f"; before that it did not follow {'; '.join(unfollowed)}"
+            message += f"; before that, it could not follow {'; '.join(unfollowed)}"
         if by_name:
             message += "; leave out masks and other tensors whose values the model looks at"
         raise ConfigError(message) from error

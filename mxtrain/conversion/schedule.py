@@ -151,7 +151,7 @@ class _Layers:
                     of_hits |= {(gemm, fqn): _PLAIN for fqn in fed if fqn in self._norm_of for gemm in GEMMS}
             if not of_hits:
                 kind = "linear" if change.gemms else "norm"
-                raise ConfigError(f"{where} selects no swapped {kind}, which its {change} could change")
+                raise ConfigError(f"{where} selects no swapped {kind} for {change}; name one")
             values |= of_hits
         return values
 
@@ -165,7 +165,7 @@ class _Layers:
             hits = swapped.intersection(selected(list(filter(None, self.modules)), pattern, where))
             if not hits:
                 raise ConfigError(
-                    f"{where}: {pattern!r} selects no swapped layer: what it names stays in high precision"
+                    f"{where}: {pattern!r} selects only modules that stay in high precision; name swapped layers"
                 )
             yield f"{where}: {pattern!r}", hits
 
@@ -192,7 +192,7 @@ class _Layers:
             if len({recipes[fqn].fprop for fqn in fed}) > 1:
                 fprops = ", ".join(f"{fqn}: {recipes[fqn].fprop.name}" for fqn in fed)
                 raise ConfigError(
-                    f"{names} gives the layers behind {norm} different recipes of fprop ({fprops}): name all of them"
+                    f"{names} gives the layers behind {norm} different recipes of fprop ({fprops}); name all"
                 )
             recipe = recipe_of_norm([recipes[fqn] for fqn in fed])
             with errors_begin_with(f"{names}: {norm}: "):
@@ -204,7 +204,7 @@ class _Layers:
 def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
     if isinstance(layer, QuantizedExperts):
         if layer.fed_by and (fmt := recipe.fprop.tensor_scaled):
-            raise ConfigError(f"fprop in {fmt} would round the rows of the MXNorm before these experts a second time")
+            raise ConfigError(f"fprop in {fmt} would round an MXNorm's output twice; give these experts another fprop")
         check_experts(layer, recipe, layer.mode)
     else:
         check_features(layer.in_features, layer.out_features, recipe)

@@ -1,7 +1,7 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch.nn as nn
@@ -111,19 +111,29 @@ def matches(fqn: str, pattern: str) -> bool:
     )
 
 
-def selected(fqns: Iterable[str], pattern: str, field: str) -> list[str]:
+def selected(fqns: Collection[str], pattern: str, field: str) -> list[str]:
     """The modules among ``fqns`` that ``pattern`` matches.
 
     Raises:
         ConfigError: with the name of the setting, ``field``, if there are none.
     """
     if not isinstance(pattern, str):
-        raise ConfigError(f"{field}: {pattern!r} is not the name of a module")
+        raise ConfigError(f"{field}: {pattern!r} is not the name of a module: write a string such as 'layers.0'")
     hits = [fqn for fqn in fqns if matches(fqn, pattern)]
     if not hits:
-        top = ", ".join(fqn for fqn in fqns if "." not in fqn)
-        raise ConfigError(f"{field}: {pattern!r} matches no module; the top-level modules are: {top}")
+        raise ConfigError(f"{field}: {pattern!r} matches no module; name {_choices(pattern, fqns)}")
     return hits
+
+
+def _choices(pattern: str, fqns: Collection[str]) -> str:
+    """The modules in the innermost module of ``pattern`` that exists; numbered modules as a range."""
+    segments, holders = pattern.split("."), dict.fromkeys(fqn.rpartition(".")[0] for fqn in fqns)
+    outer = (".".join(segments[:count]) for count in range(len(segments) - 1, 0, -1))
+    holder = next((fqn for name in outer for fqn in holders if matches(fqn, name)), "")
+    children = [fqn for fqn in fqns if fqn.rpartition(".")[0] == holder]
+    if children and all(fqn.rpartition(".")[2].isdecimal() for fqn in children):
+        return f"one of {children[0]} ... {children[-1]}"
+    return f"one of {', '.join(children)}, or a module inside of one"
 
 
 def survey(
@@ -145,9 +155,7 @@ def survey(
     # A tensor would be taken apart into its rows, and a model may run on one row.
     if not isinstance(example_inputs, tuple | list | Mapping | None):
         kind = type(example_inputs).__name__
-        raise ConfigError(
-            f"example_inputs is a {kind}, no tuple or dict: write (inputs,) for a model with one argument"
-        )
+        raise ConfigError(f"example_inputs is a {kind}, not a tuple or a dict; write (inputs,) for one argument")
     modules = dict(model.named_modules())
     device_types = {parameter.device.type for parameter in model.parameters()} - {"meta"}
     norms, lookalikes = find_norms(modules)

@@ -58,7 +58,7 @@ class DataConfig:
         if self.max_bytes and self.dataset not in ("python", "files"):
             raise ConfigError(
                 f"data.max_bytes = {self.max_bytes} does not apply to {self.section}.dataset = {self.dataset!r}, "
-                "which is streamed: set it to 0; the number of training steps limits how much is read"
+                "which is streamed; set it to 0, because the training steps limit how much is read"
             )
 
     def identity(self) -> dict:
@@ -93,7 +93,7 @@ def path_of(job_config, section: str, dataset: str) -> str:
     if path and dataset == "python":
         raise ConfigError(
             f"{section}.dataset_path = {path!r} does not apply to {section}.dataset = 'python', which reads this "
-            "machine's standard library; for files of your own set it to 'files'"
+            f"machine's standard library; to read files of your own, set {section}.dataset = 'files'"
         )
     return path
 

@@ -161,7 +161,7 @@ class LocalFiles:
         files = [f for f in files if not (DATASETS_OWN.fullmatch(f.name) and (f.parent / "state.json").exists())]
         if not files:
             problem = "holds no files" if path.is_dir() else f"does not exist and matches no files: {path}"
-            raise ConfigError(f"{self.setting} {problem}; data.prepared names a text that is prepared already")
+            raise ConfigError(f"{self.setting} {problem}; correct it, or name a prepared text in data.prepared")
         return files
 
     def _one_format(self) -> str:
@@ -258,7 +258,7 @@ def split_lines(file: TextIO, size: int) -> Iterator[str]:
     lines, length = [], 0
     for line in file:
         if not lines and "\0" in line:
-            raise ValueError("it is no text: it has zero bytes")
+            raise ValueError("the file is not text, because it has zero bytes")
         if lines and length + len(line) > size:
             yield "".join(lines)
             lines, length = [], 0
@@ -333,7 +333,7 @@ def _lists(column) -> list[np.ndarray]:
 
     values = column.flatten()
     if values.null_count:
-        raise ValueError("a list of ids has a null")
+        raise ValueError("a list of ids has a null; remove it")
     lengths = list_value_length(column).fill_null(0).to_numpy()
     return np.split(values.to_numpy(), np.cumsum(lengths)[:-1])
 
@@ -341,7 +341,7 @@ def _lists(column) -> list[np.ndarray]:
 def require_ids(ids: np.ndarray, vocabulary: int) -> None:
     """Raise ValueError for an id that is not in the vocabulary. 0 stands for a tokenizer that would be built."""
     if not vocabulary:
-        raise ValueError("ids need the tokenizer that made them: name its folder in model.hf_assets_path")
+        raise ValueError("token ids need the tokenizer that made them; name its folder in model.hf_assets_path")
     for wrong in {int(ids.min()), int(ids.max())} if len(ids) else ():
         if not 0 <= wrong < vocabulary:
             has = f"the {vocabulary:,} tokens of the tokenizer in model.hf_assets_path"

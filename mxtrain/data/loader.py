@@ -86,7 +86,7 @@ class TokenDataset(IterableDataset):
             raise ConfigError(
                 f"{section}.local_batch_size = {batch_size} and {section}.seq_len = {seq_len} on {ranks} "
                 f"data-parallel rank(s) need {self._together * (seq_len + 1):,} tokens of {section} text for one step, "
-                f"but there are {len(tokens):,}: lower them{remedies} or supply more text"
+                f"but there are {len(tokens):,}; lower one of them{remedies}, or give more text"
             )
 
     @property
@@ -182,7 +182,7 @@ class RunData:
         if kept and checkpoint.name != "step-0" and kept["identity"]["tokenizer"] != self.prepared.tokenizer_sha256:
             logging.getLogger(__name__).warning(
                 f"checkpoint.initial_load_path = {str(checkpoint)!r} has weights that were trained with another "
-                f"tokenizer; set model.hf_assets_path = {str(run / TOKENIZER_FOLDER)!r} to use it"
+                f"tokenizer; set model.hf_assets_path = {str(run / TOKENIZER_FOLDER)!r} to use their tokenizer"
             )
 
     def go_on(self, kept: dict) -> None:
@@ -223,8 +223,8 @@ class RunData:
             way = f"set validation.enable = true, validation.dataset = '' and data.validation_share = {share}"
             way = way if share else "set validation.dataset to a text of its own, or validation.enable = false"
             raise ConfigError(
-                f"validation.dataset = {self._job.validation.dataset!r} holds a share of {now} of the documents out of "
-                f"the training stream, but the run so far held out {share}: {way}; or set {EXCLUDE} to start anew"
+                f"validation.dataset = {self._job.validation.dataset!r} holds out {now} of the documents of the "
+                f"training stream, but the run so far held out {share}; {way}, or set {EXCLUDE} to start anew"
             )
         if before == after:
             return
@@ -238,7 +238,7 @@ class RunData:
         ways.append(f"set {tokenizer}{EXCLUDE} to start at the beginning of the new text")
         raise ConfigError(
             f"training.dataset = {dataset!r} gives other data than the run so far "
-            f"({differences(before, after)}): {'; or '.join(ways)}"
+            f"({differences(before, after)}); {', or '.join(ways)}"
         )
 
 
@@ -305,9 +305,9 @@ class RunLoader(Loader):
             for name, value in self.dataset.order.items():
                 if value != (before := kept["order"][name]):
                     raise ConfigError(
-                        f"{name} = {value}, but was {before} in the run so far, whose position in the training text "
-                        f"has no meaning in another order: set it to {before}, or set {EXCLUDE} to start at the "
-                        "beginning of the text"
+                        f"{name} = {value} gives the text another order than {before}, the value of the run so far, "
+                        f"so its position is lost; set it to {before}, or set {EXCLUDE} to start at the beginning of "
+                        "the text"
                     )
         self._samples = state["samples"]
 
@@ -316,10 +316,10 @@ class RunLoader(Loader):
         workers, ranks = streams[0]["workers"], len(streams)
         if workers != self.num_workers or (workers and ranks != self._ranks):
             raise ConfigError(
-                f"training.dataset = {self._name!r} is a stream, in which each loader worker has a position: the run "
+                f"training.dataset = {self._name!r} is a stream, in which every loader worker has a position. The run "
                 f"so far had training.dataloader.num_workers = {workers} on {ranks} data-parallel rank(s), and this "
-                f"one has {self.num_workers} on {self._ranks}; start as many (with 0 workers, ranks may change), or "
-                f"set {EXCLUDE} to start at the beginning of the text"
+                f"run has {self.num_workers} on {self._ranks}; start the same numbers (without workers, ranks may "
+                f"differ), or set {EXCLUDE} to start at the beginning of the text"
             )
         if workers:
             super().load_state_dict(streams[self._rank]["state"])

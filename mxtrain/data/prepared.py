@@ -163,8 +163,8 @@ def prepare(
         if prepared.report.dataset != config.dataset:
             raise ConfigError(
                 f"data.prepared = {config.prepared!r} is a text of {config.section}.dataset = "
-                f"{prepared.report.dataset!r}, not {config.dataset!r}; set the dataset to that name, or leave "
-                "data.prepared empty"
+                f"{prepared.report.dataset!r}, not {config.dataset!r}; set {config.section}.dataset to that "
+                "name, or leave data.prepared empty"
             )
         return prepared
     if stream and tokenizer:  # nothing to build
@@ -210,7 +210,7 @@ def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
         path = path if path.name else folder / TOKENIZER
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"the prepared text {str(folder)!r} cannot be read ({one_line(error)})"
-        raise ConfigError(f"{problem}: remove it, and the next start prepares it again") from error
+        raise ConfigError(f"{problem}; remove the folder, and the next start prepares the text again") from error
     if tokenizer_hash(path) != expected:
         raise ConfigError(
             f"model.hf_assets_path = {str(path)!r} is not the tokenizer of the prepared text {folder.name!r}; give "
@@ -235,8 +235,8 @@ def _chosen_folder(config: DataConfig) -> Path:
     folder = Path(os.path.expanduser(config.prepared)).absolute() if is_path else config.cache_path() / config.prepared
     if not folder.is_dir():
         raise ConfigError(
-            f"data.prepared = {config.prepared!r}: there is no folder {str(folder)!r}; an empty value prepares the "
-            "text from its source"
+            f"data.prepared = {config.prepared!r} names {str(folder)!r}, which does not exist; leave it empty to "
+            "prepare the text from its source"
         )
     return folder
 

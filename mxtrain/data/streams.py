@@ -187,7 +187,7 @@ class _Lane:
                 logger.warning(f"Dataset {self._stream.name} has run out of data")
                 return
             if read == (read := (self.samples, len(self._tokens))):
-                raise ConfigError(f"dataset {self._stream.name!r} has no text for a rank: take more, or fewer ranks")
+                raise ConfigError(f"dataset {self._stream.name!r} has too little text; take more, or fewer ranks")
             logger.warning(f"Dataset {self._stream.name} is being re-looped")
             self._row = 0
             if not isinstance(self.rows, Dataset):
@@ -232,7 +232,7 @@ class FirstSequences(IterableDataset):
             if len(self._sequences) == before:
                 raise ConfigError(
                     f"{self._source} less text than one sequence of validation.seq_len = {self._stream.seq_len} per "
-                    "data-parallel rank: take more text, or lower validation.seq_len"
+                    "data-parallel rank; take more text, or lower validation.seq_len"
                 )
         return iter(self._sequences)
 
@@ -263,13 +263,13 @@ def validation_stream(
     is_held_out, to_the_end = shares_stream(job_config), settings.steps == -1
     if to_the_end and (is_held_out or rank[1] > 1):
         raise ConfigError(
-            "validation.steps = -1 reads validation.dataset = 'hf' to its end, which may be far away, and which "
-            "data-parallel ranks reach at different steps; set validation.steps to a positive number"
+            "validation.steps = -1 reads validation.dataset = 'hf' to its end, which ranks reach at different steps; "
+            "set validation.steps to a positive number"
         )
     if is_held_out and share == 0:
         raise ConfigError(
-            f"data.validation_share = 0 holds no document out of training.dataset_path = {path!r} for validation: "
-            "raise it, or set validation.dataset"
+            f"data.validation_share = 0 leaves no document of training.dataset_path = {path!r} for validation; raise "
+            "it, or set validation.dataset"
         )
     split = ("train", share) if is_held_out else ("validation", 0.0)
     infinite = not (is_held_out or to_the_end)
@@ -297,7 +297,7 @@ def _open(
     workers, files = settings.dataloader.num_workers, stream.lane(rank[0]).rows.num_shards
     if workers > files and not (is_validation and share):
         raise ConfigError(
-            f"{section}.dataloader.num_workers = {workers}: a data-parallel rank reads {files} file(s) of this stream, "
-            f"one worker each; allowed is {files} or less"
+            f"{section}.dataloader.num_workers = {workers} is more than the {files} file(s) of this stream that a "
+            f"data-parallel rank reads; allowed is 0 to {files}"
         )
     return stream, version

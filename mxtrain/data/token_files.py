@@ -110,7 +110,7 @@ def link_tokens(source: LocalFiles, folder: Path, config: DataConfig) -> tuple[d
             before, begun = np.searchsorted(documents, [end * size, count * size]).tolist()
             counts.update({"documents": begun, "validation_documents": begun - before})
     if not dtypes:
-        raise ConfigError(f"{source.setting} holds no token ids")
+        raise ConfigError(f"{source.setting} holds no token ids; name files with ids")
     if len(dtypes) > 1:
         raise ConfigError(f"{source.setting} mixes ids of types {', '.join(sorted(dtypes))}; select files of one type")
     (dtype,) = dtypes
@@ -150,7 +150,7 @@ def _layout(path: Path, vocabulary: int) -> tuple[str, np.ndarray]:
             if len(ids) > 1 and not ids[1::2].any():  # nobody's text has every second id 0
                 dtype = wider
         if size % np.dtype(dtype).itemsize:
-            raise ValueError(f"{size:,} bytes are not a number of ids of type {dtype}")
+            raise ValueError(f"its {size:,} bytes are not whole ids of type {dtype}")
         return dtype, np.empty(0, "<i8")
     with index.open("rb") as opened:
         header = opened.read(HEADER.size)
@@ -163,8 +163,8 @@ def _layout(path: Path, vocabulary: int) -> tuple[str, np.ndarray]:
     if not sequences and not size:
         return DTYPES[code], places
     if not sequences or size != ends[-1]:
-        raise ValueError(f"it has {size:,} bytes, and {index.name} describes {int(ends[-1]) if sequences else 0:,}")
+        raise ValueError(f"it has {size:,} bytes, but {index.name} describes {int(ends[-1]) if sequences else 0:,}")
     if places[0] or (places[1:] != ends[:-1]).any():
-        raise ValueError(f"{index.name} leaves out a part of it, or has sequences in another order")
+        raise ValueError(f"{index.name} does not describe its sequences one after another")
     firsts = np.concatenate(([0], np.memmap(index, "<i8", "r", HEADER.size + 12 * sequences, documents)))
     return DTYPES[code], places[np.unique(firsts[firsts < sequences])]

@@ -122,7 +122,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     if not (folder / FILES[0]).is_file():
         problem = "holds no tokenizer.json" if folder.is_dir() else "is not a folder"
         raise ConfigError(
-            f"{setting} {problem}; give a folder with a Hugging Face tokenizer, or leave it empty to train one"
+            f"{setting} {problem}; name the folder of a Hugging Face tokenizer, or leave it empty to build one"
         )
     try:
         encoder = Tokenizer.from_file(str(folder / FILES[0]))
@@ -136,10 +136,10 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     for name, token in special_tokens(folder, setting).items():
         ids[name] = None if token is None else encoder.token_to_id(token)
         if token is not None and ids[name] is None:
-            raise ConfigError(f"{setting}: {name} = {token!r} is not in tokenizer.json")
+            raise ConfigError(f"{setting}: {name} = {token!r} is not in tokenizer.json; correct {FILES[1]}")
     size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
     if not size:
-        raise ConfigError(f"{setting}: tokenizer.json has no tokens")
+        raise ConfigError(f"{setting}: tokenizer.json has no tokens; give another tokenizer")
     return LoadedTokenizer(encoder, ids["bos_token"], ids["eos_token"], size)
 
 
@@ -172,7 +172,7 @@ def _named(said: dict, setting: str) -> dict[str, str | None]:
         token = said.get(name)
         tokens[name] = token.get("content") if isinstance(token, dict) else token
         if not isinstance(tokens[name], str | None):
-            raise ConfigError(f"{setting}: {name} = {token!r} is not text")
+            raise ConfigError(f"{setting}: {name} = {token!r} is not text; write a string")
     return tokens
 
 
@@ -185,8 +185,8 @@ def _tokens_of_class(folder: Path, setting: str) -> dict[str, str]:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # it is not installed, or raises many types
         raise ConfigError(
-            f"{setting}: its bos and eos tokens follow from its class, which takes transformers "
-            f'({one_line(error)[:200]}): pip install "mxtrain[hf]", or name both in {FILES[1]}, null for none'
+            f"{setting}: transformers must find its bos and eos tokens, and failed ({one_line(error)[:200]}); "
+            f'pip install "mxtrain[hf]", or name both in {FILES[1]}, with null for a missing token'
         ) from error
     vocabulary = Tokenizer.from_file(str(folder / FILES[0]))
     tokens = {name: getattr(loaded, name) for name in SPECIAL_TOKENS}

@@ -239,10 +239,10 @@ def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:
     for pattern in patterns or []:
         if not any(matches(fqn, pattern) for fqn in swapped):
             raise ConfigError(
-                f"{FQNS} = {patterns!r}: {pattern!r} matches no norm, linear or experts that are swapped; "
+                f"{FQNS} = {patterns!r}: {pattern!r} matches no swapped norm, linear or experts; "
                 f"'mxtrain doctor --model CONFIG' lists them, such as {swapped[0]!r}"
                 if swapped
-                else f"{FQNS} = {patterns!r}: nothing is swapped in this model"
+                else f"{FQNS} = {patterns!r}: this model has no swapped module to measure; leave it unset"
             )
 
 

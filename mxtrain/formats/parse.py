@@ -63,7 +63,7 @@ def get_recipes(
         require_one_of("setting of a recipe", switch, SWITCHES)
     if "high_precision_share" in given and "high_precision_last" in given:
         both = (f"{name} = {given[name]!r}" for name in SWITCHES[-2:])
-        raise ConfigError(f"{' and '.join(both)} are both set: set one of them")
+        raise ConfigError(f"{' and '.join(both)} are both set; leave one of them unset")
     if "backward" in given:
         require_one_of("backward", given["backward"], BACKWARDS)
         # First, so that other settings are refused that no longer change anything.
@@ -109,7 +109,7 @@ def parse_gemms(field: str, spec: str | LinearRecipe) -> dict[str, Recipe]:
         gemm, _, name = (word.strip() for word in part.partition("="))
         require_one_of(f"{field} = {spec!r}: GEMM", gemm, GEMMS)
         if gemm in of_gemm:
-            raise ConfigError(f"{field} = {spec!r} names {gemm} twice")
+            raise ConfigError(f"{field} = {spec!r} names {gemm} twice; name it once")
         of_gemm[gemm] = _recipe_for(gemm, f"{field} = {spec!r}: {gemm}", name)
     return of_gemm
 
@@ -123,7 +123,7 @@ def with_switches(recipe: Recipe, gemm: str, switches: Mapping) -> Recipe:
     if backward == "dequantized" and gemm != "fprop" and recipe.format is not None:
         return DEQUANTIZED
     if backward == "quantized" and recipe.dequantizes:
-        raise ConfigError(f"backward = 'quantized' gives {gemm} no format: name a recipe, as in '{gemm}=mxfp8'")
+        raise ConfigError(f"backward = 'quantized' gives {gemm} no format; name a recipe, as in '{gemm}=mxfp8'")
     given = {name: value for name, value in switches.items() if value is not None and recipe.has(name)}
     if not given.keys().isdisjoint(SWITCHES[-2:]):
         given = dict.fromkeys(SWITCHES[-2:], 0) | given  # one takes the other's place
@@ -142,7 +142,7 @@ def _recipe_for(gemm: str, field: str, recipe: str | LinearRecipe) -> Recipe:
         recipe = RECIPES[recipe]
     own = getattr(recipe, gemm)
     if gemm not in own.only:
-        raise ConfigError(f"{field} = {own.name!r} is not for {gemm}: write {spec_of(own)!r}")
+        raise ConfigError(f"{field} = {own.name!r} is not for {gemm}; write {spec_of(own)!r}")
     return own
 
 
@@ -151,7 +151,7 @@ def _parse(field: str, spec: str | LinearRecipe) -> LinearRecipe:
         raise ConfigError(f'{field} = {spec!r} is not a string: write a pattern with dots in quotes, "layers.0" = ...')
     of_gemm = parse_gemms(field, spec)
     if missing := [gemm for gemm in GEMMS if gemm not in of_gemm]:
-        raise ConfigError(f"{field} = {spec!r} says nothing of {' and '.join(missing)}; name all of {', '.join(GEMMS)}")
+        raise ConfigError(f"{field} = {spec!r} leaves out {' and '.join(missing)}; name all of {', '.join(GEMMS)}")
     named = RECIPES.get(spec) if isinstance(spec, str) else spec
     return linear_recipe(**of_gemm, own_name=named and named.own_name)
 
@@ -171,7 +171,7 @@ def _check_switch(switch: str, value, recipes: list[LinearRecipe]) -> None:
         return
     wanted = "a format whose block scales are powers of two" if switch == "scale_rounding" else recipe_with(switch)
     names = ", ".join(repr(name) for name in dict.fromkeys(recipe.name for recipe in recipes))
-    raise ConfigError(f"{switch} = {value!r} needs {wanted} for {' or '.join(gemms)}; the recipes are: {names}")
+    raise ConfigError(f"{switch} = {value!r} needs {wanted} for {' or '.join(gemms)}, not {names}; leave it unset")
 
 
 def _named(recipe: LinearRecipe, gemms: tuple[str, ...]) -> list[Recipe]:

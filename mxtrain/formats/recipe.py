@@ -274,7 +274,7 @@ class Recipe(LinearRecipe):
             require_one_of("block_size", self.block_size, (self.format.block_size,))
         of, fmt = self.gradient_format, self.format
         if of is not None and (fmt is None or getattr(of, "gradients_of", None) != fmt.name):
-            raise ConfigError(f"gradient_format = {of!r} is no format for gradients beside {fmt}: leave it unset")
+            raise ConfigError(f"gradient_format = {of!r} is not a gradient format beside {fmt}; leave it unset")
         for setting, unset in UNSET.items():
             value = getattr(self, setting)
             if setting in FLAGS:
@@ -285,7 +285,7 @@ class Recipe(LinearRecipe):
                 if setting == "scale_rounding":
                     raise ConfigError(
                         f"scale_rounding = {value!r} does not apply to recipe {self.name!r}, whose block scales are "
-                        "rounded to nearest: leave it unset"
+                        "rounded to nearest; leave it unset"
                     )
                 raise ConfigError(f"{setting} = {value!r} needs {recipe_with(setting)}, not {self.name!r}")
         share = self.high_precision_share
@@ -422,14 +422,12 @@ def register_format(format: Format | None, *recipes: LinearRecipe) -> None:
     """
     if format is not None:
         if LONGEST_BLOCK % format.block_size:
-            raise ConfigError(
-                f"format {format.name!r}: block_size = {format.block_size} does not divide {LONGEST_BLOCK}"
-            )
+            raise ConfigError(f"format {format.name!r}: block_size = {format.block_size} must divide {LONGEST_BLOCK}")
         if FORMATS.setdefault(format.name, format) is not format:
-            raise ConfigError(f"format {format.name!r} is registered already")
+            raise ConfigError(f"format {format.name!r} is already registered; choose another name")
     for recipe in recipes:
         if RECIPES.setdefault(recipe.name, recipe) is not recipe:
-            raise ConfigError(f"recipe {recipe.name!r} is registered already")
+            raise ConfigError(f"recipe {recipe.name!r} is already registered; choose another name")
 
 
 def recipe_with(setting: str) -> str:

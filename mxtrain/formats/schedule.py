@@ -43,17 +43,17 @@ class RecipeChange:
         """
         recipe, norm = given.get("recipe"), given.get("norm")
         if recipe is None and norm is None:
-            raise ConfigError(f"{name} changes nothing: set one of: recipe, norm")
+            raise ConfigError(f"{name} changes nothing; set recipe or norm")
         if norm is not None and recipe is not None:
             raise ConfigError(
-                f'{name}.recipe = {recipe!r} has no meaning beside norm = "{RMSNORM}", which leaves the norm and the '
-                "linears that it feeds in high precision: write two entries for different modules"
+                f'{name}.recipe = {recipe!r} has no effect beside norm = "{RMSNORM}", which leaves the norm and the '
+                "linears that it feeds in high precision; write two entries for different modules"
             )
         gemms = {} if recipe is None else parse_gemms(f"{name}.recipe", recipe)
         if switches.get("backward") == "dequantized" and "fprop" not in gemms and any(r.format for r in gemms.values()):
             raise ConfigError(
                 f"{name}.recipe = {recipe!r} has no effect with backward = 'dequantized', which gives dgrad and wgrad "
-                "no format: name 'bf16', or a recipe for fprop"
+                "no format; name 'bf16', or a recipe for fprop"
             )
         return cls({gemm: with_switches(gemms[gemm], gemm, switches) for gemm in GEMMS if gemm in gemms}, norm)
 
@@ -119,22 +119,22 @@ def _entry(name: str, given: Mapping, steps: int, switches: Mapping) -> Schedule
     starts = [key for key in ("from_step", "from_share") if key in given]
     ends = [key for key in ("until_step", "until_share") if key in given]
     if len(starts) != 1:
-        raise ConfigError(f"{name} has {'both' if starts else 'neither'} of from_step and from_share: set one of them")
+        raise ConfigError(f"{name} has {'both' if starts else 'neither'} of from_step and from_share; set one of them")
     if len(ends) > 1:
-        raise ConfigError(f"{name} has both of until_step and until_share: set at most one of them")
+        raise ConfigError(f"{name} has both of until_step and until_share; set at most one of them")
     for key in (*starts, *ends):
         low, high, of = (1, steps, "a step of this run") if key.endswith("step") else (0, 1, "a share of the run")
         if not low <= given[key] <= high:
-            raise ConfigError(f"{name}.{key} = {given[key]!r} is not {of}: allowed is {low} to {high}")
+            raise ConfigError(f"{name}.{key} = {given[key]!r} is not {of}; allowed is {low} to {high}")
     first = given["from_step"] if "from_step" in given else _done(given["from_share"], steps) + 1
     last = given["until_step"] if "until_step" in given else _done(given.get("until_share", 1), steps)
     if first > steps:
-        raise ConfigError(f"{name}.{starts[0]} = {given[starts[0]]!r} is past the last step, {steps}")
+        raise ConfigError(f"{name}.{starts[0]} = {given[starts[0]]!r} is after the last step, {steps}; lower it")
     if last < first:
-        raise ConfigError(f"{name}.{ends[0]} = {given[ends[0]]!r} ends the entry before its first step, {first}")
+        raise ConfigError(f"{name}.{ends[0]} = {given[ends[0]]!r} is before the first step, {first}; raise it")
     modules = given.get("modules")
     if modules == []:
-        raise ConfigError(f"{name}.modules = [] names no module: leave it unset for all swapped layers")
+        raise ConfigError(f"{name}.modules = [] names no module; leave it unset for all swapped layers")
     change = RecipeChange.parse(name, given, switches)
     return ScheduleEntry(name, first, last, None if modules is None else tuple(modules), change)
 

@@ -44,7 +44,7 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
         raise _damaged(checkpoint, problem)
     if step not in saved.whole:
         steps = ", ".join(map(str, saved.whole))
-        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}: {steps}")
+        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}; choose one of {steps}")
     try:
         check_hashes(checkpoint, saved.whole[step], saved.whole[step].files)
     except DamagedCheckpoint as error:
@@ -82,7 +82,7 @@ class SavedWeights:
         """Raise ConfigError unless the checkpoint has every weight, in its shape. ``optional`` ones may be missing."""
         for fqn, shape in shapes.items():
             if fqn in self and tuple(self._tensors[fqn].size) != shape:
-                found = f"{list(self._tensors[fqn].size)}, and {list(shape)} by its settings"
+                found = f"{list(self._tensors[fqn].size)}, but its settings make it {list(shape)}"
                 raise _damaged(self._checkpoint, f"{fqn} has shape {found}")
             if fqn not in self and fqn not in optional:
                 raise _damaged(self._checkpoint, f"{fqn} is missing")

@@ -113,10 +113,7 @@ class Exporter:
         self.dtype = dtype or (torch.bfloat16 if self._layout else torch.float32)
         self._recipes = self._recipes_of_format()
         if self._layout and fold_gain:
-            raise ConfigError(
-                f"--fold-gain does not go with --format = {format!r}, which folds the gains that training folded and "
-                "leaves the others: leave it out"
-            )
+            raise ConfigError(f"--fold-gain does not fit --format = {format!r}, which folds as training did; omit it")
         norms = {fqn: norm_before(fqn) for fqn in model.parameters}
         self._norms = {fqn: norm for fqn, norm in norms.items() if norm and self._folds(norm, fold_gain)}
         self._ignored: list[str] = []
@@ -231,7 +228,7 @@ class Exporter:
         """Return the codes of a linear, or of each expert, by their names."""
         weight, parameter, recipe = self._weight(fqn), self._model.parameters[fqn], self._recipes[fqn]
         if not weight.isfinite().all():
-            raise ConfigError(f"--format = {self._format!r}: {fqn} has values that are not finite")
+            raise ConfigError(f"--format = {self._format!r}: {fqn} is not finite; choose another --step")
         return {
             name.removesuffix(".weight"): recipe.ops.encode(matrix, recipe).rows(parameter.order)
             for name, matrix in zip(parameter.names, _matrices(weight), strict=True)
@@ -272,8 +269,8 @@ class Exporter:
             names = sorted(format.name for format in {*formats.values()} if format is not None)
             has = [*names, "high-precision"] if None in formats.values() else names
             raise ConfigError(
-                f"--format = {self._format!r}: fprop casts no weight of this run to {self._format} at this step; its "
-                f"linears have {' or '.join(has)} weights: choose another format; 'hf' takes every run"
+                f"--format = {self._format!r}: fprop casts no weight to this format at this step; the linears "
+                f"have {' or '.join(has)} weights; choose one of these formats, or 'hf', which takes every run"
             )
         return found
 

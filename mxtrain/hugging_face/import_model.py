@@ -94,7 +94,8 @@ def run_settings(config: Path | None, own: dict[str, object], positions: int, ta
             if name in own or (name.startswith(f"{SECTION}.") and name != length):
                 expected = own.get(name)
                 if value not in (None, expected) and (name, value) != ("data.vocab_size", 0):
-                    raise ConfigError(f"{name} = {value!r} in {config} is not the model's: {expected or 'unset'!r}")
+                    wanted = repr(expected) if expected else "unset"
+                    raise ConfigError(f"{name} = {value!r} in {config} must be {wanted}, as in the model")
     if given.get(length) is None and positions >= seq_len:
         own[length] = positions
     own |= {

@@ -180,9 +180,7 @@ class Parameter:
 def require_computed_alike(model, where: str) -> None:
     """Raise ConfigError, which begins with ``where``, unless transformers has a model that computes the same."""
     if model.name not in MODELS:
-        raise ConfigError(
-            f"{where}: model.name = {model.name!r} has no Hugging Face form here; supported are: {', '.join(MODELS)}"
-        )
+        raise ConfigError(f"{where}: model.name = {model.name!r} cannot be exported; allowed are {', '.join(MODELS)}")
     required, sizes = REQUIRED.get(model.name, {}), model.sizes
     wrong = [f"{name} = {sizes[name]!r}" for name, values in required.items() if sizes[name] not in values]
     if "num_experts" in sizes and model.name != "deepseek_v3" and sizes["load_balance_coeff"]:
@@ -280,7 +278,7 @@ def read_shape(folder: Path) -> ModelShape:
     """
     where = f"MODEL_DIR = {str(folder)!r}"
     if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{where}: {CONFIG_FILE} is missing; give the folder of a Hugging Face model")
+        raise ConfigError(f"{where}: {CONFIG_FILE} is missing; name the folder of a Hugging Face model")
     config = from_pretrained("AutoConfig", folder, where)
     # The names of transformers 5, which has the base among them, or of transformers 4.
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {"rope_type": "default"}
@@ -290,9 +288,7 @@ def read_shape(folder: Path) -> ModelShape:
         value = rope[name] if name in rope else getattr(config, name, None)
         if value not in allowed:
             choices = ", ".join(repr(choice) for choice in allowed if choice is not None) or "models without it"
-            raise ConfigError(
-                f"{where}: {name} = {repr(value)[:200]} in {CONFIG_FILE} is not supported; supported are: {choices}"
-            )
+            raise ConfigError(f"{where}: {name} = {repr(value)[:200]} in {CONFIG_FILE} is not one of: {choices}")
     scaling = None
     if rope["rope_type"] == kind.scaling and rope["factor"] != 1:
         kinds = {field.name: field.type for field in fields(SCALINGS[kind.scaling])}

@@ -40,7 +40,7 @@ def new_target(target: Path, argument: str) -> Iterator[Path]:
     where, place = f"{argument} = {str(target)!r}", target.resolve()
 
     def appeared(_: Path) -> bool:
-        raise ConfigError(f"{where} was written by another process meanwhile")
+        raise ConfigError(f"{where} was written by another process; choose another folder")
 
     try:
         is_empty = target.is_dir() and not any(target.iterdir())
@@ -156,12 +156,12 @@ class SavedTensors:
         """Raise ConfigError unless the tensors are those in ``shapes``, and some in ``optional``."""
         known = {**optional, **shapes}
         if missing := [name for name in shapes if name not in self.shapes]:
-            raise self._error(f"{len(missing)} of {len(shapes)} tensors missing, such as {missing[0]}")
+            raise self._error(f"{len(missing)} of {len(shapes)} tensors are missing, such as {missing[0]}")
         if unexpected := [name for name in self.shapes if name not in known]:
-            raise self._error(f"{len(unexpected)} tensor(s) not part of this model, such as {unexpected[0]}")
+            raise self._error(f"{len(unexpected)} tensor(s) are not part of this model, such as {unexpected[0]}")
         for name, shape in self.shapes.items():
             if shape != tuple(known[name]):
-                shapes = f"shape {list(shape)}, and {list(known[name])} by config.json"
+                shapes = f"shape {list(shape)}, but config.json makes it {list(known[name])}"
                 raise self._error(f"{name} has {shapes}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -182,7 +182,7 @@ class SavedTensors:
             if not names or any(not isinstance(name, str) or Path(name) != Path(Path(name).name) for name in names):
                 raise self._error(f"{INDEX_FILE} is damaged: weight_map names no files of this folder")
             return sorted({Path(name).name for name in names})
-        raise self._error(f"there is neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors first")
+        raise self._error(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors first")
 
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"{self._where}: {problem}")

@@ -20,7 +20,7 @@ SAMPLE = "I'LL don't, 'naïve' 1234567 + 8.9;  \r\n\n\tf(a_b):\n        x \u3000
 def require_transformers() -> None:
     """Raise ConfigError if transformers is not installed. Imports nothing."""
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError('transformers is not installed, and this command needs it: pip install "mxtrain[hf]"')
+        raise ConfigError('this command needs transformers, which is not installed; run: pip install "mxtrain[hf]"')
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def require_same_tokens(trained: Path, exported: Path, where: str) -> list[str]:
         return ["transformers is not installed: its tokens were not compared with training's"]
     expected = load_tokenizer(trained).encoder.encode(SAMPLE).ids
     if from_pretrained("AutoTokenizer", exported, where)(SAMPLE, **AS_TRAINING)["input_ids"] != expected:
-        raise ConfigError(f"{where}: transformers cuts a sample into other tokens than training does")
+        raise ConfigError(f"{where}: transformers splits a sample into other tokens than training does")
     return []
 
 
@@ -80,14 +80,14 @@ def load(folder: Path) -> tuple:
         f.layout.compression for f in FORMATS.values() if f.layout
     }:
         raise ConfigError(
-            f"{where}: transformers cannot read experts in {stored!r}; give the run, or an export with --format hf"
+            f"{where}: transformers cannot read experts in {stored!r}; name the run, or an export with --format hf"
         )
     # AutoTokenizer may take the model's own class, which replaces parts of tokenizer.json.
     tokenizer = from_pretrained("PreTrainedTokenizerFast", folder, where)
     options = {"dtype": "auto", "use_safetensors": True, "output_loading_info": True}
     model, info = from_pretrained("AutoModelForCausalLM", folder, where, **options)
     if absent := sorted(info["missing_keys"]):  # transformers would draw these weights at random
-        raise ConfigError(f"{where}: {len(absent)} of the model's weights are missing, such as {absent[0]}")
+        raise ConfigError(f"{where}: {len(absent)} weights are missing, such as {absent[0]}; export it again")
     ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     first = [next(number for number in ids if number is not None)] if any(n is not None for n in ids) else []
 

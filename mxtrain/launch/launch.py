@@ -64,7 +64,7 @@ def shared_memory(device: torch.device) -> int:
 def check_row_length(x: torch.Tensor) -> None:
     """Raise ValueError for rows that are too long for the norm kernels. All other checks are those of the layers."""
     if x.shape[-1] > MAX_COLUMNS:
-        raise ValueError(f"x {tuple(x.shape)}: expected rows of at most {MAX_COLUMNS} elements on a GPU")
+        raise ValueError(f"x has shape {tuple(x.shape)}; rows on a GPU must have at most {MAX_COLUMNS} elements")
 
 
 # Integer arithmetic runs at every launch, and costs a hundredth of Triton's own.

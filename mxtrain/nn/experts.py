@@ -220,8 +220,8 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         check_input(x, w1.shape[2], w1, self.recipe, gemms.mode)
         if x.ndim != 2 or num_tokens_per_expert.shape != w1.shape[:1]:
             raise ValueError(
-                f"x {tuple(x.shape)} and num_tokens_per_expert {tuple(num_tokens_per_expert.shape)}: expected "
-                f"[T, {w1.shape[2]}] and [{w1.shape[0]}]"
+                f"x and num_tokens_per_expert have shapes {tuple(x.shape)} and {tuple(num_tokens_per_expert.shape)}; "
+                f"they must be [T, {w1.shape[2]}] and [{w1.shape[0]}]"
             )
         check_tiles(w1.shape[2], w1.shape[1], self.recipe, gemms.mode)
         dtype = compute_dtype(x)

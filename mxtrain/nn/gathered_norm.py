@@ -64,8 +64,8 @@ def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: Split
     whole_blocks = x.shape[1] % LONGEST_BLOCK == 0
     if split.gather == "quantized" and not whole_blocks:
         raise ValueError(
-            f"x {tuple(x.shape)}: {x.shape[1]} tokens on each of {split.processes} processes are not whole blocks of "
-            f"{LONGEST_BLOCK}, which gather = 'quantized' needs"
+            f"x has {x.shape[1]} tokens on each of {split.processes} processes, and gather = 'quantized' needs whole "
+            f"blocks of {LONGEST_BLOCK}; set it to 'auto'"
         )
     if split.gather != "auto":
         return split.gather == "quantized"

@@ -258,12 +258,12 @@ def check_norm_result(normed) -> None:
         raise TypeError(f"MXNormLinear takes the result of an MXNorm, not {type(normed).__name__}")
     if normed.rho.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
-            f"the result of an MXNorm was cast to {normed.rho.dtype} before its linears: set cast_forward_inputs=False "
+            f"the result of an MXNorm was cast to {normed.rho.dtype} before its linears; set cast_forward_inputs=False "
             "in FSDP's mixed precision of modules between the norm and its linears"
         )
     weight = normed.weight
     if weight is not None and not torch.compiler.is_compiling() and weight.untyped_storage().size() == 0:
         raise ConfigError(
-            "the gain of an MXNorm was freed before its linears: let FSDP shard the norm together with its linears, or "
+            "the gain of an MXNorm was freed before its linears; let FSDP shard the norm together with its linears, or "
             "a module that holds them all"
         )

@@ -391,18 +391,18 @@ def check_input(x: torch.Tensor, features: int, weight: torch.Tensor | None, rec
     """
     if any(isinstance(tensor, DTensor) for tensor in (x, weight)) and recipe.quantizes:
         raise ConfigError(
-            "a quantized layer got a DTensor: PyTorch's tensor parallelism (parallelize_module) does not split its "
-            "casts. Keep the layer with filter_fqns, or train with 'mxtrain train', which splits them"
+            "a quantized layer got a DTensor, and PyTorch's tensor parallelism (parallelize_module) cannot split its "
+            "casts; name the layer in filter_fqns, or train with 'mxtrain train', which splits them"
         )
     if x.ndim == 0 or x.shape[-1] != features:
-        raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {features}")
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be {features}")
     check_dtype("x", x.dtype, recipe, mode)
     if weight is not None:
         check_dtype("weight", weight.dtype, recipe, mode)
         if weight.device != x.device:
-            raise ValueError(f"weight is on {weight.device}: expected {x.device}, where x is")
+            raise ValueError(f"weight is on {weight.device}; move it to {x.device}, where x is")
         if (x.dtype in DTYPES) != (weight.dtype in DTYPES):
-            raise ValueError(f"x of {x.dtype} and weight of {weight.dtype}: expected float64 for both or for none")
+            raise ValueError(f"x is {x.dtype} and weight is {weight.dtype}; both or none must be float64")
 
 
 def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) -> None:
@@ -410,9 +410,9 @@ def check_dtype(name: str, dtype: torch.dtype, recipe: LinearRecipe, mode: str) 
     if dtype in DTYPES:
         return
     if dtype != torch.float64:
-        raise ValueError(f"{name} of {dtype}: expected bfloat16 or float32")
+        raise ValueError(f"{name} is {dtype}; it must be bfloat16 or float32")
     if mode != "reference" or recipe.quantizes:
         raise ValueError(
-            f"{name} of {dtype} with recipe {recipe.name!r} in mode {mode!r}: expected bfloat16 or float32; float64 "
-            "needs recipe 'unquantized' in mode 'reference'"
+            f"{name} is {dtype} with recipe {recipe.name!r} in mode {mode!r}; it must be bfloat16 or float32, because "
+            "float64 needs recipe 'unquantized' in mode 'reference'"
         )

@@ -86,9 +86,9 @@ def mxnorm_cast(
     if recipe.format is None:
         raise ValueError(f"recipe {recipe.name!r} has no format to cast to")
     if x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"dtype {x.dtype} of x {tuple(x.shape)}: expected bfloat16 or float32")
+        raise ValueError(f"x is {x.dtype}; it must be bfloat16 or float32")
     if not x.ndim or not x.shape[-1] or x.shape[-1] % recipe.block_size:
-        raise ValueError(f"x {tuple(x.shape)}: expected a last dimension that is a multiple of {recipe.block_size}")
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be a multiple of {recipe.block_size}")
     leading = x.shape[:-1]
     rows = x.reshape(math.prod(leading), x.shape[-1])
     cast, rho = recipe.ops.normalize(rows, estimate, recipe, mode, as_codes=True)

@@ -95,32 +95,36 @@ def row_norm(name: str, x, weight, bias, residual, eps):
     if not any(isinstance(tensor, DTensor) for tensor in given):
         return _RowNormFunction.apply(x, weight, bias, residual, eps, centered)
     if not all(isinstance(tensor, DTensor) for tensor in given):
-        raise TypeError(f"{name} of {', '.join(type(tensor).__name__ for tensor in given)}: all or none as DTensor")
+        raise TypeError(
+            f"{name} are {', '.join(type(tensor).__name__ for tensor in given)}; make all or none a DTensor"
+        )
     return _norm_of_shards(x, weight, bias, residual, eps, centered)
 
 
 def _check(x: torch.Tensor, **others: torch.Tensor | None) -> None:
     shape, dtype, device = x.shape, x.dtype, x.device
     if len(shape) == 0 or shape[-1] == 0:
-        raise ValueError(f"x {tuple(shape)}: expected a last dimension of at least 1")
+        raise ValueError(f"x has shape {tuple(shape)}; its last dimension must be at least 1")
     for name, tensor in {"x": x, **others}.items():
         if tensor is None:
             continue
         if tensor.shape != (shape if name in ("x", "residual") else shape[-1:]):
-            part = "its shape" if name == "residual" else "its last dimension"
-            raise ValueError(f"{name} {tuple(tensor.shape)} does not match x {tuple(shape)}: expected {part}")
+            part = "the shape" if name == "residual" else "the last dimension"
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have {part} of x {tuple(shape)}")
         if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} of {tensor.dtype}: expected bfloat16, float16, float32 or float64")
+            raise ValueError(f"{name} is {tensor.dtype}; it must be bfloat16, float16, float32 or float64")
         if tensor.dtype == torch.float64 != dtype:
-            raise ValueError(f"{name} of float64 with x of {dtype}: kernels compute x in fp32; expected x of float64")
+            raise ValueError(
+                f"{name} is float64 and x is {dtype}, which kernels compute in fp32; x must be float64, too"
+            )
         if tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}: expected {device}, where x is")
+            raise ValueError(f"{name} is on {tensor.device}; move it to {device}, where x is")
 
 
 def checked_eps(eps) -> float:
     """Return eps as kernels take it. Raise ValueError for an eps that is no number, negative or infinite."""
     if isinstance(eps, bool) or not isinstance(eps, (float, torch.SymFloat, Real)) or not 0 <= eps < math.inf:
-        raise ValueError(f"eps = {eps!r}: expected a number, not negative")
+        raise ValueError(f"eps = {eps!r} is not a number of at least 0")
     return eps if isinstance(eps, (float, torch.SymFloat)) else float(eps)
 
 
@@ -193,7 +197,7 @@ class FusedNorm(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """x [..., D] -> y [..., D]; with a residual [..., D] (y, x + residual)."""
         if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(f"x {tuple(x.shape)}: expected a last dimension of {self.normalized_shape[0]}")
+            raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be {self.normalized_shape[0]}")
         choice = AUTO_WHEN_COMPILED if self.when_compiled == "auto" else self.when_compiled
         if torch.compiler.is_compiling() and choice == "formula" and self._formula_takes(x):
             total = x if residual is None else (x + residual).to(x.dtype)

@@ -57,13 +57,13 @@ def choose_exchange(model: nn.Module, dispatch: str) -> None:
         norm = experts.fed_by[0] if experts.fed_by else None
         if dispatch == "quantized" and (norm is None or norm.scores_first):
             why = "no MXNorm feeds" if norm is None else "rows are multiplied by their scores before"
-            raise ConfigError(f"mxnorm.dispatch = 'quantized' needs codes, and {why} {experts.fqn}: allowed is 'auto'")
+            raise ConfigError(f"mxnorm.dispatch = 'quantized' needs codes, and {why} {experts.fqn}; set it to 'auto'")
         recipes = [recipe.fprop for recipe in experts.recipes]
         if dispatch == "quantized" and not any(recipe.sends_rows for recipe in recipes):
             formats = " or ".join(str(f) for f in FORMATS.values() if not (f.has_tensor_scale or f.gradients_of))
             raise ConfigError(
-                f"mxnorm.dispatch = 'quantized' needs {formats} in fprop, and {experts.fqn} has {recipes[0].name!r}: "
-                "allowed is 'auto'"
+                f"mxnorm.dispatch = 'quantized' needs {formats} in fprop, and {experts.fqn} has {recipes[0].name!r}; "
+                "set it to 'auto'"
             )
         if norm is not None:
             norm.sends_codes = dispatch != "high_precision"

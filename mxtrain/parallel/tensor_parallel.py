@@ -20,8 +20,8 @@ WHOLE_FEATURES = 8
 def no_split(fqn: str, module: nn.Module, how: str, processes: int) -> ConfigError:
     """The error for a swapped module that a layout splits in a way that it has no counterpart for."""
     return ConfigError(
-        f"{DEGREE} = {processes} splits {fqn} by {how}, which works in high precision only, and it is an "
-        f"{type(module).__name__}: allowed is 1, or mxnorm.filter_fqns that match it"
+        f"{DEGREE} = {processes} splits {fqn}, an {type(module).__name__}, by {how}, which only works in high "
+        "precision; set it to 1, or name the module in mxnorm.filter_fqns"
     )
 
 
@@ -52,8 +52,8 @@ def check_part(fqn: str, linear: QuantizedLinear, by_output: bool, processes: in
     """
     if linear.bias is not None and not by_output:
         raise ConfigError(
-            f"{DEGREE} = {processes} splits {fqn} by input features, and every process would add its bias: allowed is "
-            "1, or mxnorm.filter_fqns that match it"
+            f"{DEGREE} = {processes} splits {fqn} by input features, and every process would add its bias; set it to "
+            "1, or name the module in mxnorm.filter_fqns"
         )
     name = "out_features" if by_output else "in_features"
     features = getattr(linear, name)
@@ -66,7 +66,7 @@ def check_part_of_experts(experts: nn.Module, processes: int) -> None:
     if features % (processes * WHOLE_FEATURES):
         raise ConfigError(
             f"{DEGREE} = {processes} splits the {features} hidden features of every expert into parts that are not "
-            f"multiples of {WHOLE_FEATURES}, as grouped products need: allowed is a divisor of "
+            f"multiples of {WHOLE_FEATURES}, which grouped products need; allowed is a divisor of "
             f"{features // WHOLE_FEATURES}"
         )
     if isinstance(experts, QuantizedExperts):
@@ -80,5 +80,5 @@ def check_blocks(what: str, features: int, processes: int, recipes: Iterable[Lin
         if features % (processes * block):
             raise ConfigError(
                 f"{DEGREE} = {processes} splits {what} into parts that are not whole blocks of {block} "
-                f"(recipe {recipe.name!r}): allowed is a divisor of {features // block}"
+                f"(recipe {recipe.name!r}); allowed is a divisor of {features // block}"
             )

@@ -28,17 +28,17 @@ def conflict_of_converters(names: list[str]) -> str | None:
     if removed := next((name for name in names if name in CONVERTERS), None):
         return f"has {removed!r}, which no longer exists: {CONVERTERS[removed]}"
     if twice := next((name for name in names if names.count(name) > 1), None):
-        return f"has {twice!r} twice: name it once"
+        return f"has {twice!r} twice; name it once"
     ours = quantizing_among(names)
     if len(ours) > 1:
-        return f"choose one of {ours}"
+        return f"has {ours[0]!r} and {ours[1]!r}, which both swap linears; remove one of them"
     theirs = [name for name in names if name.startswith(TITAN_QUANTIZING)]
     if ours and theirs:
-        return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize: remove one of them"
+        return f"has {ours[0]!r} and {theirs[0]!r}, which both quantize; remove one of them"
     after_router = names[names.index(ROUTER_CONVERTER) :] if ROUTER_CONVERTER in names else []
     if later := [name for name in after_router if name.startswith(f"{TITAN_QUANTIZING}linear.")]:
         return (
-            f"would replace the gates of {ROUTER_CONVERTER!r} by those of {later[0]!r}: name {later[0]!r} first, and "
+            f"has {later[0]!r} after {ROUTER_CONVERTER!r}, whose gates it would replace; name {later[0]!r} first, and "
             f"the gates in {later[0]}.filter_fqns"
         )
     return None
@@ -53,15 +53,15 @@ def _problems(settings: Settings) -> Problems:
             yield name, f"is not a setting of TorchTitan {version('torchtitan')}: {titan.gone[name]}"
     option = "activation_checkpoint.selective_ac_option"
     if option in titan.own and settings.changed(option) and settings[option] != "op":
-        every = "is for layers, and TorchTitan 0.3 chooses operations in every layer: allowed is 'op'"
+        every = "selects layers, but TorchTitan 0.3 selects operations in every layer; set it to 'op'"
         yield option, every
     if conflict := conflict_of_converters(s.model.converters):
         yield "model.converters", conflict
     if s.validation.enable and s.validation.seq_len > s.training.seq_len:
         more = f"is more than training.seq_len = {s.training.seq_len}, the number of positions in the model"
-        yield "validation.seq_len", f"{more}; allowed is that or less"
+        yield "validation.seq_len", f"{more}; lower it to that or less"
     if s.lr_scheduler.total_steps is not None and s.lr_scheduler.total_steps < steps:
-        less = f"is less than training.steps = {steps}: the learning rate would fall below zero after it"
+        less = f"is less than training.steps = {steps}, so the learning rate would fall below zero; raise it"
         yield "lr_scheduler.total_steps", less
     if s.optimizer.early_step_in_backward:
         yield "optimizer.early_step_in_backward", "is not supported: the optimizer steps after the backward; remove it"
@@ -69,23 +69,23 @@ def _problems(settings: Settings) -> Problems:
     if checkpoint.enable and (os.path.isabs(folder) or folder.split(os.sep)[0] == os.pardir):
         yield (
             "checkpoint.folder",
-            "leads out of the run's folder, and another run could write there, too: name a folder in "
-            "job.dump_folder, which may be a link",
+            "is outside of the run's folder, where another run could write, too; name a folder in job.dump_folder, "
+            "which may be a link",
         )
     if "train_state" in checkpoint.exclude_from_loading and "lr_scheduler" not in checkpoint.exclude_from_loading:
         yield (
             "checkpoint.exclude_from_loading",
-            "needs 'lr_scheduler' beside 'train_state': the run starts at step 1, and the learning rate would go on "
-            "after the checkpoint's step, below zero in the end",
+            "has 'train_state' without 'lr_scheduler', so steps would start at 1 and the learning rate would go on "
+            "after the checkpoint's step; add 'lr_scheduler'",
         )
     for name in checkpoint.may_change or []:
         if name not in settings.known:
-            yield "checkpoint.may_change", f"has a name that does not exist: {unknown(name, settings.known)}"
+            yield "checkpoint.may_change", f"has a wrong name: {unknown(name, settings.known)}"
     if checkpoint.last_save_in_hf:
         yield (
             "checkpoint.last_save_in_hf",
-            "is not supported: it would write no config.json and no tokenizer, and lose the last checkpoint where "
-            "something is missing; run 'mxtrain export RUN DIR' after the training",
+            "is not supported, because it writes no config.json and no tokenizer; run 'mxtrain export RUN DIR' after "
+            "the training",
         )
 
 
@@ -101,4 +101,4 @@ def _without_effect(settings: Settings) -> Problems:
     for names, is_set, needed in needs:
         for name in names.split():
             if not is_set and settings.changed(f"checkpoint.{name}"):
-                yield f"checkpoint.{name}", f"has no effect without {needed}"
+                yield f"checkpoint.{name}", f"has no effect without {needed}; set that, too, or remove it"

@@ -69,7 +69,7 @@ class Field:
                 value = [word.split(",") for word in words]
             return self._check(lambda: TypeAdapter(self.type).validate_python(value))
         if not words:
-            raise ConfigError(f"{self.name} needs a value")
+            raise ConfigError(f"{self.name} needs a value; write --{self.name} VALUE")
         if len(words) > 1:
             as_one = f"one word with commas, such as {','.join(word.strip(',') for word in words)}"
             takes = as_one if kind == "names" else "one value"
@@ -249,7 +249,7 @@ def fields_of(job_config: type, section: str = "", resume: Resume | None = None)
             found |= fields_of(kind, name, own if isinstance(own, Resume) else resume)
         else:
             if f.default is MISSING and f.default_factory is MISSING:
-                raise ConfigError(f"{job_config.__name__}.{f.name} in {file} has no default")
+                raise ConfigError(f"{job_config.__name__}.{f.name} in {file} has no default; give it one")
             default = f.default_factory() if f.default is MISSING else f.default
             metadata = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
             rule = next((part for part in metadata if isinstance(part, Resume)), resume)

@@ -9,22 +9,32 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mxtrain.settings.fields import Field, Settings
+from mxtrain.config import load_config, presets
+from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.model_settings import PLACES, SECTION
-from mxtrain.settings.read import HELP_FLAGS, read_settings
+from mxtrain.settings.read import HELP_ALL, HELP_FLAGS, read_settings
 from mxtrain.settings.titan import known_fields, own_fields, titan_fields
 from mxtrain.settings.types import Resume
 
 WIDTH = 100
 INDENT = " " * 8
 README = Path(__file__).parents[2] / "train_configs" / "README.md"
+BESIDE_PRESETS = """
+    job.dump_folder checkpoint.may_change debug.deterministic model.hf_assets_path training.dataset_path
+    training.global_batch_size mxnorm.filter_fqns mxnorm.estimator mxnorm.backward mxnorm.mode mxnorm.diagnostics.every
+"""
+"""Settings that ``--help`` shows although no preset sets them, among them those of README.md and CHOOSING.md"""
 
 
 def settings_help(arguments: list[str]) -> str:
-    """Return the help of every setting, mxtrain's first, with the values that a config file and flags give.
+    """Return the help of settings, mxtrain's first, with the values that a config file and flags give.
+
+    It has the settings of presets, of ``BESIDE_PRESETS``, of the user's own module, and every setting with a value
+    other than the default; with ``--help-all``, every setting.
 
     Args:
-        arguments: TorchTitan's flags, with ``--job.config_file`` and ``--help`` among them; empty for the defaults.
+        arguments: TorchTitan's flags, with ``--job.config_file`` and a help flag among them; without a config and
+            other flags, values are the defaults.
 
     Raises:
         ConfigError: for a mistake in the settings.
@@ -34,12 +44,18 @@ def settings_help(arguments: list[str]) -> str:
     own = own_fields()
     theirs = [name for name in titan_fields() if name not in own]
     users = [name for name in settings.known if name not in own and name not in theirs]
+    shown = {*users, *BESIDE_PRESETS.split(), *filter(settings.changed, settings.known)}
+    shown |= {name for preset in presets().values() for name, _ in flat(load_config(preset), settings.known)}
     lines = [
         "In a TOML file, --section.name VALUE is the line 'name = VALUE' below [section].",
         "'mxtrain train CONFIG --help' shows the values of a config.",
     ]
+    if HELP_ALL in arguments:
+        shown = set(settings.known)
+    else:
+        lines.append(f"'mxtrain train {HELP_ALL}' shows all {len(settings.known)} settings; these are the usual ones.")
     for title, names in (("Settings of mxtrain", [*own, *users]), ("Settings of TorchTitan", theirs)):
-        lines += ["", title, "=" * len(title), *_entries(names, settings)]
+        lines += ["", title, "=" * len(title), *_entries([name for name in names if name in shown], settings)]
     return "\n".join(lines)
 
 

@@ -41,16 +41,16 @@ def _problems_of_a_cpu(settings: Settings) -> Problems:
     s = settings.values
     for name in NEED_A_GPU.split():
         if settings[name]:
-            yield name, "needs a GPU; this machine has none"
+            yield name, "needs a GPU, which this machine does not have; leave it unset"
     if s.checkpoint.async_mode == "async_with_pinned_mem":
-        yield "checkpoint.async_mode", "needs a GPU, whose copies go through pinned memory; on a CPU use 'async'"
+        yield "checkpoint.async_mode", "needs a GPU, whose copies go through pinned memory; on a CPU, set it to 'async'"
     casts = quantizing_among(s.model.converters) and (s.mxnorm.recipe != "unquantized" or s.mxnorm.recipes)
     # On a CPU, Inductor of PyTorch 2.13 fails to split loops that it has fused from several casts. Without this fusion
     # (config.cpp.max_horizontal_fusion_size = 1), it takes minutes for casts to NVFP4.
     if s.compile.enable and "model" in s.compile.components and s.compile.backend == "inductor" and casts:
         yield (
             "compile.backend",
-            "does not compile casts to MX formats on a CPU: set compile.enable = false or compile.backend = "
+            "does not compile casts to MX formats on a CPU; set compile.enable = false or compile.backend = "
             "'aot_eager'",
         )
     compiles_loss = s.compile.enable and "loss" in s.compile.components and s.compile.backend == "inductor"
@@ -58,7 +58,7 @@ def _problems_of_a_cpu(settings: Settings) -> Problems:
     if compiles_loss and splits_loss and Version(version("torch")) < Version("2.14"):
         yield (
             "compile.components",
-            "with tensor parallelism: PyTorch before 2.14 compiles a wrong loss on a CPU, without an error; set "
+            "has 'loss', which PyTorch before 2.14 compiles wrongly on a CPU with tensor parallelism; set "
             "compile.components = ['model']",
         )
 
@@ -101,21 +101,21 @@ def layout_problems(s: Settings, processes: int) -> Problems:
         culprit = max(kinds, key=lambda kind: s[f"parallelism.{kind}_degree"]) if given == -1 else "data_parallel_shard"
         yield (
             f"parallelism.{culprit}_degree",
-            f"does not fit {processes} process(es): the product of all degrees must be {processes}, and they are shard "
-            f"{given}, replicate {replicas}, tensor {tensor}, pipeline {degree(s, 'pipeline')} and context {context}",
+            f"does not fit {processes} process(es): the product of shard {given}, replicate {replicas}, tensor "
+            f"{tensor}, pipeline {degree(s, 'pipeline')} and context {context} must be {processes}; change one or NGPU",
         )
     if s["parallelism.enable_async_tensor_parallel"] and quantizing:
-        finds = f"finds no products to overlap with converter {quantizing[0]!r}: allowed is false"
+        finds = f"has no products to overlap with converter {quantizing[0]!r}; set it to false"
         yield "parallelism.enable_async_tensor_parallel", finds
     for name, number in (("mxnorm.gather", tensor), ("mxnorm.dispatch", expert)):
         if number > 1 and quantizing == ["mx_linear"] and s[name] == "quantized":
-            yield name, "needs converter 'mxnorm', not 'mx_linear', whose norms send no codes; allowed is 'auto'"
+            yield name, "needs converter 'mxnorm', not 'mx_linear', whose norms send no codes; set it to 'auto'"
     ranks = _shards(s, processes) * context * tensor
     if expert > 1 and ranks % (expert * expert_tensor):
         yield (
             "parallelism.expert_parallel_degree",
-            f"times expert_tensor_parallel_degree = {expert_tensor} does not divide {ranks}, the product of the "
-            "degrees shard, context and tensor",
+            f"times expert_tensor_parallel_degree = {expert_tensor} must divide {ranks}, the product of the degrees "
+            "shard, context and tensor",
         )
     for name, is_read in (("training", True), ("validation", s["validation.enable"])):
         # The operands of wgrad, which validation does not have, have one scale for a block of tokens.
@@ -127,8 +127,8 @@ def layout_problems(s: Settings, processes: int) -> Problems:
             yield (
                 "mxnorm.gather",
                 f"needs whole blocks of {BLOCK} tokens on each of {parts} processes, tensor_parallel_degree times "
-                f"context_parallel_degree, and {name}.seq_len = {length} is not a multiple of {parts * BLOCK}; allowed "
-                "is 'auto'",
+                f"context_parallel_degree, and {name}.seq_len = {length} is not a multiple of {parts * BLOCK}; set "
+                "it to 'auto'",
             )
         if is_read and length % divisor:
             yield (
@@ -137,7 +137,7 @@ def layout_problems(s: Settings, processes: int) -> Problems:
                 f"tensor_parallel_degree = {tensor} need{f' with blocks of {BLOCK} tokens' if blocks else ''}",
             )
     if s["training.seq_len"] % 2:
-        yield "training.seq_len", "is odd, and TorchTitan's models take even numbers"
+        yield "training.seq_len", "is odd, and TorchTitan's models need an even number"
     batch, local, readers = s["training.global_batch_size"], s["training.local_batch_size"], _readers(s, processes)
     if batch != -1 and batch % (local * readers):
         yield (

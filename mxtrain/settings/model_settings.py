@@ -75,13 +75,13 @@ def model_problems(settings: Settings) -> Problems:
         if model not in PLACES:
             yield (
                 f"{SECTION}.{name}",
-                f"has no effect on model.name = {model!r}: [{SECTION}] is for {', '.join(PLACES)}",
+                f"has no effect on model.name = {model!r}; [{SECTION}] is for {', '.join(PLACES)}",
             )
         elif name not in PLACES[model]:
             has = ", ".join(PLACES[model])
-            yield f"{SECTION}.{name}", f"is no setting of model.name = {model!r}, which has: {has}"
+            yield f"{SECTION}.{name}", f"is not a size of model.name = {model!r}; its sizes are {has}"
     if (longest := s.model_args.max_seq_len) is not None and longest < s.training.seq_len:
-        problem = f"is less than training.seq_len = {s.training.seq_len}: allowed is that or more"
+        problem = f"is less than training.seq_len = {s.training.seq_len}; raise it to that or more"
         yield f"{SECTION}.max_seq_len", problem
 
 
@@ -98,10 +98,10 @@ def refuse(given: Mapping[str, object], misfits: Iterable[tuple[tuple[str, ...],
 def absent(model: str, flavor: str, has_experts: bool) -> Misfits:
     """Settings of layers that a flavor does not have, and why."""
     if model == "qwen3" and has_experts:
-        yield ("hidden_dim",), f"has no effect: all layers of model.flavor = {flavor!r} have experts: set moe_inter_dim"
+        yield ("hidden_dim",), f"has no effect: all layers of model.flavor = {flavor!r} have experts; set moe_inter_dim"
     elif model == "qwen3":
         names = ("num_experts", "top_k", "load_balance_coeff", "moe_inter_dim")
-        yield names, f"has no effect: model.flavor = {flavor!r} has no experts; 'debugmodel_moe_16' has"
+        yield names, f"has no effect, because model.flavor = {flavor!r} has no experts; 'debugmodel_moe_16' has"
 
 
 def wrong_sizes(model: str, sizes: Mapping[str, object]) -> Misfits:

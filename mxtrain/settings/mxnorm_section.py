@@ -30,7 +30,7 @@ def check_recipes(s) -> None:
         for index, entry in enumerate(s.mxnorm.schedule):
             if "norm" in entry:
                 norm = f"{SCHEDULE}[{index}].norm = {entry['norm']!r}"
-                raise ConfigError(f"{norm} needs the converter 'mxnorm', not {converter!r}")
+                raise ConfigError(f"{norm} needs the converter 'mxnorm', not {converter!r}; change model.converters")
 
 
 def switches_of(section) -> dict:
@@ -53,14 +53,14 @@ def without_effect(job) -> Iterator[str]:
     every, quantizes = job.mxnorm.diagnostics.every, quantizing_among(job.model.converters)
     for name, value in (("diagnostics.every", every), ("schedule", job.mxnorm.schedule)):
         if value and not quantizes:
-            yield f"mxnorm.{name} has no effect without the converter mxnorm or mx_linear"
+            yield f"mxnorm.{name} has no effect without the converter 'mxnorm' or 'mx_linear'"
     if quantizes:
         default, others = get_recipes(job.mxnorm.recipe, job.mxnorm.recipes, **switches_of(job.mxnorm))
         gemms = [gemm for recipe in (default, *others.values()) for gemm in (recipe.fprop, recipe.dgrad)]
         if any(gemm.weight_tiles and gemm.error_for("weight") for gemm in gemms):
             yield (
-                f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} has almost no effect on weights in tiles: at "
-                "most 4 % of the tiles take 4; set mxnorm.weight_tiles = false"
+                f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} changes at most 4 % of the tiles of weights; "
+                "set mxnorm.weight_tiles = false for an effect"
             )
     if quantizes and every > job.training.steps:
-        yield f"nothing is measured: mxnorm.diagnostics.every = {every}, and the run has {job.training.steps} steps"
+        yield f"mxnorm.diagnostics.every = {every} measures nothing in {job.training.steps} steps; lower it"

@@ -17,7 +17,8 @@ from mxtrain.settings.fields import Field, Known, Settings, flat
 from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.titan import known_fields, unknown
 
-HELP_FLAGS = ("-h", "--help")
+HELP_ALL = "--help-all"
+HELP_FLAGS = ("-h", "--help", HELP_ALL)
 OWN_MODULE = "mxtrain.titan.job_config"
 
 
@@ -74,7 +75,7 @@ def flag_values(words: list[str], known: Mapping[str, Field]) -> dict:
     while words:
         flag, *words = words
         if not flag.startswith("--"):
-            raise ConfigError(f"{flag!r} belongs to no flag: write --section.name value")
+            raise ConfigError(f"{flag!r} belongs to no flag; write --section.name VALUE")
         name, equals, text = flag[2:].partition("=")
         count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         given, words = ([text], words) if equals else (words[:count], words[count:])
@@ -109,7 +110,7 @@ def places(arguments: list[str]):
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Whether ``-h`` or ``--help`` is among the flags."""
+    """Whether a flag of ``HELP_FLAGS`` is among the arguments."""
     return any(word in HELP_FLAGS for word in arguments)
 
 
@@ -170,5 +171,5 @@ def _checked(name: str, value: object, known: Mapping[str, Field]) -> object:
     if name in known:
         return known[name].checked(value)
     if any(other.startswith(f"{name}.") for other in known):
-        raise ConfigError(f"{name} = {value!r} is not a table: write [{name}] and its settings below")
-    raise unknown(name, known)
+        raise ConfigError(f"{name} = {value!r} is not a table; write [{name}] and its settings below")
+    raise unknown(name, known, is_table=isinstance(value, dict))

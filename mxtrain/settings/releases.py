@@ -147,7 +147,7 @@ def release_of(found: str) -> str:
     for name, release in RELEASES.items():
         if SpecifierSet(release.versions).contains(found, prereleases=True):
             return name
-    raise ConfigError(f"torchtitan = {found!r} is not a version that mxtrain runs: allowed are 0.2.2 and 0.3")
+    raise ConfigError(f"torchtitan = {found!r} is not a version that mxtrain supports; install 0.2.2 or 0.3")
 
 
 @cache

@@ -19,7 +19,7 @@ COMMANDS = {
     "compare --gpus": "--devices N gives every run N GPUs",
     "compare --side-by-side": "--devices N cuts the machine into shares of N GPUs, and each does one run at a time",
     "compare --resume": "the command that began the comparison goes on, with -o FOLDER",
-    "completion": "'mxtrain train --help' lists all settings",
+    "completion": "'mxtrain train --help-all' lists all settings",
     "cache": "the folder of prepared texts, $MXTRAIN_CACHE or ~/.cache/mxtrain, may be looked at and removed by hand",
     "eval --max-tokens": "every file is read whole: cut the text, by 'head -c' for example",
     "eval --stride": "windows follow one another; --seq-len sets their length",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pydantic_core import to_jsonable_python
 
-from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANGES, no_run
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
@@ -76,14 +76,14 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
             hold a mistake.
     """
     if not run or run.startswith("--"):
-        raise ConfigError(f"{FLAG} needs the folder of a run, such as outputs/a")
+        raise ConfigError(f"{FLAG} needs the folder of a run; write {FLAG} outputs/NAME")
     for flag in flags:
         if flag.partition("=")[0].replace("-", "_") in ("__job.dump_folder", "__job.config_file"):
-            raise ConfigError(f"{flag[2:].partition('=')[0]}: {FLAG} {run} names the folder and its settings already")
+            raise ConfigError(f"{flag[2:].partition('=')[0]} is already set by {FLAG} {run}; leave the flag out")
     folder = Path(os.path.expanduser(run))
     config = folder / CONFIG_FILE
     if not config.is_file():
-        raise ConfigError(f"{FLAG} {run}: no run has been here, {config} is missing; give the folder of a run")
+        raise ConfigError(f"{FLAG} {run!r} {no_run(folder)}")
     all_flags = [*_ONCE, *flags, f"--job.dump_folder={folder}"]
     if not asks_for_help(flags):
         settings = read_settings([f"--job.config_file={config}", *all_flags])

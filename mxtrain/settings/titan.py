@@ -10,14 +10,13 @@ So types here are narrower where some values cannot work.
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, closest
 from mxtrain.settings.fields import Field, Known, classes_in, declarations, fields_of
 from mxtrain.settings.releases import release
 from mxtrain.settings.removed import SETTINGS
@@ -153,8 +152,8 @@ def known_fields(custom: type | None = None) -> Known:
     return Known(known | others | same)
 
 
-def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
-    """The error for a setting that does not exist, with what to do instead, or the closest one that does."""
+def unknown(name: str, known: Mapping[str, Field], is_table: bool = False) -> ConfigError:
+    """The error for a setting or a table that does not exist, with what to do instead, or the closest name."""
     for table, why in (
         (SETTINGS, "no longer exists"),
         (release().gone, f"is not a setting of TorchTitan {version('torchtitan')}"),
@@ -162,9 +161,14 @@ def unknown(name: str, known: Mapping[str, Field]) -> ConfigError:
         for gone, instead in table.items():
             if f"{name}.".startswith(f"{gone}."):
                 return ConfigError(f"{name} {why}: {instead}")
+    if is_table:
+        tables = {other if known[other].kind == "table" else other.rpartition(".")[0] for other in known}
+        close = closest(name, tables)
+        way_on = f"did you mean [{close}]?" if close else "tables of your own need job.custom_config_module"
+        return ConfigError(f"{name} is not a table of settings; {way_on}")
     last = name.rpartition(".")[2]
     by_last = {other.rpartition(".")[2]: other for other in known}
     same_name_elsewhere = [other for other in known if other.rpartition(".")[2] == last]
-    close = same_name_elsewhere or get_close_matches(name, known, n=1)
-    close = close or [by_last[other] for other in get_close_matches(last, by_last, n=1)]
-    return ConfigError(f"{name} is not a setting{f'; the closest is {close[0]}' if close else ''}")
+    close = closest(name, same_name_elsewhere, cutoff=0) or closest(name, known) or by_last.get(closest(last, by_last))
+    way_on = f"did you mean {close}?" if close else "'mxtrain train --help-all' lists all settings"
+    return ConfigError(f"{name} is not a setting; {way_on}")

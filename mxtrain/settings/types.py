@@ -99,7 +99,7 @@ def _entry(value):
     keys = ScheduleEntry.__annotations__
     if unknown := [key for key in value if key not in keys] if isinstance(value, dict) else []:
         if unknown[0] in SCHEDULE_KEYS:
-            raise ValueError(f"has the key {unknown[0]}, which no longer exists: {SCHEDULE_KEYS[unknown[0]]}")
+            raise ValueError(f"has the key {unknown[0]}, which no longer exists; {SCHEDULE_KEYS[unknown[0]]}")
         raise ValueError(f"has the key {unknown[0]}, which does not exist; allowed are {', '.join(keys)}")
     return value
 

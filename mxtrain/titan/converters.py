@@ -79,10 +79,7 @@ class TitanConverter:
         self._section = "mxnorm" if quantizing_among([name]) else name
         self._settings = [setting.name for setting in fields(kind)]
         if not hasattr(job_config, self._section):
-            raise ConfigError(
-                f'job.custom_config_module = "mxtrain.titan.job_config" is missing: it declares the [{self._section}] '
-                "section"
-            )
+            raise ConfigError(f"[{self._section}] needs job.custom_config_module = 'mxtrain.titan.job_config'")
         section = getattr(job_config, self._section)
         settings = {name: getattr(section, name) for name in self._settings if name != "seed"}
         if "seed" in self._settings:
@@ -140,7 +137,7 @@ class QuantizingConverter(TitanConverter):
         super().convert(model)
         if (every := self._diagnostics.every) and not step_is_set():
             raise ConfigError(
-                f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: train with -m mxtrain.train, or set 0"
+                f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer; train with -m mxtrain.train, or set 0"
             )
         if _mode_of(self.converter) == "emulated":
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
@@ -150,7 +147,7 @@ class QuantizingConverter(TitanConverter):
         if any(recipe.needs_draws for recipe in recipes) and not step_is_set():
             logger.warning(
                 f"{self.name}: stochastic rounding takes its random bits from PyTorch's generator, because this "
-                "trainer does not set the step: a resumed run will not repeat them; train with -m mxtrain.train instead"
+                "trainer does not set the step, so a resumed run does not repeat them; train with -m mxtrain.train"
             )
 
 

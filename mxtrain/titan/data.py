@@ -59,10 +59,7 @@ def check_data(job_config) -> None:
 def _require_fitting_tokenizer(folder: Path, job_config, setting: str) -> None:
     size, model_size = load_tokenizer(folder).size, engine().sizes_of(job_config)["vocab_size"]
     if size > model_size:
-        raise ConfigError(
-            f"{setting} has {size:,} tokens, more than the model's {model_size:,}; set data.vocab_size to {size} or "
-            "more"
-        )
+        raise ConfigError(f"{setting} has {size:,} tokens, the model {model_size:,}; set data.vocab_size = {size}")
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, job_config) -> RunLoader:
@@ -165,8 +162,8 @@ def check_datasets(job_config) -> None:
         return
     if not validation.dataset and training not in DATASETS:
         raise ConfigError(
-            f"validation.dataset = '' holds nothing out of training.dataset = {training!r}, which is not mxtrain's: "
-            f"set it to one of: {', '.join(map(repr, DATASETS))}"
+            f"validation.dataset = '' takes documents from training.dataset, but {training!r} is TorchTitan's; set "
+            f"validation.dataset to one of: {', '.join(map(repr, DATASETS))}"
         )
     require_one_of("validation.dataset", validation_dataset(job_config), DATASETS)
 
@@ -196,9 +193,9 @@ def _prepare(config: DataConfig, progress: Callable[[str], None]) -> Prepared:
     def compare() -> None:
         if (own := prepared[0].identity if prepared else work()) != first["result"]:
             raise ConfigError(
-                f"{setting}: other data than on node {first['node']}: {differences(first['result'], own)}; give all "
-                "nodes the same files and packages, or prepare the text on one node in a data.cache_dir that all nodes "
-                "see and name it in data.prepared"
+                f"{setting} gives other data than on node {first['node']} ({differences(first['result'], own)}); give "
+                "all nodes the same files and packages, or prepare the text once in a data.cache_dir that all nodes "
+                "see, and name it in data.prepared"
             )
 
     run_on_all_ranks(compare)

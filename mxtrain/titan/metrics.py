@@ -107,7 +107,7 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
 def require_plain_recipes(job_config) -> None:
     """Raise ConfigError for recipes that change, which TorchTitan's own trainer does not do."""
     if schedule_in(job_config):
-        raise ConfigError("mxnorm.schedule needs mxtrain's trainer: train with -m mxtrain.train")
+        raise ConfigError("mxnorm.schedule needs mxtrain's trainer; train with -m mxtrain.train")
 
 
 def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
@@ -119,9 +119,7 @@ def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
         start = partial(engine().wandb_logger, place, job_config)
         to_wandb = WandbLogger(start, job_config.to_dict(), facts, earlier)
     except Exception as error:  # wandb's, for wrong settings of wandb
-        logger.warning(
-            f"wandb did not start: {first_line(error)}; training continues without it; metrics are in metrics.jsonl"
-        )
+        logger.warning(f"wandb did not start: {first_line(error)}; training goes on, and writes metrics.jsonl")
         return
     loggers.to_wandb = to_wandb
     loggers.add_logger(to_wandb)

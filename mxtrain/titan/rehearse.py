@@ -58,7 +58,7 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
     run = open_run(source, step) if (source / CONFIG_FILE).is_file() else None
     if run is None:
         if step is not None:
-            raise ConfigError(f"--step = {step}: RUN = {str(source)!r} is no run's folder, so its model is new")
+            raise ConfigError(f"--step = {step} needs the folder of a run, and RUN = {str(source)!r} is a config")
         arguments = [f"--job.config_file={source}", "--mxnorm.mode=auto"]
         with places(arguments):
             job = parse_job_config(arguments)
@@ -81,7 +81,7 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
         F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()).backward()
     errors = table_of({names: found.tolist() for names, found in rehearsal.errors.items()})
     if errors["error"].isna().all():
-        raise ConfigError(f"{source}, {of}: no error is a number; the weights or the products are not finite")
+        raise ConfigError(f"{source}, {of}: all errors are NaN, because weights or products are not finite")
     costs = {name: cost(recipe) for name, recipe in recipes.items()}
     with os_errors_as(f"{folder} cannot be written"):
         errors.to_csv(folder / "errors.csv", float_format="%.6g")

@@ -51,7 +51,7 @@ def require_same_settings(settings: Settings) -> None:
             (name, theirs, ours), *more = found
             also = f"; these differ, too: {', '.join(other[0] for other in more)}" if more else ""
             raise ConfigError(
-                f"{name} = {ours!r}, but {theirs!r} on rank 0: start all nodes with the same config and flags{also}"
+                f"{name} = {ours!r}, but {theirs!r} on rank 0; start all nodes with the same config and flags{also}"
             )
 
     run_on_all_ranks(compare)
@@ -125,9 +125,9 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
             return Start.from_json(first["result"]["start"])
         found = None
     raise ConfigError(
-        f"job.dump_folder = {str(folder)!r}: node {first['node']} would start from {first['result']['name']} and node "
-        f"{other['node']} from {other['result']['name']}, or from another with this name or in another folder: all "
-        "nodes must see the same files there and in checkpoint.initial_load_path"
+        f"job.dump_folder = {str(folder)!r} is not the same on all nodes: node {first['node']} would start from "
+        f"{first['result']['name']} and node {other['node']} from {other['result']['name']}; all nodes must see the "
+        "same files there and in checkpoint.initial_load_path"
     )
 
 

@@ -47,9 +47,7 @@ def train(args: list[str], verbose: bool) -> Stop | None:
     """
     settings = read_settings(args)
     if "LOCAL_RANK" not in os.environ:
-        raise ConfigError(
-            "-m mxtrain.train is for torchrun: torchrun --nproc_per_node=1 -m mxtrain.train, or mxtrain train"
-        )
+        raise ConfigError("-m mxtrain.train needs torchrun; write 'torchrun ... -m mxtrain.train' or 'mxtrain train'")
     folder = require_folder(settings["job.dump_folder"])
     settings = settings.replaced({"job.dump_folder": str(folder)})
     processes = int(os.environ.get("WORLD_SIZE", "1"))

@@ -71,7 +71,7 @@ def test_runs_that_do_not_count_are_named_and_the_rest_is_compared(ran):
     assert [c.count for c in cells_of(group)] == [2, 1, 1]
     with pytest.raises(ConfigError, match="no run has finite losses to compare: b0: its loss is not finite at step 2"):
         compare([results[2]])
-    with pytest.raises(ConfigError, match="there are no runs"):
+    with pytest.raises(ConfigError, match="no run was given to compare"):
         compare([])
 
 
@@ -225,7 +225,7 @@ def test_rows_of_a_csv(tmp_path):
     [
         ("1e-3,one,10,a,2.5,", ", line 3: seed = 'one' is not a number"),
         ("1e-3,0,,a,2.5,", ", line 3: steps is empty"),
-        ("1e-3,0,10,a,2.5,,1e-3,1,10,a,2.5,", ", line 3: it has more values than the header has columns"),
+        ("1e-3,0,10,a,2.5,,1e-3,1,10,a,2.5,", ", line 3: the line has more values than the header has columns"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_an_error_with_its_line(tmp_path, row, problem):
@@ -238,7 +238,7 @@ def test_a_row_that_cannot_be_used_is_an_error_with_its_line(tmp_path, row, prob
 @pytest.mark.parametrize(
     "content, problem",
     [
-        ("a,b\n1,2\n", "has no column 'variant'; allowed are the columns date, model"),
+        ("a,b\n1,2\n", "has no column 'variant'; its first line must name"),
         (b"\xff\xfe\x00", "is not a CSV file: "),
     ],
 )

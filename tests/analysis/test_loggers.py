@@ -134,7 +134,7 @@ def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
     one.log_event(2, "another recipe")
     one.close()
     assert [record.getMessage() for record in caplog.records if record.name == "root"] == [
-        "wandb failed: Connection lost; training goes on, metrics are in metrics.jsonl"
+        "wandb failed: Connection lost; training goes on, and writes metrics.jsonl"
     ]
 
 

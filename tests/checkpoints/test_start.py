@@ -69,7 +69,7 @@ def test_an_earlier_step_abandons_the_later_ones_and_says_so(tmp_path):
 
 def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
     path = save(tmp_path, 10, full=False)
-    with pytest.raises(ConfigError, match="step-10 is the end of a run and holds only its weights"):
+    with pytest.raises(ConfigError, match="step-10 holds only weights, so no run can resume"):
         find_start(tmp_path, ON, 1)
     (path / "data").unlink()
     with pytest.raises(ConfigError, match="holds no whole checkpoint"):
@@ -81,7 +81,7 @@ def test_weights_alone_are_told_from_a_full_checkpoint(tmp_path):
     assert (start.step, start.checkpoint) == (0, path)
     assert start.notes == (f"training starts from the weights in {path}",)
     # Checkpoints of its first steps would be removed as older ones than step 10, from which it would resume.
-    with pytest.raises(ConfigError, match="job.dump_folder, with checkpoint.initial_load_path = '.*step-10'"):
+    with pytest.raises(ConfigError, match="job.dump_folder, and set checkpoint.initial_load_path = '.*step-10'"):
         find_start(tmp_path, weights, 1)
 
 

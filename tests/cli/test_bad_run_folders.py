@@ -48,7 +48,7 @@ PART = {"run/checkpoint/step-20/__0_0.distcp": ""}
 TORN = saved(20) | {"run/checkpoint/step-20/a": "12"}
 RUN, SAVES = "--job.dump_folder=run", "--job.dump_folder=run --checkpoint.enable"
 NEW, SEED = "--job.dump_folder=new --checkpoint.enable", "--checkpoint.create_seed_checkpoint"
-REPLACES = "job.dump_folder = 'run' holds the metrics of a run (run/metrics.jsonl), which this run would replace"
+REPLACES = "job.dump_folder = 'run' holds the metrics of a run in metrics.jsonl, which this run would replace"
 AT_STEP_1 = f"{REPLACES} (with the weights in run/checkpoint/step-{{}} training starts at step 1); choose another"
 IN = "checkpoint.initial_load_path = "
 
@@ -69,7 +69,7 @@ TRAIN = {
         METRICS | PART | {name: text for name, text in saved(10).items() if name.endswith("json")},
     ),
     "a step that was not saved": Case(
-        f"{SAVES} --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in run/checkpoint: 5, 10",
+        f"{SAVES} --checkpoint.load_step=7", "checkpoint.load_step = 7 is not among the steps in run/checkpoint; choo",
         METRICS | saved(10, 5) | PART,
     ),
     "no folder of checkpoints": Case(
@@ -97,14 +97,15 @@ TRAIN = {
 
 OWN_CONFIG = "[checkpoint]\nenable = true\n[mxnorm]\np = 1\n[debug]\nseed = 3\n"
 FINISHED = METRICS | saved(5, 10, settings={"mxnorm": {"p": 1}, "debug": {"seed": 3}}) | {"run/config.toml": OWN_CONFIG}
-ALREADY = "--resume run names the folder and its settings already"
+ALREADY = "is already set by --resume run; leave the flag out"
 TO_RESUME = "holds no checkpoint to resume from; start again, in a new folder, with 'mxtrain train run/config.toml --ch"
 
 RESUME = {
-    "no folder": Case("--resume nowhere", "--resume nowhere: no run has been here, nowhere/config.toml is missing"),
-    "no name": Case("--resume", "--resume needs the folder of a run, such as outputs/a", FINISHED),
+    "no folder": Case("--resume runn", "--resume 'runn' does not exist; did you mean 'run'?", METRICS),
+    "no run": Case("--resume run", "--resume 'run' holds no config.toml; name the folder of a run, such as", METRICS),
+    "no name": Case("--resume", "--resume needs the folder of a run; write --resume outputs/NAME", FINISHED),
     "a run and a config's flag": Case(
-        "--resume run --job.config_file=job.toml", f"job.config_file: {ALREADY}", FINISHED
+        "--resume run --job.config_file=job.toml", f"job.config_file {ALREADY}", FINISHED
     ),
     "a run that saved nothing": Case(
         "--resume run", f"checkpoint.enable = False, so run/checkpoint {TO_RESUME}", METRICS | {"run/config.toml": ""}

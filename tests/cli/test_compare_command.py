@@ -116,7 +116,7 @@ def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(st
     Path("a.toml").write_text("[training]\nsteps = 3\n[metrics]\nlog_freq = 2\n")
     assert compare("a.toml", "--dry-run") == 0 and "a-seed0: finished\n" in capsys.readouterr().out
     assert compare("a.toml", "--steps=4", "--dry-run") == 2
-    problem = "training.steps = 4, but the run in c/a-seed0 was made with 3; choose another --output folder"
+    problem = "training.steps = 4, but the run in c/a-seed0 has 3; choose another --output"
     assert capsys.readouterr().err == f"mxtrain: error: {problem}\n"
     Path("b.toml").write_text('extends = "a.toml"\nmodel.converters = ["mxnorm"]\n')
     shutil.copytree(folder, stand_in / "b-seed0")
@@ -125,7 +125,7 @@ def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(st
     (b / "run.json").write_text('{"versions": {"mxtrain": "0.1.0"}}')  # with another rule for scales
     (stand_in / "comparison.json").write_text(json.dumps(finished))
     assert compare("b.toml", "--dry-run") == 2
-    problem = "mxnorm.scale_rounding = None, but the run in c/b-seed0 was made with 'rceil_0_18'"
+    problem = "mxnorm.scale_rounding = None, but the run in c/b-seed0 has 'rceil_0_18'"
     assert problem in capsys.readouterr().err
     with Path("b.toml").open("a") as file:
         file.write('mxnorm.scale_rounding = "rceil_0_18"\n')
@@ -135,7 +135,7 @@ def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(st
         file.write('[model]\nconverters = ["mxnorm"]\n[mxnorm.guard]\nrecipe = "bf16"\n')
     Path("a.toml").write_text('[model]\nconverters = ["mxnorm"]\n[training]\nsteps = 3\n')
     assert compare("a.toml", "--dry-run") == 2
-    assert "mxnorm.guard = None, but the run in c/a-seed0 was made with {" in capsys.readouterr().err
+    assert "mxnorm.guard = None, but the run in c/a-seed0 has {" in capsys.readouterr().err
 
 
 def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in, capfd):
@@ -162,7 +162,7 @@ def test_every_share_of_the_machine_does_one_run_at_a_time(stand_in, monkeypatch
     "visible, devices, expected",
     [
         (None, 1, ["0", "1", "2", "3"]), ("4,5,6,7", 2, ["4,5", "6,7"]), (None, 3, ["0,1,2"]),
-        (None, 5, "--devices 5: PyTorch sees 4 GPUs, which are too few"),
+        (None, 5, "--devices 5 is too many for the GPUs of this machine; allowed is 1 to 4"),
     ],
 )  # fmt: skip
 def test_every_run_gets_gpus_of_its_own(monkeypatch, visible, devices, expected):
@@ -237,12 +237,12 @@ def test_a_dry_run_shows_the_commands_and_leaves_nothing(stand_in, capsys):
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["--seeds", "2"], "VARIANT is missing: give configs, or --from and a CSV of results"),
-        (["--from", "a.csv", "b", "--x"], "--from a.csv trains nothing: leave out b --x"),
+        (["--seeds", "2"], "VARIANT is missing; name configs, or write --from and a CSV of results"),
+        (["--from", "a.csv", "b", "--x"], "--from a.csv trains nothing; leave out b --x"),
         (["llama3_debug", "--baseline", "p1"], "--baseline 'p1' is not one of the variants: llama3_debug"),
         (
             ["llama3_debug", "--training.step=3"],
-            "llama3_debug-seed0: training.step is not a setting; the closest is training.steps",
+            "llama3_debug-seed0: training.step is not a setting; did you mean training.steps?",
         ),
         (
             ["llama3_debug", "b=llama3_debug --parallelism.tensor_parallel_degree=3", "--devices=2"],
@@ -290,9 +290,9 @@ def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last
     [
         (["'llama3_debug"], [], [], "VARIANT = .* cannot be split into words: No closing quotation"),
         (["a=--x"], [], [], "VARIANT = 'a=--x' names no config"),
-        (["llama3_debug", "llama3_debug"], [], [], "two runs have the name 'llama3_debug-seed0': write NAME=CONFIG"),
-        (["llama3_debug --debug.seed 1"], [], [], "--debug.seed: 'mxtrain compare' sets it for every run"),
-        (["llama3_debug"], ["1"], ["--optimizer.lr=1"], "--optimizer.lr: 'mxtrain compare' sets it"),
+        (["llama3_debug", "llama3_debug"], [], [], "two runs have the name 'llama3_debug-seed0'; write NAME=CONFIG"),
+        (["llama3_debug --debug.seed 1"], [], [], "--debug.seed is set by 'mxtrain compare' for every run"),
+        (["llama3_debug"], ["1"], ["--optimizer.lr=1"], "--optimizer.lr is set by 'mxtrain compare'"),
         (["llama3_debug", "b=llama3_debug --mxnorm.p 3"], [], [], "mxnorm.p = "),
     ],
 )  # fmt: skip

@@ -159,8 +159,8 @@ def test_experts_are_counted_as_a_token_uses_them(capsys):
 @pytest.mark.parametrize(
     "arguments, facts",
     [
-        ([], ["--model: CONFIG is missing"]),
-        (["--mxnorm.p", "1"], ["--model: CONFIG is missing"]),
+        ([], ["--model needs a CONFIG"]),
+        (["--mxnorm.p", "1"], ["--model needs a CONFIG"]),
         (["no.toml"], ["'no.toml' does not exist"]),
         ([DEBUG, "--model_args.n_heads=3"], ["model_args.n_heads = 3", "dim = 256"]),
         ([DEBUG, "--mxnorm.filter_fqns=outputs"], ["mxnorm.filter_fqns", "'outputs'"]),

@@ -118,14 +118,14 @@ def test_every_token_is_predicted_once_with_the_context_of_its_window(seq_len, f
 @pytest.mark.parametrize(
     ("line", "says"),
     {
-        "generate @ x": "RUN = '@' is no run: config.toml is missing",
+        "generate @ x": "RUN = '@' holds no config.toml; name the folder of a run",
         "generate @run x": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
-        "generate @model x --step 1": "--step = 1: RUN = '@model' is a Hugging Face model, without steps",
+        "generate @model x --step 1": "--step = 1 needs a run, and RUN = '@model' is a Hugging Face model",
         "generate @model x --temperature 0": "transformers cannot continue this text: `temperature` (=0.0) has to be",
         "eval @model @nothing": "FILE = '@nothing' cannot be read: No such file or directory",
         "eval @model @text.py @empty": "FILE = '@empty' is empty",
-        "eval @model @binary": "FILE = '@binary' is not UTF-8 text: byte 0 is wrong",
-        "eval @model @text.py --seq-len 33": "--seq-len = 33 is longer than the model's longest sequence, 32",
+        "eval @model @binary": "FILE = '@binary' is not UTF-8 text (byte 0); save it as UTF-8",
+        "eval @model @text.py --seq-len 33": "--seq-len = 33 is too long for the model; allowed is 1 to 32",
     }.items(),
 )
 def test_bad_input_is_one_line(line, says, run, folder):

@@ -26,7 +26,7 @@ def test_what_cannot_be_drawn_is_a_line_each_and_the_rest_is_drawn(runs, capsys)
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
     assert err.splitlines() == [
-        "mxtrain: not drawn: run folder 'gone' does not exist",
+        "mxtrain: not drawn: run folder 'gone' does not exist; name the folder of a run",
         "mxtrain: not drawn: empty/metrics.jsonl does not exist; a run creates this file at its first logged step",
         "mxtrain: not drawn: old: metrics.jsonl has no 'tokens_seen' in some rows, which --x tokens needs",
         "mxtrain: note: p2: it ends at step 2 of 9",

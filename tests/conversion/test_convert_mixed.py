@@ -75,11 +75,11 @@ def test_filters_and_the_share_come_first():
 
 def test_mistakes_leave_the_model_unchanged():
     for kwargs, message in [
-        ({"recipes": {"wo": "fprop=mxfp8"}}, "recipes.'wo' = 'fprop=mxfp8' says nothing of dgrad and wgrad"),
-        ({"recipes": {"lm_head": "bf16"}}, "recipes: 'lm_head' matches no module; the top-level modules are: tok_emb"),
+        ({"recipes": {"wo": "fprop=mxfp8"}}, "recipes.'wo' = 'fprop=mxfp8' leaves out dgrad and wgrad"),
+        ({"recipes": {"lm_head": "bf16"}}, "recipes: 'lm_head' matches no module; name one of tok_emb"),
         (
             {"recipes": {"attention_norm": "nvfp4"}},
-            "recipes: 'attention_norm' names no linear layer and no experts; a norm has the rec",
+            "recipes: 'attention_norm' names no linear and no experts; name the linears",
         ),
         (
             {"recipes": {"layers": "bf16"}},

@@ -220,7 +220,7 @@ def test_a_number_of_blocks_takes_the_place_of_the_share():
         f"layers.{i}.wo": "is in the last 4 of 12 blocks (high_precision_last = 4)" for i in range(8, 12)
     }
     assert result.notes == ("high_precision_last = 4 keeps 4 of 12 blocks",)
-    with pytest.raises(ConfigError, match="^high_precision_last = 13 is more than the 12 blocks of this"):
+    with pytest.raises(ConfigError, match="^high_precision_last = 13 is too many .*; allowed are 0 to 12 blocks"):
         plan(stack(12), "mx_linear", high_precision_last=13)
 
 

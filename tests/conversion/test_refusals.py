@@ -90,7 +90,7 @@ REFUSED = {
     "inputs in no tuple": (
         llama,
         {"example_inputs": torch.zeros(1, 32, dtype=torch.long)},
-        r"^example_inputs is a Tensor, no tuple or dict: write \(inputs,\)",
+        r"^example_inputs is a Tensor, not a tuple or a dict; write \(inputs,\)",
     ),
 }
 

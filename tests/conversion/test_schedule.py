@@ -103,11 +103,14 @@ def at_2(**keys):
 
 def test_mistakes_that_take_the_model_to_see():
     for tables, message in [
-        ([at_2(modules=["layer.0"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'layer.0' matches no module; t"),
-        ([at_2(modules=["w2", "output"], recipe="bf16")], "mxnorm.schedule[0].modules: 'output' selects no swapped "),
+        ([at_2(modules=["layer.0"], norm="rmsnorm")], "mxnorm.schedule[0].modules: 'layer.0' matches no module; n"),
+        (
+            [at_2(modules=["w2", "output"], recipe="bf16")],
+            "mxnorm.schedule[0].modules: 'output' selects only modules that ",
+        ),
         (
             [at_2(modules=["layers.0", "w2"], norm="rmsnorm")],
-            "mxnorm.schedule[0].modules: 'w2' selects no swapped norm, which its rmsnorm could change",
+            "mxnorm.schedule[0].modules: 'w2' selects no swapped norm for rmsnorm; name one",
         ),
         (
             [at_2(recipe="fprop=bf16", until_step=5), {"from_step": 5, "modules": ["layers.1"], "recipe": "nvfp4"}],

@@ -67,5 +67,13 @@ MODULES = ("embedding", "layers", *(f"layers.{i}{part}" for i in range(12) for p
 def test_selected_modules_are_in_the_models_order():
     assert selected(MODULES, "layers.1", "filter_fqns") == ["layers.1", "layers.1.norm", "layers.1.wo"]
     assert selected(MODULES, "norm", "filter_fqns") == [f"layers.{i}.norm" for i in range(12)]
-    with pytest.raises(ConfigError, match="^field: 'wq' matches no module; the top-level modules are: embedding, lay"):
-        selected(MODULES, "wq", "field")
+    for pattern, choices in {
+        "wq": "embedding, layers, output, or a module inside of one",
+        "layers.12": "layers.0 ... layers.11",
+        "layers.99.wo": "layers.0 ... layers.11",
+        "layers.*.wq": "layers.0.norm, layers.0.wo, or a module inside of one",
+        "output.wo": "embedding, layers, output, or a module inside of one",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            selected(MODULES, pattern, "field")
+        assert str(error.value) == f"field: {pattern!r} matches no module; name one of {choices}"

@@ -180,7 +180,7 @@ def test_the_pieces_of_a_file_are_on_one_side_unless_it_is_the_only_file(tmp_pat
 
 def test_a_missing_path_is_shown_whole(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=f"'nowhere' does not exist .*: {tmp_path}/nowhere; data.prepared names"):
+    with pytest.raises(ConfigError, match=f"'nowhere' does not exist .*: {tmp_path}/nowhere; correct it, or name"):
         documents("nowhere")
 
 

@@ -308,7 +308,7 @@ def test_other_contents_are_refused_and_the_own_text_goes_on(corpus):
     state, expected = has_trained(corpus)
     name = kept_by(corpus)["prepared"]
     write(corpus, range(1, 61))  # as many documents, and nearly the same tokenizer
-    own = f"training text .*: set data.prepared = '.*/{name}' to go on with the run's own; or"
+    own = f"training text .*; set data.prepared = '.*/{name}' to go on with the run's own, or"
     message = rf"^training.dataset = 'files' gives other data than the run so far \(tokenizer .*{own}"
     refuse(message, job(corpus), state)
     assert goes_on(job(corpus, f"--data.prepared={name}"), state, expected)
@@ -399,7 +399,7 @@ def test_weights_of_another_tokenizer_are_warned_of(corpus, tmp_path, caplog):
     weights = f"--checkpoint.initial_load_path={tmp_path / 'run' / 'checkpoint' / 'step-3'}"
     new, tokenizer = f"--job.dump_folder={tmp_path / 'new'}", tmp_path / "run" / "tokenizer"
     (line,) = lines_about("another tokenizer", caplog, job(corpus, new, weights))
-    assert line.endswith(f"set model.hf_assets_path = {str(tokenizer)!r} to use it")
+    assert line.endswith(f"set model.hf_assets_path = {str(tokenizer)!r} to use their tokenizer")
     assert not lines_about(
         "another tokenizer", caplog, job(corpus, new, weights, f"--model.hf_assets_path={tokenizer}")
     )
@@ -458,7 +458,7 @@ def test_a_position_in_another_order_is_refused(corpus, setting, old, new):
     state, _ = has_trained(corpus)
     data = json.loads(state["data"])
     own = f"--data.prepared={data['prepared']}"  # another seed would prepare another text
-    message = f"^{setting} = {new}, but was {old} in the run so far.*: set it to {old}, or"
+    message = f"^{setting} = {new} gives the text another order than {old}, the value .*; set it to {old}, or"
     refuse(message, job(corpus, own, f"--{setting}={new}"), state)
 
 
@@ -489,7 +489,7 @@ def test_every_rank_of_a_stream_has_its_own_state(corpus, stream, monkeypatch):
 
 def test_a_stream_that_workers_read_resumes_with_as_many_ranks_and_workers_only(corpus, stream, tmp_path):
     state, _ = has_trained(corpus, *stream)
-    message = "^training.dataset = 'c4_test' is a stream.* = {} on 1 .*has {} on {}; start as many .* set check"
+    message = "^training.dataset = 'c4_test' is a stream.* = {} on 1 .*has {} on {}; start the same .* set check"
     worker = "--training.dataloader.num_workers=1"
     refuse(message.format(0, 1, 1), job(corpus, *stream, worker), state)
     refuse(message.format(1, 1, 2), job(corpus, *stream, worker), has_trained(corpus, *stream, worker)[0], ranks=2)

@@ -207,7 +207,10 @@ def test_what_a_killed_process_left_is_removed_and_a_folder_without_report_repla
 
 
 DAMAGES = [
-    (lambda folder: shutil.rmtree(folder / "tokens"), "cannot be read \\('shards'\\): remove it, and the next start"),
+    (
+        lambda folder: shutil.rmtree(folder / "tokens"),
+        "cannot be read \\('shards'\\); remove the folder",
+    ),
     (lambda folder: (folder / "prepared.json").write_text("[]"), "cannot be read .*prepared.json holds list"),
     (lambda folder: (folder / "prepared.json").write_text('{"report": {}}'), "cannot be read .*TextReport"),
     (lambda folder: (folder / "tokenizer/tokenizer.json").write_text("{}"), "is not the tokenizer of the prepared"),
@@ -230,10 +233,10 @@ def test_a_chosen_text_is_loaded_without_its_source(corpus, tmp_path, monkeypatc
     by_name = DataConfig(dataset="files", prepared=first.folder.name)
     by_path = DataConfig(dataset="files", prepared=str(first.folder))
     assert same(prepare(by_name, silent), first) and same(prepare(by_path, silent), first)
-    with pytest.raises(ConfigError, match="is a text of training.dataset = 'files', not 'python'; set the dataset"):
+    with pytest.raises(ConfigError, match="is a text of training.dataset = 'files', not 'python'; set"):
         prepare(DataConfig(prepared=first.folder.name), silent)
     monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(ConfigError, match=f"data.prepared = '{first.folder.name}': there is no folder '.*/empty/files"):
+    with pytest.raises(ConfigError, match=f"data.prepared = '{first.folder.name}' names '.*/empty/files"):
         prepare(by_name, silent)
 
 

@@ -196,7 +196,7 @@ def test_more_ranks_than_before_read_no_document_of_earlier_steps_again():
 def test_a_stream_without_text_is_an_error():
     """It would be read again without end."""
     rows = hf_datasets.Dataset.from_dict({"text": ["", ""]}).to_iterable_dataset()
-    with pytest.raises(ConfigError, match="'hf' has no text for a rank: take more, or fewer ranks"):
+    with pytest.raises(ConfigError, match="'hf' has too little text; take more, or fewer ranks"):
         next(iter(letters(rows)))
 
 
@@ -238,10 +238,10 @@ def test_no_worker_is_without_a_file(hub):
     config = hf_job("--training.dataloader.num_workers=2")
     tokenizer = build_tokenizer(config)
     assert build_dataloader(1, 0, tokenizer, config).num_workers == 2
-    with pytest.raises(ConfigError, match="training.dataloader.num_workers = 2: a data-parallel rank reads 1 file"):
+    with pytest.raises(ConfigError, match="training.dataloader.num_workers = 2 is more than the 1 file"):
         build_dataloader(2, 0, tokenizer, config)
     other = ("--validation.enable", "--validation.dataset=hf", "--validation.dataset_path=some/set")
-    with pytest.raises(ConfigError, match="validation.dataloader.num_workers = 3: a data-parallel rank reads 2 file"):
+    with pytest.raises(ConfigError, match="validation.dataloader.num_workers = 3 is more than the 2 file"):
         validation_loader(hf_job(*other, "--validation.dataloader.num_workers=3"))
 
 
@@ -290,11 +290,9 @@ def test_a_run_on_a_stream_does_not_start_or_stop_to_hold_out_documents(hub):
     loaders = [build_dataloader(1, 0, build_tokenizer(config), config) for config in (plain, follows)]
     for loader in loaders:
         take(loader, 1)
-    with pytest.raises(
-        ConfigError, match="validation.dataset = '' holds a share of 0.3 .* the run so far held out 0.0"
-    ):
+    with pytest.raises(ConfigError, match="validation.dataset = '' holds out 0.3 .* the run so far held out 0.0"):
         loaders[1].load_state_dict(loaders[0].state_dict())
-    with pytest.raises(ConfigError, match="held out 0.3: set validation.enable = true, validation.dataset = ''"):
+    with pytest.raises(ConfigError, match="held out 0.3; set validation.enable = true, validation.dataset = ''"):
         loaders[0].load_state_dict(loaders[1].state_dict())
 
 
@@ -310,7 +308,7 @@ def test_streams_without_following_validation_are_prepared_as_before(hub):
     [
         (["--validation.steps=-1"], 1, "validation.steps = -1 reads validation.dataset = 'hf' to its end"),
         (["--validation.dataset=hf"], 2, "validation.steps = -1 reads validation.dataset = 'hf' to its end"),
-        (["--data.validation_share=0", "--validation.steps=1"], 1, "data.validation_share = 0 holds no document out"),
+        (["--data.validation_share=0", "--validation.steps=1"], 1, "data.validation_share = 0 leaves no document"),
     ],
 )
 def test_streams_that_cannot_validate(hub, flags, ranks, message):

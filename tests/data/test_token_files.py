@@ -202,7 +202,7 @@ def test_a_prepared_text_whose_files_are_gone_or_shorter_is_one_line(texts, toke
         (path.unlink, "No such"),
     ):
         change()
-        with pytest.raises(ConfigError, match=f"^the prepared text .* cannot be read .*{message}.*remove it, and the"):
+        with pytest.raises(ConfigError, match=f"^the prepared text .* cannot be read .*{message}.*remove the folder"):
             prepare(DataConfig("files", prepared=name), lambda line: None)
 
 
@@ -289,10 +289,10 @@ BAD = [
     (without_bin, "cannot be read: [Errno 2] No such file or directory: '{folder}/text.bin'"),
     (index(lambda content: b"MMIDIDX\x00\x01" + content[9:]), "text.idx is not an index of Megatron's"),
     (lambda folder: megatron(folder, "<u2", code=6), "text.idx is not an index of Megatron's with integer ids"),
-    (index(swapped), "text.bin as token ids: text.idx leaves out a part of it, or has sequences in another order"),
-    (cut(megatron, 100), f"text.bin as token ids: it has 100 bytes, and text.idx describes {2 * len(IDS):,}"),
+    (index(swapped), "text.bin as token ids: text.idx does not describe its sequences one after another"),
+    (cut(megatron, 100), f"text.bin as token ids: it has 100 bytes, but text.idx describes {2 * len(IDS):,}"),
     (lambda folder: megatron(folder, "<u2", []), "training.dataset_path = '{folder}/text.bin' holds no token ids"),
-    (cut(flat, 101), "text.bin as token ids: 101 bytes are not a number of ids of type <u2"),
+    (cut(flat, 101), "text.bin as token ids: its 101 bytes are not whole ids of type <u2"),
     (index(lambda content: content[:-8]), "text.bin as token ids: mmap length is greater than file size"),
     (two_types, "mixes ids of types <u2, <u4"),
 ]
@@ -308,5 +308,5 @@ def test_bad_files_are_one_line(texts, tokenizer, cache, write, message):
 
 @pytest.mark.parametrize("write", [lambda folder: flat(folder, "<u2"), rows(DOCUMENTS)])
 def test_ids_need_their_tokenizer(texts, write):
-    with pytest.raises(ConfigError, match="the tokenizer that made them: name its folder in model.hf_assets_path$"):
+    with pytest.raises(ConfigError, match="the tokenizer that made them; name its folder in model.hf_assets_path$"):
         prepare(DataConfig("files", str(write(texts)), text_key="input_ids"), lambda line: None)

@@ -173,7 +173,7 @@ def test_truncation_and_padding_of_another_program_are_left_out(tmp_path):
 def test_the_class_of_a_tokenizer_takes_transformers(tmp_path, monkeypatch):
     write_kind(tmp_path, *KINDS["class"][:3])
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r'takes transformers \(.*\): pip install "mxtrain\[hf\]", or name both'):
+    with pytest.raises(ConfigError, match=r'and failed \(.*\); pip install "mxtrain\[hf\]", or name both'):
         load_tokenizer(tmp_path)
 
 

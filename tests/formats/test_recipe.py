@@ -184,19 +184,22 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
             lambda: get_recipe("fprop=mx"),
             r"^recipe = 'fprop=mx': fprop = 'mx' is not one of: 'mxfp8', .*'nvfp4'.*'bf16'$",
         ),
-        (lambda: get_recipe("dgrad=mxfp8, dgrad=bf16"), r"^recipe = 'dgrad=mxfp8, dgrad=bf16' names dgrad twice$"),
-        (lambda: get_recipe("dgrad=mxfp8"), r"says nothing of fprop and wgrad; name all of fprop, dgrad, wgrad$"),
+        (
+            lambda: get_recipe("dgrad=mxfp8, dgrad=bf16"),
+            r"^recipe = 'dgrad=mxfp8, dgrad=bf16' names dgrad twice; name it once$",
+        ),
+        (lambda: get_recipe("dgrad=mxfp8"), r"leaves out fprop and wgrad; name all of fprop, dgrad, wgrad$"),
         (
             lambda: get_recipe("fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8", hadamard=True),
-            r"^hadamard = True needs recipe 'nvfp4' for wgrad; the recipes are: 'fprop=nvfp4, dgrad=mxfp8, wgrad=",
+            r"^hadamard = True needs recipe 'nvfp4' for wgrad, not 'fprop=nvfp4, dgrad=mxfp8, wgrad=",
         ),
         (
             lambda: get_recipe("fprop=bf16, dgrad=bf16, wgrad=mxfp8", weight_tiles=True),
-            r"^weight_tiles = True needs recipe 'mxfp8' for fprop or dgrad; the recipes are: 'fprop=bf16, ",
+            r"^weight_tiles = True needs recipe 'mxfp8' for fprop or dgrad, not 'fprop=bf16, ",
         ),
         (
             lambda: get_recipes("mxfp8", {"wo": "bf16"}, stochastic_rounding=True),
-            r"^stochastic_rounding = True needs recipe 'nvfp4' for dgrad or wgrad; the recipes are: 'mxfp8', 'bf16'$",
+            r"^stochastic_rounding = True needs recipe 'nvfp4' for dgrad or wgrad, not 'mxfp8', 'bf16'; leave",
         ),
         (
             lambda: get_recipe("fprop=nvfp4, dgrad=nvfp4_dynamic, wgrad=nvfp4", scale_rounding="floor"),
@@ -210,34 +213,34 @@ def test_switches_in_effect_come_from_the_gemms_that_they_change():
         (lambda: get_recipes("mxfp8", "bf16"), r"^recipes = 'bf16' is not a table of lines"),
         (
             lambda: get_recipe("dequantized"),
-            r"^recipe = 'dequantized' is not for fprop: write 'fprop=mxfp8, dgrad=dequantized, wgrad=dequantized'$",
+            r"^recipe = 'dequantized' is not for fprop; write 'fprop=mxfp8, dgrad=dequantized, wgrad=dequantized'$",
         ),
         (
             lambda: get_recipe("mxfp8_e5m2"),
-            r"^recipe = 'mxfp8_e5m2' is not for fprop: write 'fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2'$",
+            r"^recipe = 'mxfp8_e5m2' is not for fprop; write 'fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2'$",
         ),
         (
             lambda: get_recipe("fprop=mxfp8_e5m2, dgrad=mxfp8, wgrad=mxfp8"),
-            r"fprop = 'mxfp8_e5m2' is not for fprop: write 'fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2'$",
+            r"fprop = 'mxfp8_e5m2' is not for fprop; write 'fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2'$",
         ),
         (
             lambda: dataclasses.replace(RECIPES["mxfp4"], gradient_format=MXFP8_E5M2),
-            r"^gradient_format = Format\('mxfp8_e5m2'\) is no format for gradients beside MXFP4: leave it unset$",
+            r"^gradient_format = Format\('mxfp8_e5m2'\) is not a gradient format beside MXFP4; leave it unset$",
         ),
-        (lambda: get_recipe(DEQUANTIZED), r"^recipe = 'dequantized' is not for fprop: write"),
+        (lambda: get_recipe(DEQUANTIZED), r"^recipe = 'dequantized' is not for fprop; write"),
         (lambda: get_recipe("fprop=dequantized"), r"^recipe = 'fprop=dequantized': fprop = 'dequantized' is not for"),
         (lambda: get_recipe("mxfp8", backward="bf16"), r"^backward = 'bf16' is not one of: 'quantized', 'dequantized'"),
         (
             lambda: get_recipe("fprop=mxfp8, dgrad=mxfp8, wgrad=dequantized", backward="quantized"),
-            r"^backward = 'quantized' gives wgrad no format: name a recipe, as in 'wgrad=mxfp8'$",
+            r"^backward = 'quantized' gives wgrad no format; name a recipe, as in 'wgrad=mxfp8'$",
         ),
         (
             lambda: get_recipe("nvfp4", backward="dequantized", stochastic_rounding=True),
-            r"^stochastic_rounding = True needs recipe 'nvfp4' for dgrad or wgrad; the recipes are: 'fprop=nvfp4, dgr",
+            r"^stochastic_rounding = True needs recipe 'nvfp4' for dgrad or wgrad, not 'fprop=nvfp4, dgr",
         ),
         (
             lambda: get_recipe("nvfp4", high_precision_share=0.5, high_precision_last=4),
-            r"^high_precision_share = 0.5 and high_precision_last = 4 are both set: set one of them$",
+            r"^high_precision_share = 0.5 and high_precision_last = 4 are both set; leave one of them unset$",
         ),
         (
             lambda: get_recipe("nvfp4", high_precision_last=-1),

@@ -99,7 +99,7 @@ def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "toy_format", ModuleType("toy_format"))  # the fixture has registered the format
     for form, message in (
         (NAME, f"--format = '{NAME}' is not one of: 'hf', 'mxfp8', 'nvfp4', 'mxfp4'"),
-        ("mxfp8", f"its linears have {NAME} or high-precision weights"),
+        ("mxfp8", f"the linears have {NAME} or high-precision weights"),
     ):
         assert cli.main(["export", "run", "exported", "--format", form]) == 2
         assert message in capsys.readouterr().err
@@ -109,9 +109,9 @@ def test_a_run_by_toml(tmp_path, toy, capsys, monkeypatch):
 def test_names_that_are_taken_and_blocks_that_do_not_fit(toy):
     numbers = dict(element_max=448.0, element_max_exponent=8, element_bits=8, element="float8_e4m3fn")
     for make, message in (
-        (lambda: register_format(Format(name="mxfp8", block_size=32, **numbers)), "'mxfp8' is registered already"),
-        (lambda: register_format(None, Recipe("bf16", None, 32)), "'bf16' is registered already"),
-        (lambda: register_format(Format(name="x", block_size=24, **numbers)), "block_size = 24 does not divide 32"),
+        (lambda: register_format(Format(name="mxfp8", block_size=32, **numbers)), "'mxfp8' is already registered"),
+        (lambda: register_format(None, Recipe("bf16", None, 32)), "'bf16' is already registered"),
+        (lambda: register_format(Format(name="x", block_size=24, **numbers)), "block_size = 24 must divide 32"),
     ):
         with pytest.raises(ConfigError, match=message):
             make()

@@ -223,7 +223,7 @@ def test_weights_that_are_not_finite_are_refused():
     name = "layers.0.attention.wq.weight"
     with pytest.raises(ConfigError) as caught:
         Run({"": "nvfp4"}, weights={name: torch.full((2 * D, D), torch.nan)}).write("nvfp4")
-    assert str(caught.value).startswith(f"--format = 'nvfp4': {name} has values that are not finite")
+    assert str(caught.value).startswith(f"--format = 'nvfp4': {name} is not finite; choose another --step")
 
 
 def test_gains_are_folded_as_training_folded_them():
@@ -254,7 +254,7 @@ def test_fold_gain_leaves_the_function_as_it_is_and_the_last_norm():
     torch.testing.assert_close(F.rms_norm(x, (D,), torch.ones(D), 1e-5) @ tensors[own].t(), plain)
     assert config == {} and torch.equal(tensors["model.norm.weight"], gain)
     assert torch.equal(tensors[f"{LAYER}input_layernorm.weight"], torch.ones(D))
-    with pytest.raises(ConfigError, match="--fold-gain does not go with --format = 'mxfp8'"):
+    with pytest.raises(ConfigError, match="--fold-gain does not fit --format = 'mxfp8'"):
         Run({"": "mxfp8"}).write("mxfp8", fold_gain=True)
 
 

@@ -95,7 +95,7 @@ BROKEN = {
     ),
     "a pickle": (
         lambda f: (empty(f), torch.save({}, f / "pytorch_model.bin")),
-        "there is neither model.safetensors nor model.safetensors.index.json; save the model as safetensors first",
+        "the folder has neither model.safetensors nor model.safetensors.index.json; save the model as safetens",
     ),
 }
 
@@ -114,9 +114,9 @@ def test_broken_folders_are_refused_in_one_line(case, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"a": None, "b": None}, f"2 of {len(SHAPES)} tensors missing, such as a"),
-        ({"extra": torch.zeros(1)}, "1 tensor(s) not part of this model, such as extra"),
-        ({"a": torch.zeros(10, 11)}, r"a has shape [10, 11], and [10, 10] by config.json"),
+        ({"a": None, "b": None}, f"2 of {len(SHAPES)} tensors are missing, such as a"),
+        ({"extra": torch.zeros(1)}, "1 tensor(s) are not part of this model, such as extra"),
+        ({"a": torch.zeros(10, 11)}, r"a has shape [10, 11], but config.json makes it [10, 10]"),
     ],
 )
 def test_tensors_of_another_model_are_refused(change, message, tmp_path):
@@ -186,7 +186,7 @@ def test_what_exists_is_refused_before_anything_is_done(make, tmp_path):
 
 
 def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
-    with pytest.raises(ConfigError, match="RUN_DIR = '.*out' was written by another process meanwhile"):
+    with pytest.raises(ConfigError, match="RUN_DIR = '.*out' was written by another process; choose"):
         with new_target(tmp_path / "out", "RUN_DIR"):
             folder_with_a_file(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and (tmp_path / "out" / "a").exists()

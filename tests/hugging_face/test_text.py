@@ -78,7 +78,7 @@ DAMAGE = {
     "vocabulary": (lambda folder: edit(folder / "config.json", vocab_size=321), "transformers cannot load it: "),
     "layers": (
         lambda folder: edit(folder / "config.json", num_hidden_layers=3),
-        "9 of the model's weights are missing, such as model.layers.2.input_layernorm.weight",
+        "9 weights are missing, such as model.layers.2.input_layernorm.weight",
     ),
     "pickle": (a_pickle, "transformers cannot load it: "),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "transformers cannot load it: "),
@@ -89,7 +89,7 @@ DAMAGE = {
             num_experts_per_tok=2,
             quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
         ),
-        "transformers cannot read experts in 'nvfp4-pack-quantized'; give the run, or an export with --format hf",
+        "transformers cannot read experts in 'nvfp4-pack-quantized'; name the run, or an export with --format hf",
     ),
 }
 
@@ -107,5 +107,7 @@ def test_a_model_that_cannot_be_used_is_refused_in_one_line(copy, case):
 def test_without_transformers_one_line_says_what_to_install(folder, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find_spec(name))
-    with pytest.raises(ConfigError, match=r'^transformers is not installed.*: pip install "mxtrain\[hf]"$'):
+    with pytest.raises(
+        ConfigError, match=r'^this command needs transformers, which is not installed; run: pip install "mxtrain\[hf]"$'
+    ):
         load(folder)

@@ -76,7 +76,7 @@ NUMBERS = [
     (lambda: set_rounding_step(1, microbatch=None), "microbatch = None is not an integer from 0 to"),
     (lambda: MXLinear(D, D).set_seed(True, "wq"), "seed = True is not an integer"),
     (lambda: MXLinear(D, D, recipe="nvfp4").set_seed(1, None), "fqn = None is not a string"),
-    (lambda: FusedRMSNorm(D, eps=True), "eps = True: expected a number, not negative"),
+    (lambda: FusedRMSNorm(D, eps=True), "eps = True is not a number of at least 0"),
 ]
 
 
@@ -87,15 +87,18 @@ def test_numbers():
 
 
 TENSORS = [
-    (lambda: MXLinear(D, D)(ones(4, 32)), "x (4, 32): expected a last dimension of 64"),
-    (lambda: MXNorm(D)(ones(4, 96)), "x (4, 96): expected a last dimension of 64"),
+    (lambda: MXLinear(D, D)(ones(4, 32)), "x has shape (4, 32); its last dimension must be 64"),
+    (lambda: MXNorm(D)(ones(4, 96)), "x has shape (4, 96); its last dimension must be 64"),
     (lambda: MXLinear(D, D, device="cpu")(ones(4, D, device="cpu").to("meta")), "device type 'meta' is not one of: "),
-    (lambda: MXLinear(D, D, device="meta")(ones(4, D, device="cpu")), "weight is on meta: expected cpu, where x is"),
-    (lambda: mxnorm_cast(ones(4, 48)), "x (4, 48): expected a last dimension that is a multiple of 32"),
-    (lambda: mxnorm_cast(ones(4, D, dtype=torch.float16)), "dtype torch.float16 of x (4, 64): expected bfloat16 or"),
-    (lambda: decompose_k_mm(ones(4, D), ones(D, 4), out_dtype="float32"), "out_dtype = float32 with operands of"),
+    (lambda: MXLinear(D, D, device="meta")(ones(4, D, device="cpu")), "weight is on meta; move it to cpu, where x is"),
+    (lambda: mxnorm_cast(ones(4, 48)), "x has shape (4, 48); its last dimension must be a multiple of 32"),
+    (lambda: mxnorm_cast(ones(4, D, dtype=torch.float16)), "x is torch.float16; it must be bfloat16 or float32"),
+    (
+        lambda: decompose_k_mm(ones(4, D), ones(D, 4), out_dtype="float32"),
+        "out_dtype = float32 does not fit operands of",
+    ),
     (lambda: decompose_k_mm(ones(4, D), ones(D, 4), epilogue=True), "epilogue = True is not one of: None, 'relu'"),
-    (lambda: DecomposeKRouter(D, 4)(ones(4, D, dtype=torch.bfloat16)), "dtypes torch.bfloat16 of a and torch.float32"),
+    (lambda: DecomposeKRouter(D, 4)(ones(4, D, dtype=torch.bfloat16)), "a is torch.bfloat16 and b is torch.float32"),
 ]
 
 
@@ -139,16 +142,18 @@ def test_dtypes_that_would_be_rounded_before_the_cast():
             for dtype in (torch.float16, torch.int32, torch.float8_e4m3fn):
                 x = ones(4, D, dtype=dtype)
                 for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
-                    with pytest.raises(ValueError, match=f"^x of {dtype}: expected bfloat16 or float32$"):
+                    with pytest.raises(ValueError, match=f"^x is {dtype}; it must be bfloat16 or float32$"):
                         call(x)
                     if dtype.is_floating_point:
-                        with pytest.raises(ValueError, match=f"^weight of {dtype}: expected bfloat16 or float32$"):
+                        with pytest.raises(ValueError, match=f"^weight is {dtype}; it must be bfloat16 or float32$"):
                             call.to(dtype)(ones(4, D))
 
 
 def test_float64_needs_gemms_in_float64():
     for recipe, mode in [("mxfp8", "reference"), ("unquantized", "emulated")]:
-        message = f"^x of torch.float64 with recipe '{recipe}' in mode '{mode}': expected .* float64 needs recipe 'unqu"
+        message = (
+            f"^x is torch.float64 with recipe '{recipe}' in mode '{mode}'; it must be .* float64 needs recipe 'unqu"
+        )
         for call in (MXLinear(D, D, recipe=recipe, mode=mode), MXNorm(D, recipe=recipe, mode=mode)):
             with pytest.raises(ValueError, match=message):
                 call.double()(ones(4, D, dtype=torch.float64))
@@ -163,7 +168,10 @@ def test_float64_needs_gemms_in_float64():
 @pytest.mark.parametrize("autocast", [False, True])
 def test_float64_does_not_mix_with_other_dtypes(autocast, of_x, of_weight):
     settings = dict(recipe="unquantized", mode="reference")
-    device, message = torch.get_default_device().type, f"^x of {of_x} and weight of {of_weight}: expected float64 for"
+    device, message = (
+        torch.get_default_device().type,
+        f"^x is {of_x} and weight is {of_weight}; both or none must be float64",
+    )
     linear, x = MXNormLinear(D, D, **settings).to(of_weight), ones(4, D, dtype=of_x)
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         for call in (MXLinear(D, D, **settings).to(of_weight), MXNorm(D, **settings).to(of_weight)):
@@ -176,5 +184,5 @@ def test_float64_does_not_mix_with_other_dtypes(autocast, of_x, of_weight):
 def test_autocast_to_float16():
     with torch.autocast(torch.get_default_device().type, dtype=torch.float16):
         for call in (MXLinear(D, D), nn.Sequential(MXNorm(D), MXNormLinear(D, D))):
-            with pytest.raises(ValueError, match="^x under autocast of torch.float16: expected bfloat16 or float32$"):
+            with pytest.raises(ValueError, match="^x under autocast is torch.float16; it must be bfloat16 or float32$"):
                 call(ones(4, D))

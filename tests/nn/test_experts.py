@@ -240,7 +240,7 @@ def test_experts_that_no_recipe_computes_are_refused(recipe, hidden, message):
 @pytest.mark.parametrize(
     ("x", "counts", "message"),
     [
-        (torch.zeros(4, D + 1), [4, 0], "expected a last dimension of 64"),
+        (torch.zeros(4, D + 1), [4, 0], "its last dimension must be 64"),
         (torch.zeros(2, 2, D), [4, 0], "(2, 2, 64)"),
         (torch.zeros(4, D), [4], "(1,)"),
         (torch.zeros(4, D, dtype=torch.float16), [4, 0], "float16"),

@@ -62,7 +62,7 @@ def test_fsdp_must_not_cast_between_norm_and_linears(mesh):
         fully_shard(layer.attention, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, **settings))
         return fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
 
-    with pytest.raises(ConfigError, match="was cast to torch.bfloat16 before its linears: set cast_forward_inputs=Fal"):
+    with pytest.raises(ConfigError, match="was cast to torch.bfloat16 before its linears; set cast_forward_inputs=Fal"):
         gradients(sharded())
     whole = fully_shard(converted(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     for got, want in zip(gradients(sharded(cast_forward_inputs=False)), gradients(whole), strict=True):

@@ -188,18 +188,18 @@ def check_local_features(mesh):
 
 def check_mixed_is_refused(mesh):
     x = draw(6, D, seed=0)
-    with pytest.raises(TypeError, match="Tensor, DTensor: all or none as DTensor"):
+    with pytest.raises(TypeError, match="Tensor, DTensor; make all or none a DTensor"):
         rms_norm(x, distribute_tensor(draw(D, seed=1), mesh, [Replicate()]), EPS)
-    gate, expected = distribute_module(gate_of(), mesh), "expected all plain, or replicated parameters with a plain or"
+    gate, expected = distribute_module(gate_of(), mesh), "all must be plain, or the parameters replicated and x plain"
     with pytest.raises(ValueError, match=rf"Shard\(dim=0\).*{expected}"):
         gate(distribute_tensor(x, mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=rf"Replicate\(\),\), a plain tensor: {expected}"):
+    with pytest.raises(ValueError, match=rf"Replicate\(\),\), a plain tensor; {expected}"):
         gate_of()(distribute_tensor(x, mesh, [Replicate()]))
 
 
 def check_pytorchs_tensor_parallelism(mesh):
     for style in (ColwiseParallel(), RowwiseParallel()):
-        with pytest.raises(ConfigError, match="a quantized layer got a DTensor: PyTorch's tensor parallelism"):
+        with pytest.raises(ConfigError, match="a quantized layer got a DTensor, and PyTorch's tensor parallelism"):
             parallelize_module(mx_linear(2 * D, 2 * D, "mxfp8"), mesh, style)(draw(6, 2 * D, seed=0))
     linear, x = mx_linear(2 * D, 2 * D, "unquantized"), draw(6, 2 * D, seed=0)
     expected = linear(x)

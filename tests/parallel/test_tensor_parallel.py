@@ -127,7 +127,7 @@ def test_a_bias_that_every_process_would_add_is_refused():
     biased = MXLinear(64, 64, device="meta")
     check_part("wq", biased, True, 2)
     message = (
-        "tensor_parallel_degree = 2 splits wo by input features, and every process would add its bias: allowed is 1,"
+        "tensor_parallel_degree = 2 splits wo by input features, and every process would add its bias; set it to 1,"
     )
     with pytest.raises(ConfigError, match=message):
         check_part("wo", biased, False, 2)

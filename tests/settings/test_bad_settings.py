@@ -43,10 +43,11 @@ UNKNOWN = {
     "trainig.steps=5": "training.steps",
     "checkpoint.not-enable": "checkpoint.enable",
     "training.no-steps": "training.steps",
+    "mxnrm.filter_fqns=wo": "mxnorm.filter_fqns",
 }
 # Flags -> facts in the message, between bars; it begins with the first one
 FLAGS = {
-    "training.steps=5": "'training.steps=5' | --section.name value",
+    "training.steps=5": "'training.steps=5' | --section.name VALUE",
     "--training.steps 5 --training.seq_len": "training.seq_len needs a value",
     "--training.steps 5 6": "training.steps | one value | 5 6",
     "--model.converters mxnorm fused_norm": "model.converters | mxnorm,fused_norm",
@@ -71,7 +72,7 @@ FLAGS = {
     "--fused_rmsnorm.filter_fqns=norm": "fused_rmsnorm.filter_fqns no longer exists: | [fused_norm]",
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": "model.converters = ['mxnorm', 'mxnorm'] | twice",
-    "--model.converters=mxnorm,mx_linear": "model.converters = | choose one of ['mxnorm', 'mx_linear']",
+    "--model.converters=mxnorm,mx_linear": "model.converters = | has 'mxnorm' and 'mx_linear'",
     "--model.converters=mxnorm,quantize.linear.mx": "model.converters = | 'mxnorm' and 'quantize.linear.mx'",
     "--model.converters=decompose_k_router,quantize.linear.mx": "model.converters = | linear.mx.filter_fqns",
     "--validation.enable --training.seq_len=50 --validation.seq_len=64": "validation.seq_len = 64 | seq_len = 50",
@@ -91,7 +92,7 @@ FLAGS = {
 }
 # Mistakes that show with the names that are registered, the model, the text or the machine -> facts
 LATER = {
-    "--mxnorm.filter_fqns=layers.99": "mxnorm.filter_fqns: 'layers.99' matches no module | tok_embeddings",
+    "--mxnorm.filter_fqns=layers.99": "mxnorm.filter_fqns: 'layers.99' matches no module | layers.0 ... layers.5",
     "--mxnorm.diagnostics.every=1 --mxnorm.diagnostics.fqns=layers.99": "mxnorm.diagnostics.fqns = ['layers.99']",
     "--model_args.hidden_dim=600": "layers.0.feed_forward.w1: out_features = 600 | 32 | filter_fqns",
     "--parallelism.tensor_parallel_degree=2": "parallelism.tensor_parallel_degree = 2  | 1 process | tensor 2",
@@ -108,6 +109,9 @@ TABLES = [
     ({"training": {"steps": {"n": 3}}}, ["training.steps = {'n': 3}", "integer"], None),
     ({"job": {"dump_folder": "a\0b"}}, [r"job.dump_folder = 'a\x00b'"], None),
     ({"steps": 3}, ["steps is not a setting", "training.steps"], 1),
+    ({"mxnrm": {"p": 1}}, ["mxnrm is not a table of settings; did you mean [mxnorm]?"], 1),
+    ({"mxnorm": {"recips": {"wo": "bf16"}}}, ["mxnorm.recips is not a table", "did you mean [mxnorm.recipes]?"], 1),
+    ({"mine": {"p": 1}}, ["mine is not a table of settings; tables of your own need job.custom_config_module"], 1),
     ({"extends": "nowhere.toml"}, ["config 'nowhere.toml'"], None),
 ]
 HUGE = "x" * 1_000_000
@@ -158,7 +162,7 @@ def test_names_that_do_not_exist():
     for flag, closest in UNKNOWN.items():
         message = message_of(f"--{flag}")
         assert message.startswith(f"{flag.partition('=')[0].replace('-', '_')} is not a setting"), message
-        assert message.endswith(f" {closest}"), message
+        assert message.endswith(f"; did you mean {closest}?"), message
 
 
 def test_flags():

@@ -60,7 +60,11 @@ NEED_A_GPU = [
     ("--training.gc_debug", 1, ["training.gc_debug = True", "GPU"]),
 ]  # fmt: skip
 if Version(torch.__version__) < Version("2.14"):
-    WRONG_LOSS = f"{TP}=2 --compile.enable", 2, ["compile.components = ['model', 'loss']", "wrong loss", "['model']"]
+    WRONG_LOSS = (
+        f"{TP}=2 --compile.enable",
+        2,
+        ["compile.components = ['model', 'loss']", "compiles wrongly", "['model']"],
+    )
     NEED_A_GPU.append(WRONG_LOSS)
 
 

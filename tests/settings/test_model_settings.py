@@ -24,7 +24,7 @@ def test_every_setting_belongs_to_a_model():
         ("llama3 debugmodel", "dim=48", "dim = 48 does not fit: a head has dim / n_heads = 3 features, and"),
         ("llama3 debugmodel", "rope_low_freq_factor=5", "rope_low_freq_factor = 5.0 does not fit: rope_lo"),
         ("qwen3 debugmodel", "head_dim=63", "head_dim = 63 is odd, and rotation needs an even number"),
-        ("qwen3 debugmodel", "top_k=2", "top_k = 2 has no effect: model.flavor = 'debugmodel' has no expert"),
+        ("qwen3 debugmodel", "top_k=2", "top_k = 2 has no effect, because model.flavor = 'debugmodel' has no exp"),
         ("qwen3 debugmodel_moe_16", "hidden_dim=512", "hidden_dim = 512 has no effect: all layers of model.flavor"),
         ("deepseek_v3 debugmodel", "n_layers=1 n_dense_layers=2", "n_dense_layers = 2 does not"),
         ("deepseek_v3 debugmodel", "top_k=9", "top_k = 9 does not fit: top_k = 9 is more than num_experts = 8"),

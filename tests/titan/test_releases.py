@@ -13,5 +13,5 @@ def test_every_version_that_runs_has_a_release():
 
 @pytest.mark.parametrize("version", ["0.2.1", "0.3.0.dev1", "0.4.0", "0.4.0.dev20261101", "1.0"])
 def test_another_version_is_refused(version):
-    with pytest.raises(ConfigError, match=f"^torchtitan = '{version}' is not a .*: allowed are 0.2.2 and 0.3$"):
+    with pytest.raises(ConfigError, match=f"^torchtitan = '{version}' is not a .*; install 0.2.2 or 0.3$"):
         release_of(version)

@@ -95,7 +95,7 @@ def compare(*flags: str) -> None:
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--mxnorm.p=1"], "^mxnorm.p = 1, but 2 on rank 0: start all nodes with the same config and flags$"),
+        (["--mxnorm.p=1"], "^mxnorm.p = 1, but 2 on rank 0; start all nodes with the same config and flags$"),
         (["--parallelism.tensor_parallel_degree=2"], "tensor_parallel_degree = 2, but 1 on rank 0"),
         (["--training.local_batch_size=4"], "training.global_batch_size = 8, but 4 on rank 0"),
         (["--training.seq_len=64", "--debug.seed=1"], "^training.seq_len = 64, .*; these differ, too: debug.seed"),
@@ -205,9 +205,9 @@ def require_refusal(begin, run: Path, message: str) -> None:
 @pytest.mark.parametrize(
     "seen, message",
     [
-        ("step-3", "node b from step-3, .* all nodes must see the same"),
+        ("step-3", "node b from step-3; all nodes must see the same"),
         ("no checkpoint", "node b from no checkpoint"),
-        ("step-6", "node b from step-6, or from another with this name"),
+        ("step-6", "node b from step-6; all nodes must"),
     ],
 )
 def test_nodes_that_see_other_checkpoints_are_refused(tmp_path, begin, second_node, seen, message):
@@ -223,7 +223,7 @@ def test_nodes_with_folders_of_their_own_are_refused(tmp_path, begin, second_nod
     """Each would save its own part of every checkpoint."""
     with locked(tmp_path):
         second_node(lambda mine: mine | {"lock": owner} if "lock" in mine else mine)
-        require_refusal(begin, tmp_path, "no checkpoint and node b from no checkpoint, .* or in another folder: all")
+        require_refusal(begin, tmp_path, "no checkpoint and node b from no checkpoint; all")
         second_node(lambda mine: mine)
         assert begin().step == 0
 

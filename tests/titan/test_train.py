@@ -167,7 +167,7 @@ def test_only_settings_that_differ_from_the_defaults_are_written():
 
 def test_the_module_is_for_torchrun(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.raises(ConfigError, match="-m mxtrain.train is for torchrun"):
+    with pytest.raises(ConfigError, match="-m mxtrain.train needs torchrun"):
         train(["--job.config_file=llama3_debug"], verbose=False)
 
 

@@ -23,24 +23,24 @@ def check_operands(
 ) -> None:
     """Raise ValueError unless ``mxtrain.decompose_k_mm`` supports these arguments."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} do not go together: expected [M, K] and [K, N]")
+        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} do not fit; they must be [M, K] and [K, N]")
     if a.dtype not in DTYPES or b.dtype != a.dtype:
         raise ValueError(
-            f"dtypes {a.dtype} of a and {b.dtype} of b: expected the same, one of bfloat16, float16, float32 or float64"
+            f"a is {a.dtype} and b is {b.dtype}; both must be the same: bfloat16, float16, float32 or float64"
         )
     others = {"b": b} if bias is None else {"b": b, "bias": bias}
     for name, other in others.items():
         if other.device != a.device:
-            raise ValueError(f"{name} is on {other.device}: expected {a.device}, where a is")
+            raise ValueError(f"{name} is on {other.device}; move it to {a.device}, where a is")
     if bias is not None and (bias.shape != b.shape[1:] or bias.dtype not in (a.dtype, torch.float32)):
         raise ValueError(
-            f"bias {tuple(bias.shape)} of {bias.dtype} does not go with b {tuple(b.shape)}: "
-            f"expected ({b.shape[1]},) of {a.dtype} or float32"
+            f"bias {tuple(bias.shape)} of {bias.dtype} does not fit b {tuple(b.shape)}; "
+            f"it must be ({b.shape[1]},) of {a.dtype} or float32"
         )
     if epilogue not in reference.EPILOGUES:
         raise ValueError(f"epilogue = {epilogue!r} is not one of: {', '.join(map(repr, reference.EPILOGUES))}")
     if out_dtype not in (None, a.dtype, torch.float32):
-        raise ValueError(f"out_dtype = {out_dtype} with operands of {a.dtype}: expected float32 or theirs")
+        raise ValueError(f"out_dtype = {out_dtype} does not fit operands of {a.dtype}; it must be float32 or theirs")
 
 
 def _run(

@@ -157,8 +157,8 @@ def _check_replicated(x: torch.Tensor, parameters: list[torch.Tensor]) -> None:
     if not all(isinstance(t, DTensor) and all(p.is_replicate() for p in t.placements) for t in given):
         placements = ", ".join(str(getattr(tensor, "placements", "a plain tensor")) for tensor in (x, *parameters))
         raise ValueError(
-            f"x and parameters of a DecomposeKRouter are {placements}: expected all plain, or replicated parameters "
-            "with a plain or replicated x"
+            f"x and parameters of a DecomposeKRouter are {placements}; all must be plain, or the parameters "
+            "replicated and x plain or replicated"
         )
 
 

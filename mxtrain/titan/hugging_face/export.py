@@ -10,7 +10,7 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from mxtrain.checkpoints.folder import MANIFEST_FILE, package_versions
-from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER, no_run
 from mxtrain.config import dump_config
 from mxtrain.conversion.schedule import set_step
 from mxtrain.errors import ConfigError, require_one_of
@@ -109,9 +109,7 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     """
     config = folder / CONFIG_FILE
     if not os.path.isfile(config):  # False for a name that is too long, too
-        raise ConfigError(
-            f"RUN = {str(folder)!r} is no run: {CONFIG_FILE} is missing; give a run's folder, such as outputs/NAME"
-        )
+        raise ConfigError(f"RUN = {str(folder)!r} {no_run(folder)}")
     own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"], trains=False)
     checkpoint, manifest = find_checkpoint(folder, own["checkpoint.folder"], step)
     # The checkpoint's settings: the run may have resumed with others since, and this version may have other defaults.

@@ -58,10 +58,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
         weights = ImportedWeights(saved, parameters(model))
         tokens = load_tokenizer(source).size
         if tokens > shape.vocab_size:
-            raise ConfigError(
-                f"{where}: its tokenizer has {tokens:,} tokens, more than vocab_size = {shape.vocab_size:,} in "
-                "config.json"
-            )
+            raise ConfigError(f"{where}: the tokenizer has {tokens:,} tokens, but vocab_size is {shape.vocab_size:,}")
         own = {"model.name": model.name, "model.flavor": flavor}
         own |= {f"{SECTION}.{name}": value for name, value in model_args.items()}
         own["data.vocab_size"] = shape.vocab_size
@@ -81,8 +78,8 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
             raise ConfigError(f"{where}: {error}; give --config FILE with other model.converters") from error
         if job_config.training.seq_len <= longer_than:
             raise ConfigError(
-                f"{where}: training.seq_len = {job_config.training.seq_len}: TorchTitan scales the rotation as "
-                f"config.json says only in sequences longer than {longer_than}"
+                f"{where}: training.seq_len = {job_config.training.seq_len} is too short for TorchTitan to scale the "
+                f"rotation as config.json says; allowed is more than {longer_than}"
             )
         facts = {"settings": settings, "versions": package_versions(), "tokenizer_sha256": tokenizer_hash(tokenizer)}
         save_weights(folder / SEED, weights, weights.shapes, **facts)

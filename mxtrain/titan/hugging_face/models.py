@@ -42,8 +42,7 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
     flavor, settings, model, misfits = min(found, key=lambda candidate: (len(candidate[3]), len(candidate[1])))
     for field, value, other in misfits:
         raise ConfigError(
-            f"{where}: {field} = {value!r} in {CONFIG_FILE} does not fit TorchTitan's {model.name}, which would have "
-            f"{other!r}"
+            f"{where}: {field} = {value!r} in {CONFIG_FILE} must be {other!r} for TorchTitan's {model.name}"
         )
     for _, problem in wrong_sizes(model.name, model.sizes):
         raise ConfigError(f"{where}: {CONFIG_FILE} {problem}")

@@ -166,8 +166,8 @@ def sizes_of(job) -> dict[str, object]:
         args.vocab_size = size or args.vocab_size
     elif size not in (0, args.vocab_size):
         raise ConfigError(
-            f"data.vocab_size = {size} is not the {args.vocab_size} of model.name = {name!r}, which takes no other: "
-            "allowed is 0; with_mxtrain from mxtrain.titan lets a model of your own take any size"
+            f"data.vocab_size = {size} must be 0 or {args.vocab_size}, the size of model.name = {name!r}; with_mxtrain "
+            "from mxtrain.titan lets a model of your own take any size"
         )
     return {**sizes_in(name, args), "seq_len": job.training.seq_len}
 

@@ -87,7 +87,7 @@ def check_layout(parallel_dims) -> None:
     for kind, name in kinds.items() if not isinstance(parallel_dims, Layout) else ():
         if (degree := getattr(parallel_dims, name)) > 1:
             raise ConfigError(
-                f"parallelism.{kind}_degree = {degree} needs mxtrain's trainer: train with -m mxtrain.train"
+                f"parallelism.{kind}_degree = {degree} needs mxtrain's trainer; train with -m mxtrain.train"
             )
 
 

@@ -134,7 +134,7 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
     active_settings(job_config)
     require_plain_recipes(job_config)
     if every := job_config.mxnorm.diagnostics.every:
-        raise ConfigError(f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer: allowed is 0")
+        raise ConfigError(f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer; set it to 0")
     theirs, spec = spec.parallelize_fn, with_converters(replace(spec), job_config)
 
     def with_given_configs(model: nn.Module, *, training, parallelism, ac_config, **others) -> nn.Module:

@@ -150,9 +150,9 @@ ZEROS = {"a": (4, 8), "b": (8, 3), "bias": (3,)}
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"a": (8,)}, r"a \(8,\) and b \(8, 3\) do not go together: expected \[M, K\] and \[K, N\]"),
-        ({"b": (3, 8)}, r"a \(4, 8\) and b \(3, 8\) do not go"),
-        ({"bias": (4,)}, r"bias \(4,\) of torch.float32 does not go with b \(8, 3\): expected \(3,\)"),
+        ({"a": (8,)}, r"a \(8,\) and b \(8, 3\) do not fit; they must be \[M, K\] and \[K, N\]"),
+        ({"b": (3, 8)}, r"a \(4, 8\) and b \(3, 8\) do not fit"),
+        ({"bias": (4,)}, r"bias \(4,\) of torch.float32 does not fit b \(8, 3\); it must be \(3,\)"),
     ],
 )
 def test_shapes_that_do_not_go_together(shapes, message):
@@ -167,11 +167,11 @@ def test_shapes_that_do_not_go_together(shapes, message):
         (
             (torch.int32, torch.int32, None),
             None,
-            "dtypes torch.int32 of a and torch.int32 of b: expected the same, one of",
+            "a is torch.int32 and b is torch.int32; both must be the same: bfloat16",
         ),
-        ((torch.bfloat16, torch.float32, None), None, "dtypes torch.bfloat16 of a and torch.float32 of b"),
-        ((torch.bfloat16, torch.bfloat16, torch.float16), None, "bias .* of torch.float16 does not go"),
-        ((torch.bfloat16, torch.bfloat16, None), torch.float16, "out_dtype = torch.float16 with operands of torch.bfl"),
+        ((torch.bfloat16, torch.float32, None), None, "a is torch.bfloat16 and b is torch.float32"),
+        ((torch.bfloat16, torch.bfloat16, torch.float16), None, "bias .* of torch.float16 does not fit"),
+        ((torch.bfloat16, torch.bfloat16, None), torch.float16, "out_dtype = torch.float16 does not fit operands of"),
     ],
 )
 def test_dtypes_that_do_not_go_together(dtypes, out_dtype, message):
@@ -186,7 +186,7 @@ def test_an_unknown_epilogue_and_another_device():
     a, b = operands(4, 8, 3)
     with pytest.raises(ValueError, match="epilogue = 'gelu' is not one of: None, 'relu', 'sigmoid', 'softmax'"):
         check_operands(a, b, None, "gelu", None)
-    with pytest.raises(ValueError, match="^bias is on meta: expected .*, where a is"):
+    with pytest.raises(ValueError, match="^bias is on meta; move it to .*, where a is"):
         check_operands(a, b, torch.zeros(3, device="meta"), None, None)
-    with pytest.raises(ValueError, match="^b is on meta: expected"):
+    with pytest.raises(ValueError, match="^b is on meta; move it to"):
         check_operands(a, b.to("meta"), None, None, None)

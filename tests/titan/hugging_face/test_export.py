@@ -158,7 +158,7 @@ def test_an_export_cuts_text_as_training_did(kind, run, runs, tmp_path):
 
 def test_other_tokens_than_in_training_are_refused(own, tmp_path, monkeypatch):
     monkeypatch.setattr(export_files, "PLAIN_CLASSES", ["Qwen2Tokenizer"])
-    with pytest.raises(ConfigError, match="^RUN = '.*/run': transformers cuts a sample into other tokens than"):
+    with pytest.raises(ConfigError, match="^RUN = '.*/run': transformers splits a sample into other tokens than"):
         export(own, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -231,9 +231,13 @@ def flip(file):
 DAMAGED = "RUN: the checkpoint {run}/checkpoint/step-3 cannot be used: "
 NOT_WHOLE = "RUN = '{run}' has no whole checkpoint in {run}/checkpoint"
 BAD = {
-    "no folder": (shutil.rmtree, {}, "RUN = '{run}' is no run: config.toml is missing"),
+    "no folder": (shutil.rmtree, {}, "RUN = '{run}' does not exist; "),
     "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoint"), {}, NOT_WHOLE),
-    "another step": (lambda run: None, {"step": 4}, "--step = 4 is not among the steps in {run}/checkpoint: 3"),
+    "another step": (
+        lambda run: None,
+        {"step": 4},
+        "--step = 4 is not among the steps in {run}/checkpoint; choose one of 3",
+    ),
     "softmax": (
         of_model("deepseek_v3", "debugmodel"),
         {},
@@ -244,11 +248,15 @@ BAD = {
         {"format": "gguf"},
         "--format = 'gguf' is not one of: 'hf', 'mxfp8', 'nvfp4', 'mx",
     ),
-    "no such format": (lambda run: None, {"format": "nvfp4"}, "--format = 'nvfp4': fprop casts no weight of this run"),
+    "no such format": (
+        lambda run: None,
+        {"format": "nvfp4"},
+        "--format = 'nvfp4': fprop casts no weight to",
+    ),
     "wrong shape": (
         with_weights(lambda weights: weights.update({"norm.weight": torch.ones(65)})),
         {},
-        f"{DAMAGED}norm.weight has shape [65], and [64] by",
+        f"{DAMAGED}norm.weight has shape [65], but its settings make it [64]",
     ),
     "damaged list": (
         lambda run: (run / "checkpoint" / "step-3" / ".metadata").write_bytes(b"nothing"),

@@ -424,7 +424,7 @@ def test_a_scaled_rotation_needs_long_sequences(models, tmp_path):
     import_model(source, tmp_path / "run")
     assert tomli.loads((tmp_path / "run" / "config.toml").read_text())["training"]["seq_len"] == 2 * 4096
     (tmp_path / "mine.toml").write_text("[training]\nseq_len = 4096\n")
-    with pytest.raises(ConfigError, match="training.seq_len = 4096: .* only in sequences longer than 4096$"):
+    with pytest.raises(ConfigError, match="training.seq_len = 4096 is too short .*; allowed is more than 4096$"):
         import_model(source, tmp_path / "short", tmp_path / "mine.toml")
 
 
@@ -474,34 +474,34 @@ def larger_tokenizer(source):
 
 
 BAD = {
-    "no model": (lambda source: (source / "config.json").unlink(), "config.json is missing; give the folder of a Hug"),
-    "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not supported"),
+    "no model": (lambda source: (source / "config.json").unlink(), "config.json is missing; name the folder of a Hug"),
+    "architecture": (edit_config(model_type="gemma"), "model_type = 'gemma' in config.json is not one of"),
     "shape": (
         edit_config(hidden_size=96, head_dim=None),
-        "lm_head.weight has shape [320, 256], and [320, 96] by",
+        "lm_head.weight has shape [320, 256], but config.json makes it [320, 96]",
     ),
     "head_dim": (
         edit_sizes(64, head_dim=64),
-        "head_dim = 64 in config.json does not fit TorchTitan's llama3, which would have 32",
+        "head_dim = 64 in config.json must be 32 for TorchTitan's llama3",
     ),
-    "layers": (edit_config(num_hidden_layers=7), "9 of 66 tensors missing, such as model.layers.6."),
+    "layers": (edit_config(num_hidden_layers=7), "9 of 66 tensors are missing, such as model.layers.6."),
     "features": (
         edit_config(intermediate_size=800),
-        "model.layers.0.mlp.down_proj.weight has shape [256, 768], and [256, 800] by config.json",
+        "model.layers.0.mlp.down_proj.weight has shape [256, 768], but config.json makes it [256, 800]",
     ),
     "NaN": (edit_weight("model.layers.0.mlp.up_proj.weight", float("nan")), "model.layers.0.mlp.up_proj.weight has va"),
     "heads": (
         edit_config(num_key_value_heads=3),
         "config.json does not fit: n_heads = 16 is no multiple of n_kv_heads = 3",
     ),
-    "tokenizer": (larger_tokenizer, "its tokenizer has 321 tokens, more than vocab_size = 320 in config.json"),
+    "tokenizer": (larger_tokenizer, "the tokenizer has 321 tokens, but vocab_size is 320"),
     "unexpected": (
         edit_tensors(lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(256)})),
-        "1 tensor(s) not part of this model, such as model.layers.0.self_attn.q_proj.bias",
+        "1 tensor(s) are not part of this model, such as model.layers.0.self_attn.q_proj.bias",
     ),
     "pickle": (
         only_a_pickle,
-        "there is neither model.safetensors nor model.safetensors.index.json; save the model as",
+        "the folder has neither model.safetensors nor model.safetensors.index.json; save the model as",
     ),
 }
 
@@ -522,11 +522,11 @@ def test_bad_models_are_refused_in_one_line_and_nothing_is_written(case, models,
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('[model]\nname = "qwen3"\n', "model.name = 'qwen3' in {file} is not the model's: 'llama3'"),
-        ('[model]\nflavor = "8B"\n', "model.flavor = '8B' in {file} is not the model's: 'debugmodel'"),
-        ("[data]\nvocab_size = 2048\n", "data.vocab_size = 2048 in {file} is not the model's: 320"),
-        ("[model_args]\nrope_factor = 4.0\n", "model_args.rope_factor = 4.0 in {file} is not the model's: 'unset'"),
-        ("[model_args]\ndim = 64\n", "model_args.dim = 64 in {file} is not the model's: 'unset'"),
+        ('[model]\nname = "qwen3"\n', "model.name = 'qwen3' in {file} must be 'llama3', as in the model"),
+        ('[model]\nflavor = "8B"\n', "model.flavor = '8B' in {file} must be 'debugmodel', as in"),
+        ("[data]\nvocab_size = 2048\n", "data.vocab_size = 2048 in {file} must be 320, as in the model"),
+        ("[model_args]\nrope_factor = 4.0\n", "model_args.rope_factor = 4.0 in {file} must be unset, as in the model"),
+        ("[model_args]\ndim = 64\n", "model_args.dim = 64 in {file} must be unset, as in the model"),
         ("[training]\nsteps = 0\n", "training.steps = 0 "),
         (None, "config '{file}' does not exist"),
     ],

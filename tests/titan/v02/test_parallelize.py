@@ -52,7 +52,7 @@ def job(converters, **degrees):
 )
 def test_other_layouts_than_fsdp_need_mxtrains_trainer(kind, name):
     check_layout(dims(2, **{name: 2}))
-    with pytest.raises(ConfigError, match=f"{kind}_degree = 2 needs mxtrain's trainer: train with -m mxtrain.train"):
+    with pytest.raises(ConfigError, match=f"{kind}_degree = 2 needs mxtrain's trainer; train with -m mxtrain.train"):
         check_layout(dims(2, ParallelDims, **{name: 2}))
 
 

@@ -69,7 +69,7 @@ def test_values_arrive():
         ("--parallelism.expert_tensor_parallel_degree=2", "expert_parallel_degree"),
         ("--parallelism.disable_loss_parallel", "always parallel"),
         ("--fault_tolerance.enable", "torchft has a trainer of its own"),
-        ("--activation_checkpoint.selective_ac_option=3", "allowed is 'op'"),
+        ("--activation_checkpoint.selective_ac_option=3", "set it to 'op'"),
     ],
 )
 def test_what_03_does_not_have_is_refused_by_name(flag, instead):
