@@ -1,5 +1,6 @@
 """What tests of layers share: inputs, a norm with its linears, gradients, and two processes to shard over."""
 
+import os
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -108,8 +109,19 @@ def in_two_processes(check: Callable, device: str) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # A forked process has imported everything, but cannot use a GPU that this one has used.
-    method = "spawn" if torch.cuda.is_available() else "fork"
+    method = "fork" if not torch.cuda.is_available() and _forks_have_autograd() else "spawn"
     torch.multiprocessing.start_processes(_process, (check, port), nprocs=2, start_method=method)
+
+
+def _forks_have_autograd() -> bool:
+    """PyTorch refuses backward passes in forks of a process whose engine has threads, as after some trainings."""
+    if (child := os.fork()) == 0:
+        try:
+            torch.ones((), requires_grad=True).backward()
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def _process(rank: int, check: Callable, port: int) -> None:
