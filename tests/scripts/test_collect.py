@@ -56,9 +56,9 @@ def test_the_committed_tables_are_read_whole_and_their_pictures_are_up_to_date(t
     collect.append_results(tmp_path / "again.csv", results)
     assert table.read_text() == (tmp_path / "again.csv").read_text()
     pictures = [path.read_text() for path in sorted((EVIDENCE / table.stem).glob("differences*.svg"))]
-    baseline = re.search("minus that of (.*?): ", pictures[0])[1]
+    baseline = re.search("minus that of (.*?):<", pictures[0])[1]
     drawn = [differences_svg(group) for group in compare(results, baseline)]
-    numbers = [re.findall(r"[-+]\d\.\d{4} .*?pairs?\)", picture) for picture in (*pictures, *drawn)]
+    numbers = [re.findall(r">\[?[-+]\d\.\d{4}.*?<", picture) for picture in (*pictures, *drawn)]
     again = "draw them again with the command in scripts/evidence/README.md"
     assert numbers[0] and numbers[: len(drawn)] == numbers[len(pictures) :], again
 
