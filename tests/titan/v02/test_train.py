@@ -46,5 +46,5 @@ def test_a_recorded_config_runs_again_under_torchtitan_alone(command_run, tmp_pa
     assert process.returncode == 0, process.stderr[-4000:]
     again = [row["loss"] for row in load_run(tmp_path / "again").training]
     assert again == [row["loss"] for row in load_run(command_run.folder).training]
-    assert "root - INFO - mxnorm mxfp8 p=2, mode reference: " in process.stdout  # no terminal of ours: TorchTitan's logger
+    assert "root - INFO - mxnorm mxfp8 p=2, mode reference: " in process.stdout  # TorchTitan's logger
     assert not (tmp_path / "again" / "conversion.txt").exists()
