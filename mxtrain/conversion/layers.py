@@ -224,7 +224,7 @@ class NormFacts:
 
     Attributes:
         kind: PyTorch's class; the other attributes are its arguments.
-        recognised: class of the module, and how it was recognized, in words.
+        recognized: class of the module, and how it was recognized, in words.
         add_unit_offset: whether the gain is 1 + weight.
         differs: how the module differs from PyTorch's norm, in words; "" for no difference.
         group_size: size of the groups of features in a norm of x silu(gate); None for other norms.
@@ -235,7 +235,7 @@ class NormFacts:
     eps: float | None
     elementwise_affine: bool = True
     bias: bool = False
-    recognised: str = ""
+    recognized: str = ""
     add_unit_offset: bool = False
     differs: str = ""
     group_size: int | None = None
@@ -310,8 +310,8 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
             differs = "" if use in (_WEIGHT, _OFFSET) else "multiplies by its weight before it normalizes"
             if use == _OFFSET and not _adds_in_fp32(module, eps):
                 differs = "rounds 1 + weight to the dtype of its weight"
-            recognised = f"{name} by results and gradients{' (gain 1 + weight)' if use == _OFFSET else ''}"
-            return NormFacts(kind, shape, eps, True, has_bias, recognised, use == _OFFSET, differs)
+            recognized = f"{name} by results and gradients{' (gain 1 + weight)' if use == _OFFSET else ''}"
+            return NormFacts(kind, shape, eps, True, has_bias, recognized, use == _OFFSET, differs)
     if parameters.keys() == {"weight"} and is_bare and len(signature(module.forward).parameters) == 2:
         return _gated_norm_facts(module)
     return None
@@ -329,9 +329,9 @@ def _gated_norm_facts(module: nn.Module) -> NormFacts | None:
     if (found := _computed_by(module, forms)) is None:
         return None
     eps, (size, gates_first) = found
-    recognised = f"{type(module).__name__} by results and gradients (with a gate)"
+    recognized = f"{type(module).__name__} by results and gradients (with a gate)"
     differs = "" if gates_first else "multiplies by a gate after it normalizes"
-    return NormFacts(nn.RMSNorm, (dim,), eps, True, recognised=recognised, differs=differs, group_size=size)
+    return NormFacts(nn.RMSNorm, (dim,), eps, True, recognized=recognized, differs=differs, group_size=size)
 
 
 def _gated_norm(size: int, gates_first: bool, x, gate, weight, eps: float) -> torch.Tensor:

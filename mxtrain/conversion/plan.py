@@ -280,7 +280,7 @@ class Plan:
 
         Layers with the same text share a line. Modules in high precision have their share of the multiplications.
         """
-        kinds = Counter(swap.norm.recognised for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
+        kinds = Counter(swap.norm.recognized for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
         lines = [f"  {note}" for note in self.notes]
         if kinds:
             lines.append(f"  norms recognized: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")

@@ -195,7 +195,7 @@ def kernel_class(name: str, ours: Iterable[str]) -> str:
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def summarise_kernels(kernels: Iterable[tuple[str, float]], steps: int, ours: Iterable[str], top: int = 40) -> dict:
+def summarize_kernels(kernels: Iterable[tuple[str, float]], steps: int, ours: Iterable[str], top: int = 40) -> dict:
     """Sum device time by kernel and by class.
 
     Args:

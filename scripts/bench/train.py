@@ -264,7 +264,7 @@ def profile(trainer: Trainer) -> dict:
         for _ in range(PROFILED_STEPS):
             trainer.step()
         torch.cuda.synchronize()
-    return benchmarking.summarise_kernels(
+    return benchmarking.summarize_kernels(
         benchmarking.device_kernels(profiler), PROFILED_STEPS, benchmarking.triton_kernel_names(["mxtrain"])
     )
 

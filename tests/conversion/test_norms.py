@@ -203,7 +203,7 @@ def test_a_models_own_rms_norm_is_found_with_its_eps():
     for eps in (1e-8, 1e-6, 1e-5, 1e-3):
         own = OwnRMSNorm(eps=eps).eval()
         found = norm_facts(own)
-        assert found == NormFacts(RMS, (64,), eps, recognised="OwnRMSNorm by results and gradients")
+        assert found == NormFacts(RMS, (64,), eps, recognized="OwnRMSNorm by results and gradients")
     norm = found.as_norm(own)
     assert type(norm) is RMS and norm.eps == eps and norm.weight is own.weight and not norm.training
     assert (own.weight == 3).all()
@@ -233,8 +233,8 @@ def test_what_a_norm_is_called_does_not_count():
 def test_gains_of_one_plus_weight_are_found_and_kept():
     own = OffsetRMSNorm(eps=1e-3).eval()
     found = norm_facts(own)
-    recognised = "OffsetRMSNorm by results and gradients (gain 1 + weight)"
-    assert found == NormFacts(RMS, (64,), 1e-3, True, False, recognised, True)
+    recognized = "OffsetRMSNorm by results and gradients (gain 1 + weight)"
+    assert found == NormFacts(RMS, (64,), 1e-3, True, False, recognized, True)
     assert found.why_it_stays is None and not norm_facts(OwnRMSNorm()).add_unit_offset
     norm = found.as_norm(own)
     assert norm.add_unit_offset and norm.weight is own.weight and not norm.training

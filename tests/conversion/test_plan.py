@@ -18,7 +18,7 @@ from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.mx_linear import MXLinear
 from mxtrain.nn.mxnorm import MXNormLinear
 
-NORM = NormFacts(nn.RMSNorm, (64,), 1e-6, recognised="RMSNorm by type")
+NORM = NormFacts(nn.RMSNorm, (64,), 1e-6, recognized="RMSNorm by type")
 NO_LOOKALIKES = {nn.RMSNorm: {}, nn.LayerNorm: {}}
 LINEAR = LinearFacts(64, 64, "Linear", is_plain=True, is_gate=False, shares_weight=False)
 
