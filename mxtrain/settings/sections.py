@@ -176,7 +176,7 @@ class FusedNorm:
     """
 
     filter_fqns: Names = field(default_factory=list)
-    """Norms to keep, or modules whose norms to keep"""
+    """Norms that stay, or modules whose norms stay"""
 
 
 @dataclass
@@ -184,7 +184,7 @@ class DecomposeKRouter:
     resume = Resume.REFUSED
 
     filter_fqns: Names = field(default_factory=list)
-    """Gates to keep, or modules whose gates to keep"""
+    """Gates that stay, or modules whose gates stay"""
 
 
 @dataclass
@@ -267,7 +267,7 @@ class Data:
     unseparated: Free[bool] = False
     """Accept a tokenizer with neither bos nor eos token. Nothing then separates documents"""
     max_bytes: NotNegative = 0
-    """Maximum bytes of text; 0: no limit. A flag with another training.dataset removes the limit of the file"""
+    """Maximum bytes of text; 0: no limit. A flag that changes training.dataset removes the file's limit"""
 
     validation_share: ShareBelowOne = 0.01
     """
