@@ -7,16 +7,16 @@ of them uploads one run (wandb 0.31). wandb's history only grows, so steps that 
 
 import glob
 import logging
+import math
 import os
 import re
 import shlex
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
-
-import numpy as np
 
 from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.runs import variant_of
@@ -42,7 +42,7 @@ LOSS, VALIDATION_LOSS = TRAINING_KEYS["loss"], "validation_metrics/loss"
 # Beginning of the names of figures of a linear's casts. All casts share a curve.
 _CAST = re.compile(r"^(fprop|dgrad|wgrad)_(input|weight|grad)_")
 LOW_IS_BAD = ("_sqnr_db", "_min", "_min_exponent", "_r2", "_agreement", "_to_noise")
-"""Ends of the names of figures whose least value is the worst. The worst value of another figure is the largest"""
+"""Ends of the names of figures whose least value is the worst"""
 
 
 def overview(metrics: dict) -> dict:
@@ -54,10 +54,19 @@ def overview(metrics: dict) -> dict:
     for key, value in metrics.items():
         if key.startswith(NUMERICS):
             figure = _CAST.sub("cast_", key.rpartition("/")[2]).removesuffix("_worst_expert")
-            key, worst = f"{NUMERICS}worst/{figure}", np.minimum if figure.endswith(LOW_IS_BAD) else np.maximum
-            value = float(worst(value, shown.get(key, value)))
+            key = f"{NUMERICS}worst/{figure}"
+            value = max(shown.get(key, value), value, key=partial(_badness, figure))
         shown[key] = value
     return shown
+
+
+def _badness(figure: str, value: float) -> float:
+    """A number that is larger for worse values of a figure."""
+    if math.isnan(value):
+        return math.inf
+    if figure == "rms_ratio_mean":
+        return abs(value - 1)
+    return -value if figure.endswith(LOW_IS_BAD) else value
 
 
 class MetricsFileLogger:
@@ -204,14 +213,8 @@ class WandbLogger:
 
     def log(self, metrics: dict, step: int) -> None:
         """Log an overview of the figures of diagnostics, and a table of all of them; other metrics as they are."""
-        import wandb
-
-        shown = overview(metrics)
-        figures = [[*key.split("/")[1:], value] for key, value in metrics.items() if key.startswith(NUMERICS)]
-        if figures:
-            shown[f"{NUMERICS}all"] = wandb.Table(["module", "figure", "value"], figures)
         if step > self.last_step:
-            self._try(lambda: self.logger.log(shown, step))
+            self._try(lambda: self.logger.log(overview(metrics) | _table(metrics), step))
 
     def log_event(self, step: int, text: str) -> None:
         """Log a text with a step, in the column "event"; the run's summary keeps the last one."""
@@ -228,6 +231,14 @@ class WandbLogger:
             if not self.has_failed:
                 logger.warning(f"wandb failed: {first_line(error)}; training goes on, and writes metrics.jsonl")
             self.has_failed = True
+
+
+def _table(metrics: dict) -> dict:
+    """The figures of all modules as a table, if there are any."""
+    import wandb
+
+    figures = [[*key.split("/")[1:], value] for key, value in metrics.items() if key.startswith(NUMERICS)]
+    return {f"{NUMERICS}all": wandb.Table(["module", "figure", "value"], figures)} if figures else {}
 
 
 def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str]:

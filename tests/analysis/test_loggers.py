@@ -115,15 +115,16 @@ def test_figures_of_all_modules_are_an_overview_and_a_table(tmp_path, monkeypatc
     one, logged = build(tmp_path), mock.Mock()
     monkeypatch.setattr(one.logger, "log", logged)
     figures = {"a/rms_ratio_min": 0.9, "a/outlier_rows": 0.1, "b/rms_ratio_min": 0.8, "b/outlier_rows": float("nan")}
+    figures |= {"a/rms_ratio_mean": 1.1, "b/rms_ratio_mean": 0.7}
     figures |= {"w/fprop_input_sqnr_db": 31.0, "w/dgrad_grad_sqnr_db": 30.0, "e/wgrad_input_sqnr_db_worst_expert": 29.0}
     one.log({f"numerics/{name}": value for name, value in figures.items()}, 50)
     ((shown, step),) = (call.args for call in logged.call_args_list)
     table, worst = shown.pop("numerics/all"), {name.removeprefix("numerics/worst/"): v for name, v in shown.items()}
     assert step == 50 and worst == pytest.approx(
-        {"rms_ratio_min": 0.8, "outlier_rows": float("nan"), "cast_sqnr_db": 29.0}, nan_ok=True
+        {"rms_ratio_min": 0.8, "rms_ratio_mean": 0.7, "outlier_rows": float("nan"), "cast_sqnr_db": 29.0}, nan_ok=True
     )
     assert table.columns == ["module", "figure", "value"] and table.data[2] == ["b", "rms_ratio_min", 0.8]
-    assert len(table.data) == 7
+    assert len(table.data) == 9
 
 
 def test_a_failure_during_the_run_is_one_warning(tmp_path, monkeypatch, caplog):
