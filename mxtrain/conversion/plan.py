@@ -171,11 +171,24 @@ def folded(texts: Mapping[str, str]) -> dict[str, list[str]]:
     for fqn, text in texts.items():
         alike[_NUMBER.sub("*", fqn), _NUMBER.sub("*", text)].append(fqn)
     lines = {}
-    for (_, text), fqns in alike.items():
-        ranges = map(_ranges, zip(*(map(int, _NUMBER.findall(fqn)) for fqn in fqns)))
-        name = _NUMBER.sub(lambda _: next(ranges), fqns[0])  # noqa: B023
-        lines[f"{name}: {text if len(fqns) > 1 else texts[fqns[0]]}"] = fqns
+    for (_, text), all_fqns in alike.items():
+        parts = defaultdict(list)
+        for fqn in all_fqns:
+            parts[() if _is_full(all_fqns) else tuple(_NUMBER.findall(fqn)[:-1])].append(fqn)
+        for fqns in parts.values():
+            ranges = map(_ranges, zip(*map(_numbers, fqns)))
+            name = _NUMBER.sub(lambda _: next(ranges), fqns[0])  # noqa: B023
+            lines[f"{name}: {text if len(fqns) > 1 else texts[fqns[0]]}"] = fqns
     return lines
+
+
+def _numbers(fqn: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(fqn)]
+
+
+def _is_full(fqns: list[str]) -> bool:
+    """Return whether each number of these FQNs occurs with each of the others, so that ranges name no other module."""
+    return math.prod(len({*column}) for column in zip(*map(_numbers, fqns))) == len(fqns)
 
 
 def _ranges(numbers: Iterable[int]) -> str:

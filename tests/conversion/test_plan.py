@@ -10,7 +10,7 @@ from mxtrain import ConfigError
 from mxtrain.conversion.converters import CONVERTERS, get_converter
 from mxtrain.conversion.forward_pass import Uses
 from mxtrain.conversion.layers import LinearFacts, NormFacts
-from mxtrain.conversion.plan import Plan, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter
+from mxtrain.conversion.plan import Plan, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter, folded
 from mxtrain.conversion.survey import Survey, WeightFacts
 from mxtrain.formats.hardware import resolve_mode
 from mxtrain.formats.recipe import RECIPES
@@ -229,3 +229,11 @@ def test_a_block_whose_name_begins_as_a_kept_one_is_not_kept():
     survey = replace(survey, blocks=("layers.10", "layers.1"), linears={"layers.10.wo": LINEAR, "layers.1.wo": LINEAR})
     survey = replace(survey, fqns=(*survey.blocks, *survey.linears))
     assert plan(survey, "mx_linear", high_precision_share=0.5).linears == ["layers.10.wo"]
+
+
+def test_a_range_names_no_module_with_another_text():
+    names = [f"layers.{i}.experts.{j}" for i in (0, 1, 3) for j in range(3)]
+    assert [*folded(dict.fromkeys(names, "swapped"))] == ["layers.0,1,3.experts.0-2: swapped"]
+    lines = folded(dict.fromkeys(names, "swapped") | {"layers.1.experts.1": "kept"})
+    assert lines["layers.1.experts.1: kept"] == ["layers.1.experts.1"]
+    assert lines["layers.1.experts.0,2: swapped"] == ["layers.1.experts.0", "layers.1.experts.2"]
