@@ -103,7 +103,7 @@ def _draw_differences(axes, rows: "dict[str, pd.DataFrame]", seeds: list) -> Non
     axes.axvline(0, color="black", linewidth=1)
     axes.hlines(np.arange(0.5, len(rows) - 1), low, high, color="0.9", linewidth=0.8)
     axes.set(xlim=(low, high), ylim=(len(rows) - 0.5, -0.5), xlabel="", ylabel="")
-    axes.set_yticks(range(len(rows)), [textwrap.fill(literal(name), NAME_WIDTH) for name in rows])
+    axes.set_yticks(range(len(rows)), [literal(textwrap.fill(name, NAME_WIDTH)) for name in rows])
     axes.locator_params("x", nbins=4)
     axes.tick_params("y", length=0, pad=9)  # room for an arrow
 

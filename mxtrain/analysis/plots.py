@@ -194,7 +194,7 @@ def plot(
             # Half-way up: a loss curve begins above and ends below.
             text = literal("\n".join(textwrap.fill(each, 24, max_lines=2, placeholder=" ...") for each in texts))
             where = {"rotation": 90, "ha": "right", "va": "center", "transform": panels[0].get_xaxis_transform()}
-            panels[0].text(place, 0.5, literal(text), color=style["color"], **where)
+            panels[0].text(place, 0.5, text, color=style["color"], **where)
     smoothed = f"\nstrong: mean of {points} logged steps" if points > 1 else ""
     panels[0].set(title=f"Training loss; diamonds: validation{smoothed}", ylabel="loss (nats per token)")
     if differences:

@@ -88,11 +88,11 @@ def test_a_run_is_a_line_and_its_validations_are_diamonds(axes_of):
 
 def test_changes_of_one_step_have_one_label(axes_of):
     run = make_run("a", [9.0, 8.0, 7.0])
-    run.events.extend({"step": step, "event": text} for step, text in ((10, "one"), (20, "two"), (20, "word " * 20)))
+    run.events.extend({"step": step, "event": text} for step, text in ((10, "$one"), (20, "two"), (20, "word " * 20)))
     run.events.append({"step": 40, "event": "after the last logged step"})
     texts = {text.get_text(): text.get_position()[0] for text in axes_of([run], x="tokens").texts}
     assert texts == {
-        "one": 640,
+        r"\$one": 640,
         "two\nword word word word word\nword word word word ...": 1280,
         "after the last logged\nstep": 1920,
     }
