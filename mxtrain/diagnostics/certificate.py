@@ -28,6 +28,7 @@ from mxtrain.formats.gemm import TILE_ROWS, make_groups, matmul_rows, matmul_tok
 from mxtrain.formats.hardware import describe_modes
 from mxtrain.formats.matrices import CastSpec, Codes, Operand
 from mxtrain.formats.mx.reference import cast_of_torchao
+from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import LinearRecipe, Recipe
 from mxtrain.nn.split import WHOLE
@@ -170,24 +171,21 @@ class _WatchedGEMMs(ThreeGEMMs):
     def _cast(self, parts, recipes: dict[int, Recipe], spec: CastSpec) -> dict[int, Operand]:
         operands = super()._cast(parts, recipes, spec)
         for dim, recipe in recipes.items():
-            codes, name = None, _OPERANDS[spec.role, dim]
+            codes, x = None, spec.scaled(spec.joined(parts))
             if self.mode == "reference":
                 codes = recipe.ops.cast(parts, recipe, self.mode, (dim,), spec._replace(as_codes=True))[dim]
-            if self.target.mode != "torchao":
-                self.keep(name, recipe, operands[dim], codes)
-            elif not (
-                recipe.has_tiles(spec.role)
-                or recipe.error_for(spec.role)
-                or (spec.role == "gradient" and recipe.stochastic_rounding)
-                or (dim == 0 and spec.is_transformed(recipe))
-                or (codes.tensor_scale is not None and codes.tensor_scale.ndim)
-            ):
-                x = spec.scaled(spec.joined(parts))
-                self.tensors[name] = cast_of_torchao(x if dim else x.t(), recipe.format, codes.tensor_scale)
+            is_ours = recipe.has_tiles(spec.role) or recipe.error_for(spec.role)
+            is_ours = is_ours or (spec.role == "gradient" and recipe.stochastic_rounding)
+            is_ours = is_ours or (dim == 0 and spec.is_transformed(recipe))
+            self.keep(_OPERANDS[spec.role, dim], recipe, operands[dim], codes, x if dim else x.t(), is_ours)
         return operands
 
-    def keep(self, name: str, recipe: Recipe, operand: Operand, codes: Codes | None) -> None:
-        """Keep an operand. A native one has the codes, and their scales in another layout."""
+    def keep(self, name: str, recipe: Recipe, operand: Operand, codes: Codes | None, x: torch.Tensor, is_ours) -> None:
+        """Keep the operand [R, K] of x [R, K]; of target "torchao" its cast of x, unless only we round like this."""
+        if self.target.mode == "torchao":
+            if not is_ours and (codes.tensor_scale is None or not codes.tensor_scale.ndim):
+                self.tensors[name] = cast_of_torchao(x, recipe.format, codes.tensor_scale)
+            return
         kept = self.tensors[name] = []
         if codes is not None:
             kept += [("codes", codes.data), ("scales", codes.scales)]
@@ -196,7 +194,7 @@ class _WatchedGEMMs(ThreeGEMMs):
                 kept.append(("blocked scales", recipe.ops.from_codes(codes, "native", 1).scales))
         if operand.scales is None:
             kept.append(("values", operand.data.float()))
-        else:
+        else:  # native: the codes, and their scales in another layout
             kept += [("codes", operand.data), ("blocked scales", operand.scales)]
         kept += [] if operand.tensor_scale is None else [("tensor scale", operand.tensor_scale)]
 
@@ -210,7 +208,8 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
         products: product -> bf16 tensor, or an error message.
         exact: as from ``_exact``; only for ``REFERENCE``.
     """
-    recipe, device, rho, draws, source, ends = get_recipe(case["recipe"]), target.device, None, None, None, None
+    recipe, device, others = get_recipe(case["recipe"]), target.device, {}
+    rho = draws = source = ends = None
     mode = "reference" if target.mode == "torchao" else target.mode
     gemms = _WatchedGEMMs(recipe.key, mode, WHOLE, target=target)
     inputs = {name: _integers(name, **settings, device=device) for name, settings in case["inputs"].items()}
@@ -218,7 +217,7 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
     signs = torch.tensor(case["signs"], device=device) if recipe.needs_signs else None
     if recipe.needs_draws:
         draws, (key, step, microbatch, rank) = torch.tensor(case["draws"], device=device), case["draws"]
-        gemms.tensors["random bits"] = [("words", rounding_words(*dy.shape, key, step, rank, microbatch, device))]
+        others["random bits"] = [("words", rounding_words(*dy.shape, key, step, rank, microbatch, device))]
     if case["counts"]:
         # In every mode the groups of mode "native", so that all modes have the same operands.
         _, ends, source = make_groups(torch.tensor(case["counts"], device=device), len(x), TILE_ROWS)
@@ -230,8 +229,8 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
         fprop, estimate = recipe.fprop, RMSEstimate.for_recipe(recipe.fprop, **case["norm"])
         x_operand, rho = fprop.ops.normalize(x, estimate, fprop, mode)
         codes = fprop.ops.normalize(x, estimate, fprop, mode, as_codes=True)[0] if mode == "reference" else None
-        gemms.keep("fprop X", fprop, x_operand, codes)
-        gemms.tensors["rho"] = [("fp32", rho)]
+        gemms.keep("fprop X", fprop, x_operand, codes, scale_rows(x, rho), fprop.error_for("input"))
+        others["rho"] = [("fp32", rho)]
     else:
         x_operand = gemms.quantize_activation(x, source, ends)
     weights = gemms.quantize_weights([w], None if gain is None else gain[0])
@@ -239,7 +238,8 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
     operands = {"fprop X": x_operand, "fprop W": weights[1], "dgrad dY": of_dy[0], "dgrad W": weights[0]}
     operands |= {"wgrad dY": of_dy[1], "wgrad X": gemms.quantize_along_tokens(x, rho, signs, source, ends)}
     products = _products(recipe, operands, ends, torch.bfloat16) if target.multiplies else {}
-    return gemms.tensors, products, _exact(recipe, operands, ends) if target == REFERENCE else {}
+    tensors = gemms.tensors if target.mode == "torchao" else others | gemms.tensors
+    return tensors, products, _exact(recipe, operands, ends) if target == REFERENCE else {}
 
 
 def _integers(name: str, key: int, shape: list[int], device: str) -> torch.Tensor:
