@@ -217,7 +217,7 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
     signs = torch.tensor(case["signs"], device=device) if recipe.needs_signs else None
     if recipe.needs_draws:
         draws, (key, step, microbatch, rank) = torch.tensor(case["draws"], device=device), case["draws"]
-        others["random bits"] = [("words", rounding_words(*dy.shape, key, step, rank, microbatch, device))]
+        others["random bits"] = [("words", rounding_words(*dy.shape, key, step, rank, microbatch, device=device))]
     if case["counts"]:
         # In every mode the groups of mode "native", so that all modes have the same operands.
         _, ends, source = make_groups(torch.tensor(case["counts"], device=device), len(x), TILE_ROWS)
