@@ -15,7 +15,7 @@ NORMED = ("mxfp8", NORMS), ("nvfp4", NORMS), ("nvfp4_row", NORMS[:1]), (FOUR_OVE
 CASES = [dict(recipe=recipe, **LAYER) for recipe in ("mxfp8", "mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "mxfp4", MIXED)]
 CASES += [dict(recipe=recipe, norm=norm, **LAYER) for recipe, norms in NORMED for norm in norms]
 CASES += [dict(recipe=recipe, **EXPERTS) for recipe in ("mxfp8", "mxfp8_2d", "nvfp4", MIXED)]
-"""Arguments of ``mxtrain.diagnostics.certificate.certified``: what the certificate of mxtrain covers"""
+"""What the certificate of mxtrain covers: arguments of ``mxtrain.diagnostics.certificate.certified``"""
 
 
 def add(commands) -> None:
