@@ -13,11 +13,11 @@ from mxtrain.formats.mx import ops as mx_ops
 from mxtrain.formats.nvfp4 import ops as nvfp4_ops
 from mxtrain.formats.ops import FormatOps
 
-# On a CPU, kernels run in Triton's interpreter.
-KERNELS = [Target("emulated", "cpu"), Target("native", "cpu", False)]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels run in Triton's interpreter
+KERNELS = [Target("emulated", DEVICE), Target("native", DEVICE, False)]
 LAYER, EXPERTS = dict(shape=(64, 96, 64)), dict(shape=(50, 64, 32), counts=(27, 0, 23))
 NORMS = [dict(p=p, estimator=estimator) for p, estimator in ((2, "pre_round"), (1, "pre_round"), (2, "exact"))]
-FAULTY = Target("reference", "cpu", False)
+CASTS, PRODUCTS = Target("reference", "cpu", False), Target("emulated", "cpu")
 
 
 def differences(case, on):
@@ -87,11 +87,11 @@ def test_a_changed_code_or_scale_is_named(monkeypatch, tensor, element):
     found = differences(case, [REFERENCE, KERNELS[1]])
     assert found.keys() == {"wgrad X"}
     (line,) = found["wgrad X"]
-    assert line.startswith(f"native casts (cpu): {element} is 0x") and ", not 0x" in line
+    assert line.startswith(f"{KERNELS[1]}: {element} is 0x") and ", not 0x" in line
 
 
-def replay_with(monkeypatch, case, owner, name, function):
-    """Differences where a function is another one, but not for the first target."""
+def replay_with(monkeypatch, case, target, owner, name, function):
+    """Differences of a target for which a function is another one."""
     run = certificate._run
 
     def of_target(case, target):
@@ -101,7 +101,7 @@ def replay_with(monkeypatch, case, owner, name, function):
             return run(case, target)
 
     monkeypatch.setattr(certificate, "_run", of_target)
-    return differences(case, [REFERENCE, FAULTY, Target("emulated", "cpu")])
+    return differences(case, [REFERENCE, target])
 
 
 def test_a_changed_random_bit_is_named(monkeypatch):
@@ -114,15 +114,16 @@ def test_a_changed_random_bit_is_named(monkeypatch):
             found[2, 3] ^= 1
         return found
 
-    found = replay_with(monkeypatch, case, certificate, "rounding_words", changed)
-    (of_inputs, *_) = found["random bits"]
-    assert of_inputs.startswith("reference casts (cpu): words [2, 3] is 0x")
+    found = replay_with(monkeypatch, case, CASTS, certificate, "rounding_words", changed)
+    assert found.keys() == {"random bits"}
+    assert found["random bits"][0].startswith("reference casts (cpu): words [2, 3] is 0x")
 
 
 def test_other_random_bits_of_a_cast_are_named(monkeypatch):
     case = certified("nvfp4", shape=(32, 32, 32))
     words = nvfp4_ops.rounding_words
-    found = replay_with(monkeypatch, case, nvfp4_ops, "rounding_words", lambda *args: words(*args) ^ 0x80008000)
+    changed = (nvfp4_ops, "rounding_words", lambda *args: words(*args) ^ 0x80008000)
+    found = replay_with(monkeypatch, case, CASTS, *changed)
     assert found.keys() == {"dgrad dY", "wgrad dY"}
     assert all(line.startswith("reference casts (cpu): codes") for line in (of[0] for of in found.values()))
 
@@ -138,7 +139,7 @@ def test_a_wrong_product_is_named(monkeypatch, factor):
         y.view(-1)[largest] *= factor
         return y
 
-    found = replay_with(monkeypatch, case, FormatOps, "matmul", wrong)
+    found = replay_with(monkeypatch, case, PRODUCTS, FormatOps, "matmul", wrong)
     assert found.keys() == {"fprop Y", "dgrad dX", "wgrad dW"}
     assert all(line.startswith("emulated (cpu): [") and " +- " in line for (line,) in found.values())
 
@@ -147,7 +148,7 @@ def test_a_product_that_fails_is_a_difference(monkeypatch):
     def fail(*_):
         raise RuntimeError("no kernel\nfor this")
 
-    found = replay_with(monkeypatch, certified("mxfp8", **LAYER), FormatOps, "matmul", fail)
+    found = replay_with(monkeypatch, certified("mxfp8", **LAYER), PRODUCTS, FormatOps, "matmul", fail)
     assert found["fprop Y"] == ["emulated (cpu): failed: no kernel for this"]
 
 
