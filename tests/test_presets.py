@@ -122,7 +122,7 @@ def test_a_wheel_holds_all_packages_and_presets(installed):
     names = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"mxtrain/{path.relative_to(ROOT / 'mxtrain')}" for path in (ROOT / "mxtrain").rglob("*.py")}
     expected |= {f"mxtrain/train_configs/{path.name}" for path in FILES.values()}
-    expected |= {"mxtrain/train_configs/train.sbatch", "mxtrain/py.typed"}
+    expected |= {"mxtrain/train_configs/train.sbatch", "mxtrain/py.typed", "mxtrain/diagnostics/certificate.json"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     (metadata,) = [name for name in names if name.endswith("/METADATA")]
     text = zipfile.ZipFile(wheel).read(metadata).decode()

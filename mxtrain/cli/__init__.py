@@ -4,7 +4,7 @@ import os
 import sys
 
 from mxtrain import __version__
-from mxtrain.cli import compare_command, doctor, hub_commands, plot_command, rehearse_command, train_command
+from mxtrain.cli import certify, compare_command, doctor, hub_commands, plot_command, rehearse_command, train_command
 from mxtrain.cli.console import PathParser, open_closed_streams
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError, closest
 from mxtrain.settings.removed import refuse_removed_command
@@ -12,7 +12,7 @@ from mxtrain.settings.resume import separated
 
 __all__ = ["main"]
 
-COMMANDS = (train_command, plot_command, compare_command, rehearse_command, hub_commands, doctor)
+COMMANDS = (train_command, plot_command, compare_command, rehearse_command, hub_commands, certify, doctor)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,7 +24,7 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["--help"])
     assert exit.value.code == 0
-    names = "train prepare configs init plot compare export import generate eval doctor"
+    names = "train prepare configs init plot compare export import generate eval certify doctor"
     commands = names.split()
     text = capsys.readouterr().out
     assert all(re.search(rf"^    {command}\s", text, re.MULTILINE) for command in commands)

@@ -1,0 +1,62 @@
+"""``mxtrain certify``: whether this machine casts and multiplies as the machine that wrote a certificate."""
+
+from pathlib import Path
+
+from mxtrain.cli.console import hide_library_warnings
+from mxtrain.errors import ConfigError
+
+# (tokens, input features, output features), also in incomplete tiles of block scales.
+LAYER, EXPERTS = dict(shape=(256, 384, 224)), dict(shape=(200, 256, 128), counts=(57, 0, 143))
+E5M2, MIXED = "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
+# Triton compiles each kernel of four over six for 10 to 20 seconds.
+FOUR_OVER_SIX = "fprop=nvfp4_4over6, dgrad=nvfp4, wgrad=nvfp4"
+NORMS = [dict(p=p, estimator=estimator) for p, estimator in ((2, "pre_round"), (1, "pre_round"), (2, "exact"))]
+NORMED = ("mxfp8", NORMS), ("nvfp4", NORMS), ("nvfp4_row", NORMS[:1]), (FOUR_OVER_SIX, NORMS[:1])
+CASES = [dict(recipe=recipe, **LAYER) for recipe in ("mxfp8", "mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "mxfp4", MIXED)]
+CASES += [dict(recipe=recipe, norm=norm, **LAYER) for recipe, norms in NORMED for norm in norms]
+CASES += [dict(recipe=recipe, **EXPERTS) for recipe in ("mxfp8", "mxfp8_2d", "nvfp4", MIXED)]
+"""What the certificate of mxtrain covers: arguments of ``mxtrain.diagnostics.certificate.certified``"""
+
+
+def add(commands) -> None:
+    """Add the command to argparse's subcommands."""
+    parser = commands.add_parser(
+        "certify",
+        help="check the casts and products of this machine against a certificate",
+        description="""\
+Cast the operands and compute the products of small layers, in every mode of this machine, and compare them with a
+certificate: operands bit for bit, products within the bound of fp32 sums. Exit with status 1 if any differs.
+
+  mxtrain certify                  the certificate of mxtrain
+  mxtrain certify FILE             another one
+  mxtrain certify --write FILE     write the certificate of mxtrain anew, on the CPU
+""",
+    )
+    parser.set_defaults(run=_certify)
+    parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help="a certificate (default: that of mxtrain)")
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write a certificate")
+
+
+def _certify(options) -> int:
+    if options.file and options.write:
+        raise ConfigError(f"--write {options.write} takes the place of FILE = {options.file}; leave one of them out")
+    hide_library_warnings()
+    from mxtrain.analysis.tables import titled
+    from mxtrain.cli.doctor import devices, versions
+    from mxtrain.diagnostics.certificate import SHIPPED, certified, read, replay, targets, write
+
+    if options.write:
+        write(options.write, [certified(**case) for case in CASES])
+        print(f"certificate: {options.write}")
+        return 0
+    cases, on, differences = read(options.file or SHIPPED), targets(), 0
+    print(titled("versions", versions()), titled("devices", devices()), sep="\n\n")
+    for case in cases:
+        print(f"\n{case['name']}")
+        for name, agree, wrong in replay(case, on):
+            verdict = "within the bound" if name in case["bounds"] else "equal"
+            lines = [f"{verdict}: {', '.join(agree)}"] * bool(agree) + wrong
+            print(*(f"  {name:<12} {line}" for line in lines), sep="\n", flush=True)
+            differences += len(wrong)
+    print(f"\n{len(cases)} cases on {', '.join(map(str, on))}: {differences or 'no'} differences")
+    return int(differences > 0)
