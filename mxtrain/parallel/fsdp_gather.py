@@ -178,26 +178,28 @@ class _Gains:
     """The weights of norms, each sharded over the same processes, P: as FSDP does it, in chunks of ceil(D / P)."""
 
     def __init__(self, norms: Iterable[MXNorm]):
-        self._norms = list(norms)
-        if self._norms:
-            weight = self._norms[0].weight
+        # Between a forward and its backward, the modules may have the gathered weights instead.
+        self._weights: dict[MXNorm, DTensor] = {norm: norm.weight for norm in norms}
+        if self._weights:
+            weight = next(iter(self._weights.values()))
             dim = _dim_of_shards(weight)
             self._group = weight.device_mesh.get_group(dim).group_name
             self._processes, self._rank = weight.device_mesh.size(dim), weight.device_mesh.get_local_rank(dim)
 
-    def _chunk(self, norm: MXNorm) -> int:
-        return math.ceil(norm.weight.numel() / self._processes)
+    def _chunk(self, weight: DTensor) -> int:
+        return math.ceil(weight.numel() / self._processes)
 
     @torch.no_grad()
     def gather(self) -> dict[MXNorm, torch.Tensor]:
         """Return the whole weight of every norm, fp32 [D], by one collective."""
-        if not self._norms:
+        if not self._weights:
             return {}
-        own = ((norm, norm.weight.to_local().float()) for norm in self._norms)
-        flat = torch.cat([F.pad(shard, (0, self._chunk(norm) - shard.numel())) for norm, shard in own])
+        chunks = list(map(self._chunk, self._weights.values()))
+        own = (weight.to_local().float() for weight in self._weights.values())
+        flat = torch.cat([F.pad(shard, (0, chunk - shard.numel())) for shard, chunk in zip(own, chunks)])
         (whole,) = gather_parts([flat], self._group, self._processes)
-        columns = whole.split([self._chunk(norm) for norm in self._norms], 1)
-        return {norm: part.reshape(-1)[: norm.weight.numel()] for norm, part in zip(self._norms, columns)}
+        items = zip(self._weights.items(), whole.split(chunks, 1))
+        return {norm: part.reshape(-1)[: weight.numel()] for (norm, weight), part in items}
 
     @torch.no_grad()
     def add_gradients(self, parts: dict[MXNorm, torch.Tensor], groups: Iterable[str]) -> None:
@@ -206,11 +208,11 @@ class _Gains:
         for group in groups:
             sums = sum_parts(sums, group)
         for norm, total in zip(parts, sums.split([part.numel() for part in parts.values()])):
-            weight = norm.weight
+            weight = self._weights[norm]
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             own = weight.grad.to_local()
-            first = self._rank * self._chunk(norm)
+            first = self._rank * self._chunk(weight)
             own += total[first : first + own.numel()]
 
 
