@@ -119,6 +119,18 @@ class FormatOps:
         """Return the values [R, K] of codes, which bf16 holds exactly unless tensor scales are exact quotients."""
         return codes.data.to(dtype)
 
+    def decode_tiles(self, data: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, mode: str) -> None:
+        """Write the values of bytes to ``values``: ``encode``'s of a weight in tiles, with one row of scales a tile.
+
+        Args:
+            data: uint8, the codes of [R, C].
+            scales: uint8 [R / block size, C / block size].
+            values: bf16 or fp32 [R, C].
+        """
+        rows = scales.repeat_interleave(self.format.block_size, 0)
+        codes = Codes(data.view(getattr(torch, self.format.element)), rows)
+        values.copy_(self.dequantize(codes, values.dtype))
+
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
         """The operand that the codes stand for, with the bits and the memory layout of ``cast`` along ``dim``."""
         data = codes.data if codes.scales is None else self.dequantize(codes, values_dtype(mode))

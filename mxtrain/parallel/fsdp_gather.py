@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError
 from mxtrain.formats.collectives import gather_parts, sum_parts
-from mxtrain.formats.matrices import CastSpec, Codes
+from mxtrain.formats.matrices import CastSpec
 from mxtrain.launch.pytorch import replace_local, without_torch_function
 from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
@@ -82,7 +82,6 @@ class _Weight:
         recipe, mode = self.layer.recipe.fprop, self.layer.gemms(shard.device).mode
         spec = CastSpec("weight", column_factor=self.gain, as_codes=True)
         codes = recipe.ops.cast([shard.view(-1, shard.shape[-1])], recipe, mode, (1,), spec)[1]
-        self._dtypes = codes.data.dtype, codes.scales.dtype
         data, scales = (part.view(torch.uint8) for part in codes[:2])
         return data, scales[:: recipe.block_size].contiguous()
 
@@ -91,15 +90,12 @@ class _Weight:
 
         The first time, return what FSDP makes that parameter of, and the tensors whose memory FSDP frees with it.
         """
-        recipe = self.layer.recipe.fprop
-        rows = scales.repeat_interleave(recipe.block_size, 0)
-        codes = Codes(*(part.view(own) for part, own in zip((data, rows), self._dtypes)))
-        values, is_first = recipe.ops.dequantize(codes, dtype), self._values is None
+        recipe, is_first = self.layer.recipe.fprop, self._values is None
         if is_first:
-            self._values = values
-        else:
-            # Autograd has saved this tensor. To it, writes to ``data`` are none.
-            self._values.data.copy_(values)
+            shape = scales.shape[0] * recipe.block_size, scales.shape[1] * recipe.block_size
+            self._values = torch.empty(shape, dtype=dtype, device=data.device)
+        # Autograd has saved this tensor. To it, writes to ``data`` are none.
+        recipe.ops.decode_tiles(data, scales, self._values.data, self.layer.gemms(data.device).mode)
         data.untyped_storage().resize_(0)  # FSDP allocates it anew for the next gather
         return (self._values, (self._values,)) if is_first else None
 
