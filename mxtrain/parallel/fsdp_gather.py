@@ -192,7 +192,7 @@ class _Gains:
             return {}
         chunks = list(map(self._chunk, self._weights.values()))
         own = (weight.to_local().float() for weight in self._weights.values())
-        flat = torch.cat([F.pad(shard, (0, chunk - shard.numel())) for shard, chunk in zip(own, chunks)])
+        flat = torch.cat([_padded(shard, chunk) for shard, chunk in zip(own, chunks)])
         (whole,) = gather_parts([flat], self._group, self._processes)
         items = zip(self._weights.items(), whole.split(chunks, 1))
         return {norm: part.reshape(-1)[: weight.numel()] for (norm, weight), part in items}
@@ -210,6 +210,10 @@ class _Gains:
             own = weight.grad.to_local()
             first = self._rank * self._chunk(weight)
             own += total[first : first + own.numel()]
+
+
+def _padded(shard: torch.Tensor, length: int) -> torch.Tensor:
+    return shard if shard.numel() == length else F.pad(shard, (0, length - shard.numel()))
 
 
 def _weights_of(layer: QuantizedLayer) -> Iterator[tuple[torch.Tensor, MXNorm | None]]:
