@@ -48,8 +48,8 @@ class FormatOps:
     Attributes:
         casts: operations that cast matrices, which a compiled backward makes anew.
         norms: operations f(x, residual, *settings) -> [..., total] that normalize and cast x, or total = x + residual.
-        weight_casts: the same for operations "(Tensor[] weights, ...)" that cast weights in tiles. A graph keeps the
-            tensor scales, the second argument of formats that have them.
+        weight_casts: the same for operations "(Tensor[] weights, ...)" that cast or join weights in tiles. A graph
+            keeps the tensor scales, the second argument of formats that have them.
         kept: operations that read whole matrices for a few bytes, which activation checkpointing keeps.
         fusions: None for a format without fused kernels.
     """
@@ -120,12 +120,9 @@ class FormatOps:
         return codes.data.to(dtype)
 
     def decode_tiles(self, data: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, mode: str) -> None:
-        """Write the values of bytes to ``values``: ``encode``'s of a weight in tiles, with one row of scales a tile.
+        """Write what the codes of a weight in tiles stand for to ``values``, bf16 or fp32 [R, C].
 
-        Args:
-            data: uint8, the codes of [R, C].
-            scales: uint8 [R / block size, C / block size].
-            values: bf16 or fp32 [R, C].
+        ``data`` and ``scales`` are uint8: the codes, and [R / block size, C / block size], a scale for each tile.
         """
         rows = scales.repeat_interleave(self.format.block_size, 0)
         codes = Codes(data.view(getattr(torch, self.format.element)), rows)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward, operand_mode
-from mxtrain.formats.matrices import CastSpec, Operand, converted, values_dtype
+from mxtrain.formats.matrices import CastSpec, Operand, joined_values, values_dtype
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
@@ -169,7 +169,7 @@ class ThreeGEMMs:
         spec = CastSpec("weight", column_factor=gain, group=self.split.w, experts=experts)
         parts = [w.flatten(0, -2) for w in ws]
         if self.weights_are_cast and operand_mode(fprop, self.mode) != "native":
-            values = converted(spec.joined(parts), values_dtype(self.mode))
+            values = joined_values(parts, experts, values_dtype(self.mode))
             return {dim: Operand(values if dim else values.t()) for dim in dims}
         operands = self._cast(parts, recipes, spec)
         if 0 in dims and dgrad.dequantizes:

@@ -69,13 +69,9 @@ class _Weight:
         mesh = sharded.device_mesh
         self.groups = tuple(mesh.get_group(dim).group_name for dim in _dims_of_rows(sharded))
 
-    def attach(self) -> None:
-        """Let FSDP gather codes. Before its first forward, and again if the local tensor has been replaced."""
-        replace_local(self.sharded, _Shard).weight = self
-
     @property
     def gain(self) -> torch.Tensor | None:
-        return None if self.norm is None else self.norm.gain_of(self.norm_weight)
+        return None if self.norm is None or self.norm.is_plain else self.norm.gain_of(self.norm_weight)
 
     def encoded(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes of codes [n, ...] and of scales [n / 32, D / 32] of this process's rows [n, D]."""
@@ -102,10 +98,11 @@ class _Weight:
     @torch.no_grad()
     def unfold(self) -> torch.Tensor | None:
         """Turn the shard's gradient G into dW, and return this shard's part of the gain's gradient, fp32 [D]."""
-        if self.norm is None or self.sharded.grad is None:
+        gain, grad = self.gain, self.sharded.grad
+        if gain is None or grad is None:
             return None
-        g, w = (t.to_local().view(-1, t.shape[-1]) for t in (self.sharded.grad, self.sharded))
-        dw, dgain = fold_backward(g, w, self.gain, self.layer.gemms(w.device).mode)
+        g, w = (t.to_local().view(-1, t.shape[-1]) for t in (grad, self.sharded))
+        dw, dgain = fold_backward(g, w, gain, self.layer.gemms(w.device).mode)
         g.copy_(dw)
         return dgain
 
@@ -128,7 +125,7 @@ class CodeGather:
         self.weights: list[_Weight] = []
         self.kept: Counter[str] = Counter()
         modules = dict.fromkeys(module for part in parts for module in part.modules())
-        uses = Counter(id(p) for module in modules for p in module.parameters(recurse=False))
+        uses = Counter(id(parameter) for module in modules for parameter in module.parameters(recurse=False))
         for layer in modules:
             if isinstance(layer, QuantizedLayer):
                 found = list(_weights_of(layer))
@@ -156,7 +153,7 @@ class CodeGather:
         gains = self._gains.gather()
         for weight in self.weights:
             weight.norm_weight = gains.get(weight.norm)
-            weight.attach()
+            replace_local(weight.sharded, _Shard).weight = weight  # again if something has put a plain tensor there
 
     def finish_gradients(self) -> None:
         """Turn gradients of folded weights into those of weights and gains. Call it once, after a step's backwards."""
@@ -181,19 +178,17 @@ class _Gains:
             dim = _dim_of_shards(weight)
             self._group = weight.device_mesh.get_group(dim).group_name
             self._processes, self._rank = weight.device_mesh.size(dim), weight.device_mesh.get_local_rank(dim)
-
-    def _chunk(self, weight: DTensor) -> int:
-        return math.ceil(weight.numel() / self._processes)
+            self._chunks = {norm: math.ceil(w.numel() / self._processes) for norm, w in self._weights.items()}
 
     @torch.no_grad()
     def gather(self) -> dict[MXNorm, torch.Tensor]:
         """Return the whole weight of every norm, fp32 [D], by one collective."""
         if not self._weights:
             return {}
-        chunks = list(map(self._chunk, self._weights.values()))
+        chunks = list(self._chunks.values())
         own = (weight.to_local().float() for weight in self._weights.values())
-        flat = torch.cat([_padded(shard, chunk) for shard, chunk in zip(own, chunks)])
-        (whole,) = gather_parts([flat], self._group, self._processes)
+        padded = [x if x.numel() == chunk else F.pad(x, (0, chunk - x.numel())) for x, chunk in zip(own, chunks)]
+        (whole,) = gather_parts([torch.cat(padded)], self._group, self._processes)
         items = zip(self._weights.items(), whole.split(chunks, 1))
         return {norm: part.reshape(-1)[: weight.numel()] for (norm, weight), part in items}
 
@@ -207,19 +202,13 @@ class _Gains:
             weight = self._weights[norm]
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-            own = weight.grad.to_local()
-            first = self._rank * self._chunk(weight)
+            own, first = weight.grad.to_local(), self._rank * self._chunks[norm]
             own += total[first : first + own.numel()]
-
-
-def _padded(shard: torch.Tensor, length: int) -> torch.Tensor:
-    return shard if shard.numel() == length else F.pad(shard, (0, length - shard.numel()))
 
 
 def _weights_of(layer: QuantizedLayer) -> Iterator[tuple[torch.Tensor, MXNorm | None]]:
     """Yield each weight of a layer with the norm whose gain is folded into it, if any."""
-    norm = layer.fed_by[0] if layer.fed_by else None
-    norm = norm if norm is None or norm.weight is not None else None
+    norm = next((norm for norm in layer.fed_by or () if norm.weight is not None), None)
     if isinstance(layer, QuantizedLinear):
         yield layer.weight, norm
     else:
@@ -227,27 +216,56 @@ def _weights_of(layer: QuantizedLayer) -> Iterator[tuple[torch.Tensor, MXNorm | 
         yield from ((w1, norm), (w2, None), (w3, norm))
 
 
-def _why_not(
-    layer: QuantizedLayer, weight: torch.Tensor, norm: MXNorm | None, shards: int, uses: Counter[int]
-) -> str | None:
-    """Return why FSDP cannot gather a weight of this layer as codes; None if it can. The same on all processes."""
+def gathered_bytes(model: nn.Module, shards: int, itemsize: int) -> tuple[float, float]:
+    """Return the bytes that FSDP gathers of a whole model at a time: in high precision, and with codes where it can.
+
+    Args:
+        model: before ``fully_shard``.
+        shards: number of FSDP's shards of every weight.
+        itemsize: bytes of a weight in high precision.
+    """
+    plain, saved = sum(parameter.numel() for parameter in model.parameters()) * itemsize, 0.0
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLayer) and _why_no_code(layer) is None:
+            weights, recipe = [weight for weight, _ in _weights_of(layer)], layer.recipe.fprop
+            if not any(weight.shape[0] % _granule(layer, weight, shards) for weight in weights):
+                of_code = recipe.format.element_bits / 8 + recipe.block_size**-2
+                saved += sum(weight.numel() for weight in weights) * (itemsize - of_code)
+    return plain, plain - saved
+
+
+def _granule(layer: QuantizedLayer, weight: torch.Tensor, shards: int) -> int:
+    """Return what the rows of a weight, or its experts, must be a multiple of."""
+    return shards * (layer.recipe.fprop.block_size if weight.ndim == 2 else 1)
+
+
+def _why_no_code(layer: QuantizedLayer) -> str | None:
+    """Return why a layer's weights have no codes of one format that fprop and dgrad share; None if they have."""
     states = [layer.layer_state] if layer.timeline is None else layer.timeline.all_states
-    if any(state.is_plain or not state.recipe.has_one_code for state in states):
-        return "fprop and dgrad have no common code (recipe, schedule)"
-    if len({state.recipe.fprop.format for state in states}) > 1:
-        return "the schedule changes their format"
+    has_one = all(state.recipe.has_one_code and not state.is_plain for state in states)
+    is_one = has_one and len({state.recipe.fprop.format for state in states}) == 1
+    return None if is_one else "fprop and dgrad do not share a code in all steps (recipe, schedule)"
+
+
+def _why_not(layer: QuantizedLayer, weight: torch.Tensor, norm: MXNorm | None, shards: int, uses: dict) -> str | None:
+    """Return why FSDP cannot gather a weight of this layer as codes; None if it can. The same on all processes.
+
+    ``uses`` counts the modules that have a parameter, by its id.
+    """
+    if reason := _why_no_code(layer):
+        return reason
     if isinstance(layer, QuantizedLinear) and layer.fed_by is None:
         return "their norm is unknown"
     own = (weight,) if norm is None else (weight, norm.weight)
     if shards < 2 or not all(isinstance(parameter, DTensor) for parameter in own):
         return "FSDP does not shard them"
-    if uses[id(weight)] > 1 or not weight.requires_grad:
-        return "they are tied or frozen"
+    if uses[id(weight)] != 1 or not weight.requires_grad:
+        return "they are tied, computed or frozen"
     if _dim_of_shards(weight) not in (rows := _dims_of_rows(weight)):
         return "FSDP shards another dimension than rows"
-    parts, tile = math.prod(weight.device_mesh.size(dim) for dim in rows), layer.recipe.fprop.block_size
-    if weight.shape[0] % (parts * (tile if weight.ndim == 2 else 1)):
-        return f"shards of {weight.shape[0]} rows over {parts} processes are not whole tiles of {tile}"
+    parts = math.prod(weight.device_mesh.size(dim) for dim in rows)
+    if weight.shape[0] % _granule(layer, weight, parts):
+        return f"{weight.shape[0]} rows or experts over {parts} processes are not whole tiles"
     return None
 
 

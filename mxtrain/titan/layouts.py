@@ -61,8 +61,7 @@ def code_gather(job_config, parts: list[nn.Module], parallel_dims) -> CodeGather
     if section.fsdp_gather != "quantized" or not quantizing_among(job_config.model.converters):
         return None
     if shards == 1:
-        note(f"{FSDP_GATHER} has no effect: FSDP does not shard")
-        return None
+        return note(f"{FSDP_GATHER} has no effect: FSDP does not shard")
     # TorchTitan 0.3 splits no expert.
     of_experts = shards * parallel_dims.tp // (parallel_dims.ep * getattr(parallel_dims, "etp", 1))
     found = CodeGather(parts, shards, of_experts if parallel_dims.ep_enabled else shards)

@@ -41,13 +41,8 @@ def decode_launch(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tenso
 
 
 def decode_tiles(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the values of codes to ``values``.
+    """Write the values of codes, float8 [R, C], with scales, uint8 [R / 32, C / 32], to bf16 or fp32 [R, C].
 
-    It is no op: FSDP's hooks call it, which no graph has.
-
-    Args:
-        codes: float8 [R, C] without gaps, C a multiple of 32.
-        scales: E8M0 as uint8, [R / 32 rounded up, C / 32].
-        values: bf16 or fp32 [R, C] without gaps.
+    All are without gaps. This is no op, because FSDP's hooks call it, which are in no graph.
     """
     decode_launch(codes, scales, values).run(codes.device)

@@ -3,7 +3,7 @@
 import torch
 
 from mxtrain.formats.hardware import HAS_TRITON, operand_mode, runs_kernels
-from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
+from mxtrain.formats.matrices import JOIN_VALUES, KERNEL_FORM, PLAIN, Codes, Operand
 from mxtrain.formats.mx.reference import MXOps
 from mxtrain.formats.ops import Fusions
 
@@ -19,7 +19,7 @@ class MXKernelOps(MXOps):
     """``MXOps`` with kernels for casts, alone and after a norm or SwiGLU."""
 
     if HAS_TRITON:
-        casts, norms, weight_casts = (kernels.CAST,), (NORM,), (kernels.CAST_TILES,)
+        casts, norms, weight_casts = (kernels.CAST,), (NORM,), (kernels.CAST_TILES, JOIN_VALUES)
         fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
 
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
