@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxtrain import ConfigError, MXLinear
 from mxtrain.formats.collectives import GATHER_PARTS
-from mxtrain.parallel.fsdp_gather import CodeGather
+from mxtrain.parallel.fsdp_gather import CodeGather, gathered_bytes
 from tests.support.layer_checks import NormBlock, assert_near, draw, in_two_processes
 
 D, H, TOKENS, STEPS, MICROBATCHES = 64, 128, 64, 2, 2
@@ -122,9 +122,10 @@ def check_operands(mode, mesh):
 
 
 def check_bytes(mesh):
-    """Forward and backward gather codes, and gradients stay fp32."""
+    """Forward and backward gather as many bytes as are told to the user, and gradients stay fp32."""
     weights, gains = 3 * D * H, D
-    for setting, per_weight in (("high_precision", 2), ("quantized", 1 + 1 / 1024)):
+    assert gathered_bytes(model_of(), 2, 2) == (4 * (weights + gains), 2 * (weights * (1 + 1 / 1024) + 2 * gains))
+    for setting, gathered in zip(("high_precision", "quantized"), gathered_bytes(model_of(), 2, 2)):
         model = shard(model_of(), mesh)
         gather = CodeGather([model], 2, 2) if setting == "quantized" else None
         with Bytes() as counter:
@@ -132,8 +133,8 @@ def check_bytes(mesh):
             if gather is not None:
                 gather.finish_gradients()
         given = counter.given
-        # Both blocks, for the forward and for the backward; each process gives its half.
-        assert given["_allgather"] == 2 * 2 * (weights * per_weight + gains * 2) / 2, (setting, given)
+        # For the forward and for the backward; each process gives its half.
+        assert given["_allgather"] == 2 * gathered / 2, (setting, given)
         assert given["_reduce_scatter"] == 2 * (weights + (0 if gather else gains)) * 4, (setting, given)
         assert given["gains"] == (2 * gains * 4 / 2 if gather else 0)
 

@@ -14,9 +14,12 @@ pytestmark = pytest.mark.sweep
 QWEN3 = "--model.name=qwen3"
 ONE = "one process with tiles"
 SAVED = "fsdp 2, saved"
+# Linears of a layer are in high precision for a step, and its experts, with codes, take a plain norm.
+SCHEDULED = ["--mxnorm.schedule", '{from_step = 2, until_step = 2, modules = ["layers.1"], norm = "rmsnorm"}']
 TWO = {
     "fsdp 2, never resharded, dense": [*layout(shard=2), "--parallelism.fsdp_reshard_after_forward=never", *CODES],
     "fsdp 2, experts": [*layout(shard=2), QWEN3, *CODES],
+    "fsdp 2, scheduled": [*layout(shard=2), QWEN3, *CODES, *SCHEDULED],
 }
 FOUR = {
     "tensor 2 x fsdp 2, dense": [*layout(tensor=2, shard=2), *CODES],
@@ -28,8 +31,8 @@ FOUR = {
 
 @pytest.fixture(scope="module")
 def one(base) -> dict[str, oracle.Training]:
-    tiles = RECIPES["mxfp8_2d"]
-    return oracle.train(base, ONE, 1, {"dense": [*layout(), *tiles], "experts": [*layout(), QWEN3, *tiles]})
+    runs = {"dense": [], "experts": [QWEN3], "scheduled": [QWEN3, *SCHEDULED]}
+    return oracle.train(base, ONE, 1, {name: [*layout(), *RECIPES["mxfp8_2d"], *run] for name, run in runs.items()})
 
 
 def outcomes(base, processes: int) -> dict[str, Outcome]:
