@@ -9,12 +9,11 @@ tile depends on max |W gamma|, so a process needs the whole gain before it casts
     after the backward  dW = G diag(gamma) on each shard; dgamma_j = sum_n W_nj G_nj, summed over the shards
 
 Operands have the bits of one process, which folds and casts fp32 weights, too. In high precision, FSDP rounds weights
-and gain to its dtype first. Values take the memory of a weight in bf16; codes are freed once they are decoded. In mode
-"native" a layer casts the values again, which changes none.
+and gain to its dtype first. Values take the memory of a gathered weight; codes are freed once they are decoded. In mode
+"native", layers cast the values again, which changes none.
 
-FSDP2's extension is a subclass of the shard (``fsdp_pre_all_gather``, ``fsdp_post_all_gather``). torchao uses it for
-one scale per weight (``float8/fsdp_utils.py``). Here, the subclass is no wrapper: all operations give plain tensors, so
-checkpoints and optimizers see none of it.
+FSDP2's extension is a subclass of the shard, as in torchao's ``float8/fsdp_utils.py``. Here the subclass is no wrapper:
+all operations give plain tensors, so checkpoints and optimizers see none of it.
 """
 
 import math
@@ -34,8 +33,6 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLayer, QuantizedLinear
 from mxtrain.norms.mxnorm import fold_backward
-
-SETTING = "mxnorm.fsdp_gather"
 
 
 class _Shard(torch.Tensor):
@@ -138,7 +135,9 @@ class CodeGather:
                     self.weights += [_Weight(layer, weight, norm) for weight, norm in found]
         if not self.weights:
             reason = max(self.kept, key=self.kept.get, default="no layer is quantized")
-            raise ConfigError(f"{SETTING} = 'quantized' finds no weight to gather as codes: {reason}; set it to 'auto'")
+            raise ConfigError(
+                f"mxnorm.fsdp_gather = 'quantized' finds no weight with codes: {reason}; set it to 'auto'"
+            )
         self._gains = _Gains(dict.fromkeys(w.norm for w in self.weights if w.norm is not None))
         for part in parts:
             # In front of FSDP's own hook, which gathers.
