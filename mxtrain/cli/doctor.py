@@ -151,6 +151,7 @@ def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.analysis.tables import titled
     from mxtrain.conversion.plan import weight_uses
     from mxtrain.conversion.survey import find_weights
+    from mxtrain.parallel.fsdp_gather import gathered_bytes
     from mxtrain.settings.fields import raise_first
     from mxtrain.settings.machine import layout_problems, pipeline_problems
     from mxtrain.settings.mxnorm_section import schedule_in
@@ -191,6 +192,12 @@ def _sections(words: list[str]) -> Iterator[str]:
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
     rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
     yield titled("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
+    shards = max(1, job_config.parallelism.data_parallel_shard_degree) * job_config.parallelism.context_parallel_degree
+    plain, codes = gathered_bytes(model, shards, 2 if job_config.training.mixed_precision_param == "bfloat16" else 4)
+    if codes < plain:
+        rows = [(n, f"2 x {size / 2**30:,.2f} GiB") for n, size in (("high_precision", plain), ("quantized", codes))]
+        over = f"over {shards} processes" if shards > 1 else "where shards are whole tiles"
+        yield titled(f"weights that FSDP gathers per step, by mxnorm.fsdp_gather, {over}", rows)
     for name, plan in plans.items():
         if plan is None:
             yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"

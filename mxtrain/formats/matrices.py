@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mxtrain.formats.recipe import Recipe
+from mxtrain.launch.functions import define_op
 
 # The form of operand that the kernels write for each mode that uses them.
 KERNEL_FORM = {"native": "blocked", "emulated": "image"}
@@ -133,6 +134,23 @@ def joined(parts: Sequence[torch.Tensor], axis: int, experts: int = 1) -> torch.
     if axis or experts == 1:
         return torch.cat(tuple(parts), axis)
     return torch.cat([part.unflatten(0, (experts, -1)) for part in parts], 1).flatten(0, 1)
+
+
+def _join_values(parts: list[torch.Tensor], experts: int, dtype: torch.dtype) -> torch.Tensor:
+    return joined(parts, 0, experts).to(dtype)
+
+
+def _fake(parts: list[torch.Tensor], experts: int, dtype: torch.dtype) -> torch.Tensor:
+    return parts[0].new_empty(sum(part.shape[0] for part in parts), parts[0].shape[1], dtype=dtype)
+
+
+# An op, so that a compiled backward joins weights again, as it casts them again (``FormatOps.weight_casts``).
+JOIN_VALUES = define_op("join_values(Tensor[] parts, int experts, ScalarType dtype) -> Tensor", _join_values, _fake)
+
+
+def joined_values(parts: Sequence[torch.Tensor], experts: int, dtype: torch.dtype) -> torch.Tensor:
+    """``joined`` along 0 in ``dtype``; a single matrix that has this dtype is not copied."""
+    return parts[0] if len(parts) == 1 and parts[0].dtype == dtype else JOIN_VALUES(list(parts), experts, dtype)
 
 
 def rows_in_order(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

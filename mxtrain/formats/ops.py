@@ -48,8 +48,8 @@ class FormatOps:
     Attributes:
         casts: operations that cast matrices, which a compiled backward makes anew.
         norms: operations f(x, residual, *settings) -> [..., total] that normalize and cast x, or total = x + residual.
-        weight_casts: the same for operations "(Tensor[] weights, ...)" that cast weights in tiles. A graph keeps the
-            tensor scales, the second argument of formats that have them.
+        weight_casts: the same for operations "(Tensor[] weights, ...)" that cast or join weights in tiles. A graph
+            keeps the tensor scales, the second argument of formats that have them.
         kept: operations that read whole matrices for a few bytes, which activation checkpointing keeps.
         fusions: None for a format without fused kernels.
     """
@@ -118,6 +118,15 @@ class FormatOps:
     def dequantize(self, codes: Codes, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [R, K] of codes, which bf16 holds exactly unless tensor scales are exact quotients."""
         return codes.data.to(dtype)
+
+    def decode_tiles(self, data: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, mode: str) -> None:
+        """Write what the codes of a weight in tiles stand for to ``values``, bf16 or fp32 [R, C].
+
+        ``data`` and ``scales`` are uint8: the codes, and [R / block size, C / block size], a scale for each tile.
+        """
+        rows = scales.repeat_interleave(self.format.block_size, 0)
+        codes = Codes(data.view(getattr(torch, self.format.element)), rows)
+        values.copy_(self.dequantize(codes, values.dtype))
 
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
         """The operand that the codes stand for, with the bits and the memory layout of ``cast`` along ``dim``."""

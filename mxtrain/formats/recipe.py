@@ -181,6 +181,13 @@ class LinearRecipe(Keyed):
         """The format of the first GEMM with a tensor scale; None if no GEMM has a tensor scale."""
         return next((gemm.format for gemm in self.gemms if gemm.format and gemm.format.has_tensor_scale), None)
 
+    @property
+    def has_one_code(self) -> bool:
+        """Whether fprop and dgrad read the same codes of a weight, in tiles that depend on no other tile."""
+        fprop, dgrad = self.fprop, self.dgrad
+        is_same = (dgrad.format, dgrad.scale_rounding, dgrad.weight_tiles) == (fprop.format, fprop.scale_rounding, True)
+        return fprop.weight_tiles and fprop.sends_rows and (is_same or dgrad.dequantizes)
+
     def joins(self, mode: str) -> bool:
         """Return whether one operand takes several matrices in this mode.
 

@@ -5,9 +5,11 @@ from collections.abc import Callable
 import torch
 import torch._functorch.config
 from torch._C import DisableTorchFunction
+from torch._C import _disabled_torch_function_impl as without_torch_function
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -18,6 +20,7 @@ __all__ = [
     "TorchDispatchMode",
     "tree_leaves",
     "tree_map_only",
+    "without_torch_function",
 ]
 
 # Operations on lists of tensors, by few kernels.
@@ -30,6 +33,13 @@ collectives = torch.ops._c10d_functional
 def autocasts_on_cuda(function: str) -> bool:
     """Return whether autocast on a GPU casts the arguments of this function of ``torch.ops.aten``."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{function}", "AutocastCUDA")
+
+
+def replace_local(tensor: DTensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """Make the local tensor of a DTensor an instance of ``kind`` with the same memory, and return it."""
+    if type(tensor._local_tensor) is not kind:
+        tensor._local_tensor = tensor._local_tensor.as_subclass(kind)
+    return tensor._local_tensor
 
 
 def delayed_error(message: str) -> Callable:

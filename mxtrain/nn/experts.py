@@ -229,7 +229,7 @@ class QuantizedExperts(QuantizedLayer, nn.Module):
         rows = rows._replace(h=x.to(dtype)) if isinstance(rows, RoutedRows) else x.to(dtype)
         signs, draws = self.signs(x.device), _draws_of_experts(self.draws(x.device), len(w1))
         norm = self.folded_norm
-        settings = (gemms, self._ready(), None if norm is None else norm.gain(), signs, draws)
+        settings = (gemms, self._ready(), None if norm is None or self.gathers_codes else norm.gain(), signs, draws)
         return self._multiply(rows, num_tokens_per_expert, *settings, w1, w2, w3).to(x.dtype)
 
     def compile_products(self, backend: str = "inductor") -> None:

@@ -110,4 +110,5 @@ def _stays_single(linear: QuantizedLinear) -> bool:
 def _traits(linear: QuantizedLinear) -> tuple:
     """The properties that all linears of one GEMM share."""
     weight = linear.weight
-    return linear.recipe, linear.mode, linear.split, weight.requires_grad, weight.dtype, weight.device
+    own = linear.recipe, linear.mode, linear.split, linear.gathers_codes
+    return *own, weight.requires_grad, weight.dtype, weight.device

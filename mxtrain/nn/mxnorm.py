@@ -161,8 +161,9 @@ def _multiply(
     gathered = None if gathered is None else gathered.for_function()
     draws, weights = [linear.draws(x.h.device) for linear in linears], [linear.parts()[0] for linear in linears]
     tensors, estimate_key = (x.xhat, x.x, x.rho, signs), x.made_by.estimate.key
+    gain = None if gemms.weights_are_cast else x.gain
     constants = _Constants(gemms, compute_dtype(x.h), ready, joined, *tensors, gathered, estimate_key, draws)
-    return _MXNormLinearFunction.apply(x.h.reshape(-1, x.shape[-1]), x.gain, constants, *weights)
+    return _MXNormLinearFunction.apply(x.h.reshape(-1, x.shape[-1]), gain, constants, *weights)
 
 
 class MXNorm(RecipeModule, OffsetRMSNorm):

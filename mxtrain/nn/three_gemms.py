@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
-from mxtrain.formats.matrices import CastSpec, Operand
+from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward, operand_mode
+from mxtrain.formats.matrices import CastSpec, Operand, joined_values, values_dtype
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
@@ -90,13 +90,15 @@ class ThreeGEMMs:
 
     Several layers with the same X can be one GEMM each way: their weights ``ws`` [N_i, D] one below the other are W
     [N, D], N = sum N_i, and their output gradients ``dys`` side by side are dY [T, N]. If ``runs_wgrad`` is False,
-    weights and gain get no gradient.
+    weights and gain get no gradient. With ``weights_are_cast``, W holds the values of codes for fprop and dgrad, times
+    the gain if there is one (``mxtrain.parallel.fsdp_gather``).
     """
 
     recipe_key: str
     mode: str
     split: SplitMatrices
     runs_wgrad: bool = True
+    weights_are_cast: bool = False
 
     @property
     def recipe(self) -> LinearRecipe:
@@ -166,6 +168,9 @@ class ThreeGEMMs:
         recipes = {dim: fprop if dim else dgrad for dim in dims if dim or not dgrad.dequantizes}
         spec = CastSpec("weight", column_factor=gain, group=self.split.w, experts=experts)
         parts = [w.flatten(0, -2) for w in ws]
+        if self.weights_are_cast and operand_mode(fprop, self.mode) != "native":
+            values = joined_values(parts, experts, values_dtype(self.mode))
+            return {dim: Operand(values if dim else values.t()) for dim in dims}
         operands = self._cast(parts, recipes, spec)
         if 0 in dims and dgrad.dequantizes:
             of_fprop = operands.get(1)
@@ -274,6 +279,8 @@ class QuantizedLayer(RecipeModule):
 
     split: SplitMatrices = WHOLE
     runs_wgrad = True
+    gathers_codes = False
+    """Whether FSDP gives the weights as values of codes, times the gain (``mxtrain.parallel.fsdp_gather``)"""
 
     def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
         self.recipe = get_recipe(recipe)
@@ -290,7 +297,8 @@ class QuantizedLayer(RecipeModule):
         Raises:
             ConfigError: for a mode that the device lacks.
         """
-        return ThreeGEMMs(self.recipe.key, mode_in_forward(self.mode, device.type), self.split, self.runs_wgrad)
+        mode = mode_in_forward(self.mode, device.type)
+        return ThreeGEMMs(self.recipe.key, mode, self.split, self.runs_wgrad, self.gathers_codes)
 
     @property
     def layer_state(self) -> LayerState:

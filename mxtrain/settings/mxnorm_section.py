@@ -5,9 +5,10 @@ from collections.abc import Iterable, Iterator
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.parse import SWITCHES, get_recipes
+from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.formats.schedule import ScheduleEntry, parse_entries
 
-SCHEDULE = "mxnorm.schedule"
+SCHEDULE, FSDP_GATHER = "mxnorm.schedule", "mxnorm.fsdp_gather"
 QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
 
 
@@ -22,8 +23,17 @@ def check_recipes(s) -> None:
     ``s`` has the values of a job that quantizes, as attributes.
     """
     with errors_begin_with("mxnorm."):
-        recipe, _ = get_recipes(s.mxnorm.recipe, s.mxnorm.recipes, **switches_of(s.mxnorm))
+        recipe, others = get_recipes(s.mxnorm.recipe, s.mxnorm.recipes, **switches_of(s.mxnorm))
         RMSEstimate.for_recipe(recipe.fprop, s.mxnorm.p, s.mxnorm.estimator)
+    if s.mxnorm.fsdp_gather == "quantized":
+        _check_codes([recipe, *others.values()])
+        if s.training.enable_cpu_offload:
+            raise ConfigError(f"{FSDP_GATHER} = 'quantized' casts shards on the GPU; unset training.enable_cpu_offload")
+        if s.mxnorm.diagnostics.every:
+            raise ConfigError(
+                f"{FSDP_GATHER} = 'quantized' leaves no weights in high precision for mxnorm.diagnostics.every = "
+                f"{s.mxnorm.diagnostics.every}; set one of them to its default"
+            )
     schedule_of(s.mxnorm, s.training.steps)
     converter, *_ = quantizing_among(s.model.converters)
     if converter != "mxnorm":
@@ -31,6 +41,17 @@ def check_recipes(s) -> None:
             if "norm" in entry:
                 norm = f"{SCHEDULE}[{index}].norm = {entry['norm']!r}"
                 raise ConfigError(f"{norm} needs the converter 'mxnorm', not {converter!r}; change model.converters")
+
+
+def _check_codes(recipes: list[LinearRecipe]) -> None:
+    """Raise ConfigError if FSDP can gather no weight as codes."""
+    if not any(recipe.has_one_code for recipe in recipes):
+        fmt = recipes[0].tensor_scaled
+        why = f"{fmt}'s tensor scales need the largest element of the whole weight, which no process has"
+        raise ConfigError(
+            f"{FSDP_GATHER} = 'quantized' needs one code of a weight for fprop and dgrad, and recipe "
+            f"{recipes[0].name!r} has none: {why if fmt else 'set mxnorm.weight_tiles = true, or another recipe'}"
+        )
 
 
 def switches_of(section) -> dict:

@@ -135,6 +135,12 @@ class MXNorm:
     the bytes, the same results) or "auto" ("quantized" if fprop is MXFP8)
     """
 
+    fsdp_gather: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
+    """
+    What FSDP gathers of weights in tiles (recipe "mxfp8_2d"): "high_precision" (weights in bf16 or fp32), "quantized"
+    (codes: 1.001 bytes per weight, cast where the rows are) or "auto" (now "high_precision")
+    """
+
     graph_passes: Free[bool] = True
     """
     Under torch.compile, fuse SwiGLU with its casts, residual additions with MXNorm, and each rotary embedding into one

@@ -19,7 +19,7 @@ from mxtrain.formats.hardware import mode_reason, resolve_mode
 from mxtrain.formats.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
-from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
+from mxtrain.settings.mxnorm_section import FSDP_GATHER, quantizing_among, schedule_in
 from mxtrain.titan.releases import engine
 
 # Stands for debug.seed where that is unset.
@@ -120,6 +120,7 @@ class QuantizingConverter(TitanConverter):
         super().__init__(name, job_config)
         self.converter.refuses_odd_sizes = True
         self._diagnostics = job_config.mxnorm.diagnostics
+        self._gathers_codes = job_config.mxnorm.fsdp_gather == "quantized"
         self._entries = schedule_in(job_config)
         settings = active_settings(job_config)
         reason = mode_reason(settings["mode"], utils.device_type)
@@ -139,6 +140,8 @@ class QuantizingConverter(TitanConverter):
             raise ConfigError(
                 f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer; train with -m mxtrain.train, or set 0"
             )
+        if self._gathers_codes and not step_is_set():
+            raise ConfigError(f"{FSDP_GATHER} = 'quantized' needs mxtrain's trainer; train with -m mxtrain.train")
         if _mode_of(self.converter) == "emulated":
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
             sum_bf16_products_in_fp32()

@@ -15,14 +15,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torchtitan.tools import utils
 
+from mxtrain.checkpoints.terminal import note
 from mxtrain.errors import ConfigError, one_line
 from mxtrain.nn.experts import kept_buffers
 from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
 from mxtrain.parallel.expert_dispatch import choose_exchange
+from mxtrain.parallel.fsdp_gather import CodeGather
 from mxtrain.parallel.initial_weights import draw_by_name, plain_name, shared_seed
 from mxtrain.parallel.tensor_parallel import choose_gathers
 from mxtrain.rng.rounding import set_rounding_chunk
-from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.settings.mxnorm_section import FSDP_GATHER, quantizing_among
 
 HAS_PIPELINES = hasattr(PipelineStage, "_post_metadata_inference_cleanup")
 """Whether stages may be validated, and before they train: not in PyTorch 2.11, whose buffers of a first validation take
@@ -51,6 +53,20 @@ def finish_layout(
                 # FSDP2 expresses TorchTitan's gradient sum, scaled by 1, as PREMUL_SUM, which gloo lacks.
                 module.set_force_sum_reduction_for_comms(True)
     draw_by_name(model, shared_seed(parallel_dims, job_config.debug.seed), torch.device(utils.device_type), renamed)
+
+
+def code_gather(job_config, parts: list[nn.Module], parallel_dims) -> CodeGather | None:
+    """Let FSDP gather weights as codes, if a job wants it and FSDP shards anything; tell the user what FSDP gathers."""
+    section, shards = job_config.mxnorm, parallel_dims.dp_shard * parallel_dims.cp
+    if section.fsdp_gather != "quantized" or not quantizing_among(job_config.model.converters):
+        return None
+    if shards == 1:
+        return note(f"{FSDP_GATHER} has no effect: FSDP does not shard")
+    # TorchTitan 0.3 splits no expert.
+    of_experts = shards * parallel_dims.tp // (parallel_dims.ep * getattr(parallel_dims, "etp", 1))
+    found = CodeGather(parts, shards, of_experts if parallel_dims.ep_enabled else shards)
+    note(str(found))
+    return found
 
 
 class Stage(PipelineStage):

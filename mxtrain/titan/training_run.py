@@ -33,6 +33,7 @@ from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults
+from mxtrain.titan.layouts import code_gather
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
@@ -42,7 +43,7 @@ class TrainingRun:
     """A mixin for TorchTitan's trainer. It adds:
 
     - recipes by step, from the schedule, and the position of a step in the random sequence
-    - weights cast once per step, if a step has several microbatches
+    - weights cast once per step, if a step has several microbatches; or weights that FSDP gathers as codes
     - whole checkpoints with the states of random generators, the tokens of all ranks, and the optimizer's present
       settings (``Checkpointer`` calls this class's methods)
     - a check for losses, weights and optimizer states that are not finite; such states are never saved
@@ -70,6 +71,7 @@ class TrainingRun:
         has_microbatches = self.gradient_accumulation_steps > 1 or self.parallel_dims.pp_enabled
         caches = job_config.mxnorm.cache_weights and has_microbatches
         self._ready = ReadyWeights(self.model_parts) if caches else None
+        self._codes = code_gather(job_config, self.model_parts, self.parallel_dims)
         self._tokens = TokenCount(mesh.size(), mesh.get_local_rank()) if mesh is not None else TokenCount(1, 0)
         self._signals = StopSignals()
         self._numerics = numerics_of(job_config, self.model_parts)
@@ -166,8 +168,11 @@ class TrainingRun:
             self._ready.refresh()
         loss = self._forward_and_backward(**kwargs)
         self._losses.append(loss.detach())
-        if self._ready is not None and len(self._losses) == self.gradient_accumulation_steps:
-            self._ready.drop()
+        if len(self._losses) == self.gradient_accumulation_steps:
+            if self._ready is not None:
+                self._ready.drop()
+            if self._codes is not None:
+                self._codes.finish_gradients()
         return loss
 
     def _forward_and_backward(self, **kwargs) -> torch.Tensor:

@@ -273,6 +273,7 @@ def column_image(x: torch.Tensor, rho: torch.Tensor):
 
 def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
     from mxtrain.formats.mx.cast import cast, cast_tiles
+    from mxtrain.formats.mx.decode import decode_tiles
     from mxtrain.norms.mxnorm_backward import fold_backward
 
     weight, gain = draw(shape, device, torch.float32), draw(shape[1:], device, torch.float32)
@@ -312,6 +313,35 @@ def fold_entries(shape: Shape, device: str, max_autotune: bool) -> list[Entry]:
                 (blocks,),
             )
         )
+    # What FSDP's processes do with mxnorm.fsdp_gather = "quantized", before and after the gather.
+    codes, scales = casts.cast(weight, MXFP8, RECIPE.scale_rounding, tiles=True)
+    of_tiles, values = (
+        scales.view(torch.uint8)[::32].contiguous(),
+        torch.empty(shape, dtype=d_folded.dtype, device=device),
+    )
+
+    def decode() -> torch.Tensor:
+        decode_tiles(codes, of_tiles, values)
+        return values
+
+    entries += [
+        ours(
+            "cast W gain in tiles, codes",
+            lambda: cast_tiles([weight], RECIPE, (1,), "codes", gain)[1],
+            (weight, gain),
+            lambda result: same_bits(
+                result.data, casts.cast(weight * gain, MXFP8, RECIPE.scale_rounding, tiles=True)[0]
+            ),
+            (),
+        ),
+        ours(
+            "decode tiles",
+            decode,
+            (codes, of_tiles),
+            lambda result: same_bits(result, casts.dequantize(codes, scales, MXFP8, result.dtype)),
+            ("cast bf16 W gain in tiles, image",),
+        ),
+    ]
     return entries + [
         *compiled("fold backward in PyTorch", fold_backward_in_pytorch, (d_folded, weight, gain), max_autotune),
         ours(

@@ -138,6 +138,7 @@ SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe
                      marks=only_022),
         (["--mxnorm.mode=native"], ["mode reference: " if not torch.cuda.is_available() else "mode "]),
         (SCHEDULE, ["precision schedule\n  steps 3 to 100: wgrad=bf16 in layers.0 (mxnorm.schedule[0])\n"]),
+        (["--mxnorm.recipe=mxfp8_2d"], ["gathers per step, by mxnorm.fsdp_gather", "  quantized       2 x "]),
         (["--model_args.enable_weight_tying"], ["output: kept because it is the out"]),
         (["--parallelism.data_parallel_replicate_degree=2", "--training.dtype=bfloat16"], ["memory  "]),
     ],

@@ -118,9 +118,13 @@ def test_casts_of_gradients_and_for_the_forward_alone_are_not_marked():
     assert marks[0][ours.nvfp4_tensor_scales.default, again] == 0
 
 
-@pytest.mark.parametrize(("recipe", "cast"), [("nvfp4", "nvfp4_weight"), ("mxfp8_2d", "cast_tiles")])
+@pytest.mark.parametrize(
+    ("recipe", "cast"), [("nvfp4", "nvfp4_weight"), ("mxfp8_2d", "cast_tiles"), ("mxfp8_2d", "join_values")]
+)
 def test_weights_of_a_group_are_cast_again(recipe, cast):
     module = Gate(recipe=recipe)
+    for linear in (module.w1, module.w3):
+        linear.gathers_codes = cast == "join_values"
     for rewrite, times in ((unchanged, 0), (compute_casts_in_backward, 1)):
         (forward, backward), _ = graphs_of(module, rewrite)
         assert calls(forward)[getattr(ours, cast).default] == 1

@@ -59,6 +59,9 @@ FLAGS = {
     "--mxnorm.recipes wo": "mxnorm.recipes | pairs | wo",
     "--mxnorm.tensor_scale=static": "mxnorm.tensor_scale = 'static' | nvfp4",
     "--mxnorm.recipe=nvfp4 --mxnorm.estimator=post_round": "mxnorm.estimator = 'post_round'",
+    "--mxnorm.fsdp_gather=quantized": "mxnorm.fsdp_gather = 'quantized' | 'mxfp8' | mxnorm.weight_tiles = true",
+    "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=nvfp4": "mxnorm.fsdp_gather = 'quantized' | element of the whole",
+    "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=mxfp8_2d --mxnorm.diagnostics.every=2": "mxnorm.fsdp_gather | = 2;",
     # Schedules
     "--mxnorm.schedule {from_step=": "mxnorm.schedule[0] = '{from_step=' | inline table",
     '--mxnorm.schedule {from_step=3,norm="rmsnorm"} {from_step=3,modulez=["wo"]}': "mxnorm.schedule[1] | modulez",

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mx.cast import cast, cast_tiles
+from mxtrain.formats.mx.decode import decode_launch
 from mxtrain.formats.mx.norm import mxnorm_cast
 from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
@@ -112,6 +113,7 @@ def cases(everything: bool) -> dict:
     for name, form in itertools.product(DTYPES, ("blocked", "image")):
         w = matrix(DTYPES[name])
         found[f"cast tiles {name} {form}"] = lambda form=form, w=w: cast_tiles([w], rceil, form=form)
+        found[f"decode_tiles {name} image"] = lambda w=w: decode(w)
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(
@@ -162,6 +164,13 @@ def cases(everything: bool) -> dict:
     add_row_norms(found, "one element", element, vector(1), vector(1))
     found["fold_backward one row"] = lambda: fold_backward(one, one, vector(32))
     return found
+
+
+def decode(values: torch.Tensor) -> None:
+    rows, columns = values.shape
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="cuda")
+    scales = torch.empty(rows // 32, columns // 32, dtype=torch.uint8, device="cuda")
+    launches.append(decode_launch(codes, scales, values))
 
 
 def add_row_norms(found: dict, case: str, x, rstd, weight, residual=None, dbias=None) -> None:
@@ -316,6 +325,8 @@ def main(capability: int, everything: bool) -> None:
         found = cases(everything)
         for name, call in (found if everything else few(found)).items():
             if "blocked" in name and capability < 100:  # scales in the layout of tensor cores that this GPU lacks
+                continue
+            if "decode" in name and capability < 89:  # which converts no E4M3, and decodes by PyTorch
                 continue
             launches.clear()
             call()

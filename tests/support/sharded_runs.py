@@ -11,6 +11,7 @@ from tests.support.oracle import RECIPES, layout
 from tests.support.training_runs import SAVE, Outcome, steps
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
+CODES = ["--mxnorm.recipe=mxfp8_2d", "--mxnorm.fsdp_gather=quantized"]
 SELECTIVE, FULL = (f"--activation_checkpoint.mode={mode}" for mode in ("selective", "full"))
 TWO = {
     "fsdp 2, compiled, unquantized": [*layout(shard=2), *COMPILED, *RECIPES["unquantized"]],
@@ -21,6 +22,7 @@ TWO = {
         *RECIPES["unquantized"],
     ],
     "cp 2, full, mixed": [*layout(context=2), FULL, *RECIPES["mixed"]],
+    "fsdp 2, accumulated, codes, mxfp8_2d": [*layout(shard=2, accumulate=2), *CODES],
     "fsdp 2, muon": [*layout(shard=2), *RECIPES["muon"]],
     "ddp 2, accumulated, mxfp8": [*layout(replicate=2, accumulate=2), *RECIPES["mxfp8"]],
 }
@@ -29,11 +31,13 @@ if RELEASE == "v03":  # which has no context parallelism for this attention
 TWO_SWEEP = {
     "ddp 2, compiled, full, mxfp8_2d": [*layout(replicate=2), *COMPILED, FULL, *RECIPES["mxfp8_2d"]],
     "fsdp 2, compiled, e2m1 and e5m2": [*layout(shard=2), *COMPILED, *RECIPES["e2m1 and e5m2"]],
+    "fsdp 2, compiled, selective, codes, mxfp8_2d": [*layout(shard=2), *COMPILED, SELECTIVE, *CODES],
     "ddp 2, dequantized": [*layout(replicate=2), *RECIPES["dequantized"]],
 }
 FOUR = {
     "fsdp 4, mx_linear": [*layout(shard=4), *RECIPES["mx_linear"]],
     "hsdp 2 x 2, mxfp8": [*layout(replicate=2, shard=2), *RECIPES["mxfp8"]],
+    "hsdp 2 x 2, full, codes, mxfp8_2d": [*layout(replicate=2, shard=2), FULL, *CODES],
     "cp 2 x hsdp 2 x 1, unquantized": [*layout(replicate=2, context=2), *RECIPES["unquantized"]],
     "cp 2 x fsdp 2, selective, nvfp4": [*layout(shard=2, context=2), SELECTIVE, *RECIPES["nvfp4"]],
     "cp 4, full, fused_norm": [*layout(context=4), FULL, *RECIPES["fused_norm"]],

@@ -1,21 +1,25 @@
 """Casts to MX formats, by kernel or in PyTorch."""
 
+import torch
+
 from mxtrain.formats.hardware import HAS_TRITON, operand_mode, runs_kernels
-from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
+from mxtrain.formats.matrices import JOIN_VALUES, KERNEL_FORM, PLAIN, Codes, Operand
 from mxtrain.formats.mx.reference import MXOps
 from mxtrain.formats.ops import Fusions
 
 if HAS_TRITON:
     from mxtrain.formats.mx import cast as kernels
+    from mxtrain.formats.mx.decode import decode_tiles
     from mxtrain.formats.mx.norm import NORM, mxnorm_cast
     from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
+    from mxtrain.launch.launch import converts_fp8
 
 
 class MXKernelOps(MXOps):
     """``MXOps`` with kernels for casts, alone and after a norm or SwiGLU."""
 
     if HAS_TRITON:
-        casts, norms, weight_casts = (kernels.CAST,), (NORM,), (kernels.CAST_TILES,)
+        casts, norms, weight_casts = (kernels.CAST,), (NORM,), (kernels.CAST_TILES, JOIN_VALUES)
         fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
 
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
@@ -35,6 +39,13 @@ class MXKernelOps(MXOps):
             dim: Operand(data.t() if dim == 0 and form == "image" else data, scales)
             for dim, (data, scales) in results.items()
         }
+
+    def decode_tiles(self, data, scales, values, mode):
+        is_8_bit = self.format.element_bits == 8 and runs_kernels(mode, data.device.type)
+        if is_8_bit and (converts_fp8(data) or not data.is_cuda):
+            decode_tiles(data.view(getattr(torch, self.format.element)), scales, values)
+        else:
+            super().decode_tiles(data, scales, values, mode)
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
         if not runs_kernels(mode, x.device.type):

@@ -123,8 +123,9 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
             settings = with_own_rounding(read_settings(arguments), manifest.versions)
             check_model(settings.values)
     model, weights = engine().SizedModel.of_job(settings.values), SavedWeights(checkpoint)
-    # In TorchTitan 0.2.2 one process has no FSDP.
-    casts = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")
+    # In TorchTitan 0.2.2 one process has no FSDP. Codes are cast from shards in training.dtype.
+    has_fsdp = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")
+    casts = has_fsdp and settings["mxnorm.fsdp_gather"] != "quantized"
     return SavedRun(folder, checkpoint, manifest.step, casts, settings, model, weights)
 
 

@@ -130,6 +130,6 @@ def test_every_case_compiles(capability, which, tmp_path):
     assert {case.split()[0] for case in compiled} == {
         "mxnorm_cast", "cast", "swiglu_cast", "swiglu_backward_cast", "norm_backward", "fold_backward", "rms_norm",
         "rms_norm_backward", "layer_norm", "layer_norm_backward", "decompose_k", "nvfp4_norm", "nvfp4_rows",
-        "nvfp4_cast", "nvfp4_tensor_scales", "nvfp4_weight",
+        "nvfp4_cast", "nvfp4_tensor_scales", "nvfp4_weight", *(["decode_tiles"] if capability >= 89 else []),
     }  # fmt: skip
     assert [fault for case, result in compiled.items() for fault in faults(case, **result, capability=capability)] == []

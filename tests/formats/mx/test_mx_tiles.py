@@ -64,6 +64,14 @@ def test_codes_by_hand():
     assert bytes(codes[40, 70:76].tolist()).hex() == "f36bf26df16f"
 
 
+@pytest.mark.parametrize("rounding", SCALE_ROUNDINGS)
+def test_values_that_are_cast_again_stay(rounding):
+    """So mode "native" may cast the values that FSDP gathers."""
+    once = image(ugly(64, 96), MXFP8, rounding, 1, torch.bfloat16, tiles=True)
+    again = image(once, MXFP8, rounding, 1, torch.bfloat16, tiles=True)
+    assert torch.equal(once.nan_to_num(7.0), again.nan_to_num(7.0)) and once.isfinite().any()
+
+
 def test_a_gain_after_the_cast_is_another_matrix():
     w = weight_of_tiles(64, 96)
     before, after = (image(m, MXFP8, "rceil", 1, torch.float32, tiles=True) for m in (w * GAIN, w))

@@ -11,6 +11,7 @@ from mxtrain.formats.cast_kernels import FORMS
 from mxtrain.formats.matrices import joined
 from mxtrain.formats.mx import reference
 from mxtrain.formats.mx.cast import cast_tiles
+from mxtrain.formats.mx.decode import decode_tiles
 from mxtrain.formats.mxfp8 import MXFP8
 from mxtrain.formats.recipe import SCALE_ROUNDINGS
 from tests.support.casts import weight_of_tiles
@@ -144,3 +145,13 @@ def test_op_matches_its_schema_and_fake(form):
     arguments = ([draw(32, 64)] * 2, None if form == "codes" else gain_of(64), 1, *along, "e4m3", "rceil", form)
     op = torch.ops.mxtrain.cast_tiles.default
     torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_are_decoded_as_the_reference_decodes_them(dtype):
+    w = ugly(64, 160, seed=3)
+    codes, scales = reference.cast(w, MXFP8, "rceil", tiles=True)
+    rows, values = scales.view(torch.uint8)[::32].contiguous(), torch.empty(w.shape, dtype=dtype, device=w.device)
+    with careful_call(codes, rows):
+        decode_tiles(codes, rows, values)
+    assert_same_bits(values, reference.dequantize(codes, scales, MXFP8, dtype))

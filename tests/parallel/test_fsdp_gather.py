@@ -1,0 +1,185 @@
+"""FSDP2 gathers codes: operands and gradients of two processes against one, and the bytes that collectives send."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mxtrain import ConfigError, MXLinear
+from mxtrain.formats.collectives import GATHER_PARTS
+from mxtrain.parallel.fsdp_gather import CodeGather, gathered_bytes
+from tests.support.layer_checks import NormBlock, assert_near, draw, in_two_processes
+
+D, H, TOKENS, STEPS, MICROBATCHES = 64, 128, 64, 2, 2
+TILES = "mxfp8_2d"
+
+
+class FeedForward(NormBlock):
+    """A norm with a gain, two linears behind it, and one whose input no norm makes."""
+
+    def __init__(self, recipe=TILES, hidden=H, **settings):
+        super().__init__(D, hidden, recipe, recipe, **settings)
+        for linear in self.linears:
+            linear.fed_by = (self.norm,)
+        self.last = MXLinear(hidden, D, bias=False, recipe=recipe, mode=settings.get("mode", "reference"))
+        with torch.no_grad():
+            self.last.weight.copy_(draw(D, hidden, seed=20))
+            for linear in (*self.linears, self.last):
+                linear.weight.mul_(0.1)
+
+    def forward(self, x):
+        gate, up = super().forward(x)
+        return x + self.last(gate * up)
+
+
+class Bytes(TorchDispatchMode):
+    """Counts the bytes that this process gives to each kind of collective."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is GATHER_PARTS:
+            self.given["gains"] += sum(part.numel() * part.itemsize for part in args[0])
+        elif func.namespace == "c10d" and len(args) > 1 and torch.is_tensor(args[1]):
+            self.given[func.__name__.split("_base")[0]] += args[1].numel() * args[1].itemsize
+        return func(*args, **(kwargs or {}))
+
+
+def model_of(*blocks, **settings) -> nn.Module:
+    return nn.Sequential(*(FeedForward(*block, **settings) for block in blocks or [()] * 2))
+
+
+def shard(model, mesh, param_dtype=torch.bfloat16, **settings) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    for block in [*model, model]:
+        fully_shard(block, mesh=mesh, mp_policy=policy, **settings)
+    for block in [*model, model]:
+        block.set_gradient_divide_factor(1.0)
+        block.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def batch(step: int, microbatch: int) -> torch.Tensor:
+    """All tokens of both processes [2, TOKENS, D]."""
+    return draw(2, TOKENS, D, seed=100 + 10 * step + microbatch)
+
+
+def train(model, part, finish, microbatches=range(MICROBATCHES)) -> list[list[torch.Tensor]]:
+    """Return the gradients of the steps of SGD, in which all layouts see the same tokens."""
+    found, optimizer = [], torch.optim.SGD(model.parameters(), 1e-3)
+    for step in range(STEPS):
+        for microbatch in microbatches:
+            model(batch(step, microbatch)[part]).square().sum().backward()
+        finish()
+        grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        found.append([grad.clone() for grad in grads])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def check_training(mode, settings, mesh):
+    """Gradients of fp32 are those of one process. The operands of bf16 have the bits of one process's."""
+    one = model_of(mode=mode)
+    whole = train(one, slice(None), lambda: None)
+    model = shard(model_of(mode=mode), mesh, torch.float32, **settings)
+    assert type(next(model.parameters()).to_local()) is torch.Tensor
+    gather = CodeGather([model], 2, 2)
+    assert str(gather) == "FSDP gathers 6 weights as codes"
+    for step, (ours, theirs) in enumerate(zip(train(model, mesh.get_local_rank(), gather.finish_gradients), whole)):
+        assert_near(ours, theirs, 1e-5 if step == 0 else 1e-2)
+    for values in (model.state_dict(), dict(model.named_parameters())):
+        assert all(
+            type(tensor.to_local()) is type(tensor.detach()._local_tensor) is torch.Tensor for tensor in values.values()
+        )
+    check_operands(mode, mesh)
+
+
+def check_operands(mode, mesh):
+    one, seen = model_of(mode=mode), []
+    model = shard(model_of(mode=mode), mesh)
+    CodeGather([model], 2, 2)
+    hook = partial(lambda linear, *_: seen.append(linear.weight.detach().clone()))
+    linears = [module for module in model.modules() if getattr(module, "gathers_codes", False)]
+    for linear in linears:
+        linear.register_forward_pre_hook(hook)
+    with torch.no_grad():
+        model(batch(0, 0)[mesh.get_local_rank()])
+    for values, linear in zip(
+        seen, [module for module in one.modules() if hasattr(module, "gathers_codes")], strict=True
+    ):
+        norm = linear.fed_by[0] if linear.fed_by else None
+        gemms = linear.gemms(values.device)
+        operands = gemms.quantize_weights([linear.weight], norm and norm.gain())
+        assert values.dtype == torch.bfloat16 and torch.equal(values.float(), operands[1].data.float())
+        assert torch.equal(values.t().float(), operands[0].data.float())
+
+
+def check_bytes(mesh):
+    """Forward and backward gather as many bytes as are told to the user, and gradients stay fp32."""
+    weights, gains = 3 * D * H, D
+    assert gathered_bytes(model_of(), 2, 2) == (4 * (weights + gains), 2 * (weights * (1 + 1 / 1024) + 2 * gains))
+    for setting, gathered in zip(("high_precision", "quantized"), gathered_bytes(model_of(), 2, 2)):
+        model = shard(model_of(), mesh)
+        gather = CodeGather([model], 2, 2) if setting == "quantized" else None
+        with Bytes() as counter:
+            model(batch(0, 0)[0]).sum().backward()
+            if gather is not None:
+                gather.finish_gradients()
+        given = counter.given
+        # For the forward and for the backward; each process gives its half.
+        assert given["_allgather"] == 2 * gathered / 2, (setting, given)
+        assert given["_reduce_scatter"] == 2 * (weights + (0 if gather else gains)) * 4, (setting, given)
+        assert given["gains"] == (2 * gains * 4 / 2 if gather else 0)
+
+
+def check_kept(mesh):
+    """Weights that have no codes are gathered in high precision beside codes, and train."""
+    model = model_of((), ("mxfp8",), (TILES, 96))
+    model[0].last.weight.requires_grad_(False)
+    shard(model, mesh, torch.float32)
+    gather = CodeGather([model], 2, 2)
+    assert len(gather.weights) == 3
+    for reason in (
+        "1 in high precision: they are tied, computed or frozen",
+        "3 in high precision: fprop and dgrad do not share",
+    ):
+        assert reason in str(gather)
+    assert "2 in high precision: 96 rows or experts over 2 processes are not whole tiles" in str(gather)
+    one = model_of((), ("mxfp8",), (TILES, 96))
+    one[0].last.weight.requires_grad_(False)
+    one(batch(0, 0)).square().sum().backward()
+    model(batch(0, 0)[mesh.get_local_rank()]).square().sum().backward()
+    gather.finish_gradients()
+    grads = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
+    assert_near(grads, [p.grad for p in one.parameters() if p.requires_grad], 1e-5)
+
+
+def check_all(mesh):
+    check_training("reference", {}, mesh)
+    check_bytes(mesh)
+    check_kept(mesh)
+
+
+def test_two_processes_have_the_operands_and_gradients_of_one():
+    in_two_processes(check_all, "cpu")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("mode", "reshard"), [("emulated", True), ("reference", False)])
+def test_kernels_and_weights_that_stay_gathered(mode, reshard):
+    in_two_processes(partial(check_training, mode, {"reshard_after_forward": reshard}), "cpu")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_nothing_to_gather_is_refused(recipe):
+    with pytest.raises(
+        ConfigError, match="fsdp_gather = 'quantized' finds no weight .*: fprop and dgrad do not share a code"
+    ):
+        CodeGather([model_of((recipe,))], 2, 2)
