@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config.configs import ParallelismConfig
+from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -29,7 +29,9 @@ saved_name = name_in_022
 
 
 def example_inputs(model: nn.Module) -> tuple:
-    return (torch.zeros(1, 32, dtype=torch.long),)
+    # TorchTitan's main has activations [tokens, features], and no batches.
+    shape = (1, 32) if hasattr(TrainingConfig, "seq_len") else (32,)
+    return (torch.zeros(shape, dtype=torch.long),)
 
 
 def models() -> Iterable[str]:

@@ -211,9 +211,9 @@ def plain_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _plain_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_) -> torch.Tensor:
-    """Attention to all positions, [B, L, heads, features of v]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+    """Attention to all positions, [..., L, heads, features of v]."""
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(-3, -2)
 
 
 @cache
