@@ -16,7 +16,7 @@ from symtable import symtable
 PACKAGE = Path(__file__).parents[1] / "mxtrain"
 
 
-def used_names(release: str, package: Path = PACKAGE) -> Iterator[tuple[str, Path]]:
+def used_names(package: Path, release: str) -> Iterator[tuple[str, Path]]:
     """Yield each name of TorchTitan, dotted, with a file that uses it. Of releases' folders, read only this one."""
     for path in sorted(package.rglob("*.py")):
         if any(folder.startswith("v0") and folder != release for folder in path.relative_to(package).parts):
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     titan = args.folder / "torchtitan" if (args.folder / "torchtitan").is_dir() else args.folder
     if not (titan / "train.py").exists():
         parser.error(f"folder = '{args.folder}' has no package torchtitan")
-    gone = {(name, file) for name, file in used_names(args.release) if not has_name(titan, name)}
+    gone = {(name, file) for name, file in used_names(PACKAGE, args.release) if not has_name(titan, name)}
     for name, file in sorted(gone):
         if (name.rpartition(".")[0], file) not in gone:  # else an attribute of a name that is gone
             print(f"{name}: {file}")
