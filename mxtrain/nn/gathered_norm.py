@@ -1,7 +1,7 @@
 """MXNorm under tensor parallelism: a shard of the sequences goes in, and xhat of whole sequences comes out.
 
-X is [B, S, D], and a process of P has the shard [B, S / P, D]. The linears after a norm need all tokens, so one gather
-per norm serves all its linears. What is sent is a choice of ``SplitSequences.gather``:
+X is [B, S, D], and a process of P has the shard [B, S / P, D]. X [T, D] is one sequence. The linears after a norm need
+all tokens, so one gather per norm serves all its linears. What is sent is a choice of ``SplitSequences.gather``:
 
     "high_precision"    x, before the norm. The linears save the whole x for wgrad.
     "quantized"         codes and scales of xhat along D, after the norm, for fprop; and in the backward codes and
@@ -36,7 +36,7 @@ from mxtrain.norms.mxnorm import norm_backward
 def normalize_shard(
     x: torch.Tensor, estimate: RMSEstimate, recipe: LinearRecipe, mode: str, split: SplitSequences
 ) -> "tuple[torch.Tensor, torch.Tensor, Operand, torch.Tensor, GatheredColumns | None]":
-    """Normalize a shard x [B, S / P, D] and gather, in the order that ``split.gather`` says.
+    """Normalize a shard x [B, S / P, D] or [T / P, D] and gather, in the order that ``split.gather`` says.
 
     Returns:
         h, x, xhat, rho and gathered, as in ``mxtrain.nn.normed_input.NormedInput``.
@@ -44,15 +44,20 @@ def normalize_shard(
     Raises:
         ValueError: as for ``gathers_codes``.
     """
-    columns = None
+    columns, shape, x = None, x.shape, as_sequences(x)
     settings = (estimate.key, recipe.fprop.key, mode, split.key, torch.compiler.is_compiling())
     if gathers_codes(x, recipe, mode, split):
         for_wgrad, columns = x.detach(), GatheredColumns(split.key, {})
         h, rho, *xhat = NormThenGather.apply(x, *settings, columns.for_function())
     else:
         h, for_wgrad, rho, *xhat = GatherThenNorm.apply(x, *settings)
-    h = h.view(x.shape[0], split.processes * x.shape[1], x.shape[2])
+    h = h.view(*shape[:-2], split.processes * shape[-2], shape[-1])
     return h, for_wgrad, constant_operand(xhat, mode), rho, columns
+
+
+def as_sequences(x: torch.Tensor) -> torch.Tensor:
+    """[T, D] -> [1, T, D]; [B, S, D] as it is."""
+    return x if x.ndim == 3 else x[None]
 
 
 def gathers_codes(x: torch.Tensor, recipe: LinearRecipe, mode: str, split: SplitSequences) -> bool:
@@ -131,18 +136,22 @@ class NormThenGather(torch.autograd.Function):
 
 @untraced
 class GatherSequences(torch.autograd.Function):
-    """A shard [B, S / P, D] of sequences -> the whole sequences [B, S, D], of which every linear returns its part."""
+    """A shard [B, S / P, D] of sequences -> the whole sequences [B, S, D], of which every linear returns its part.
+
+    Or a shard [T / P, D] -> [T, D].
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, split_key: str):
         ctx.set_materialize_grads(False)
         ctx.split = split = from_key(split_key)
-        return gather_tokens(x, split.group, split.processes)
+        return gather_tokens(as_sequences(x), split.group, split.processes).view(*x.shape[:-2], -1, x.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, _, dx: torch.Tensor):
-        return sum_tokens(dx, ctx.split.group, ctx.split.processes), None
+        own = sum_tokens(as_sequences(dx), ctx.split.group, ctx.split.processes)
+        return own.view(*dx.shape[:-2], -1, dx.shape[-1]), None
 
 
 @untraced

@@ -16,6 +16,7 @@ from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
+from mxtrain.nn.gathered_norm import as_sequences
 from mxtrain.nn.normed_input import NormedInput, check_norm_result
 from mxtrain.nn.split import SplitSequences, own_part
 from mxtrain.nn.three_gemms import constant_operand, without_data
@@ -118,9 +119,9 @@ class _GatherShards(torch.autograd.Function):
 
 
 def of_whole_sequences(normed: NormedInput, split: SplitSequences) -> NormedInput:
-    """A norm's result for a shard [B, S / P, D] of the sequences -> the result for whole sequences [B, S, D]."""
-    batch, length, features = normed.shape
+    """A norm's result for a shard [B, S / P, D] or [T / P, D] -> the result for whole sequences [B, S, D] or [T, D]."""
+    h = as_sequences(normed.h)
     keys = normed.made_by.estimate.key, normed.recipe.key, normed.mode, split.key
-    h, x, rho, *xhat = _GatherShards.apply(normed.h, normed.x.view(normed.shape), *keys)
-    h = h.view(batch, split.processes * length, features)
+    h, x, rho, *xhat = _GatherShards.apply(h, normed.x.view(h.shape), *keys)
+    h = h.view(*normed.shape[:-2], -1, normed.shape[-1])
     return normed._replace(h=h, x=x, rho=rho, xhat=constant_operand(xhat, normed.mode))

@@ -15,7 +15,7 @@ from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Field, Known, Settings, flat
 from mxtrain.settings.removed import in_this_version
-from mxtrain.settings.titan import known_fields, unknown
+from mxtrain.settings.titan import known_fields, require_all_fields, unknown
 
 HELP_ALL = "--help-all"
 HELP_FLAGS = ("-h", "--help", HELP_ALL)
@@ -31,6 +31,7 @@ def read_settings(arguments: list[str], trains: bool = True) -> Settings:
         ConfigError: for a mistake that shows without the machine and the model. It names the setting, and the file and
             line where it stands.
     """
+    require_all_fields()
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
     if path is not None and Path(path).name == CONFIG_FILE and (Path(path).parent / FACTS_FILE).exists():

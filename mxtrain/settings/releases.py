@@ -6,6 +6,8 @@ Our TOML files have the names of 0.2.2 under every release. A new release is a r
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -150,10 +152,22 @@ def release_of(found: str) -> str:
     raise ConfigError(f"torchtitan = {found!r} is not a version that mxtrain supports; install 0.2.2 or 0.3")
 
 
+def lacks(names: str) -> ConfigError:
+    """The error for a TorchTitan, such as a preview, without names that mxtrain needs."""
+    return ConfigError(f"the TorchTitan in {package_folder()} lacks what mxtrain needs: {names}; install 0.2.2 or 0.3")
+
+
+def package_folder() -> Path:
+    """Where TorchTitan's source is."""
+    (folder,) = find_spec("torchtitan").submodule_search_locations
+    return Path(folder)
+
+
 @cache
 def release_name() -> str:
-    """The name of the installed release."""
-    return release_of(version("torchtitan"))
+    """The name of the installed release. TorchTitan's main is treated as 0.3, although its version is 0.2.2."""
+    name = release_of(version("torchtitan"))
+    return name if name != "v02" or (package_folder() / "config/job_config.py").exists() else "v03"
 
 
 def release() -> Release:

@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from mxtrain.errors import ConfigError, closest
 from mxtrain.settings.fields import Field, Known, classes_in, declarations, fields_of
-from mxtrain.settings.releases import release
+from mxtrain.settings.releases import lacks, package_folder, release
 from mxtrain.settings.removed import SETTINGS
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.types import (
@@ -123,15 +121,23 @@ def _sources() -> dict[str, tuple[str, str, str]]:
             found |= {name: source for name, source in _fields_in(file, name, section) if name not in new}
     for name, place in titan.renamed.items():
         file, of_class, field = place.split()
-        found[name] = dict(_fields_in(file, of_class))[field]
+        if source := dict(_fields_in(file, of_class)).get(field):
+            found[name] = source
     return found
+
+
+def require_all_fields() -> None:
+    """Raise ConfigError for a TorchTitan, such as a preview, that does not declare settings of mxtrain's trainer."""
+    needed = {name for names in NARROWER.values() for name in names.split()} | release().renamed.keys()
+    if names := [name for name in sorted(needed - titan_fields().keys()) if not name.startswith(tuple(release().gone))]:
+        raise lacks(", ".join(names))
 
 
 def _fields_in(file: str, name: str, section: str = "") -> Iterator[tuple[str, tuple[str, str, str]]]:
     """The fields of a class in a file of TorchTitan, and of its sections, by full names, with their sources."""
-    (package,) = find_spec("torchtitan").submodule_search_locations
-    classes = classes_in(Path(package, file))
-    for field, *source in declarations(classes[name]):
+    path = package_folder() / file
+    classes = classes_in(path) if path.exists() else {}
+    for field, *source in declarations(classes.get(name, [])):
         full = f"{section}.{field}".removeprefix(".")
         if source[0] in classes:
             yield from _fields_in(file, source[0], full)

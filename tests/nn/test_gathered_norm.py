@@ -18,6 +18,7 @@ from mxtrain.formats.parse import get_recipe
 from mxtrain.nn import gathered_norm
 from mxtrain.nn.gathered_norm import SumGradient, gathers_codes
 from mxtrain.nn.group import LinearGroup
+from mxtrain.nn.mixture import of_whole_sequences
 from mxtrain.nn.split import SplitSequences
 from tests.support.gather_counts import GATHERS, bytes_of, counted, split_block
 from tests.support.layer_checks import (
@@ -188,6 +189,26 @@ def check_refused(mesh) -> None:
         block(draw(1, 48, DIM, seed=0))
 
 
+def check_rows(mesh) -> None:
+    """[T, D], as TorchTitan's main has it, is one sequence."""
+    split = SplitSequences(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+    own = heavy_tailed(1, SEQUENCE, DIM, seed=0).chunk(2, 1)[split.rank]
+    for case in ("high_precision", "quantized", "plain", "made again"):
+        block = NormBlock(DIM, OUTPUTS, "mxfp8")
+        if case == "made again":
+            block.norm.register_forward_hook(lambda norm, args, normed: of_whole_sequences(normed, split))
+        else:
+            split_block(block, mesh, "auto" if case == "plain" else case)
+            block.norm.is_plain = block.linears[0].is_plain = case == "plain"
+        outcomes = []
+        for x in (own.clone(), own[0].clone()):
+            (y,) = block(x.requires_grad_())
+            assert y.shape[:-1] == (*x.shape[:-2], SEQUENCE)
+            outcomes.append((y.flatten(), *torch.autograd.grad(y.cos().sum(), x)))
+        (y, dx), (of_rows, dx_of_rows) = outcomes
+        assert torch.equal(of_rows, y) and torch.equal(dx_of_rows, dx[0]), case
+
+
 def check_gathers(mesh) -> None:
     """Run by ``test_two_ranks``, whose processes this shares: starting them takes longer than the checks."""
     for recipe in RECIPES:
@@ -195,6 +216,7 @@ def check_gathers(mesh) -> None:
     for mode in CHECKPOINTS:
         check_eager(mesh, "mxfp8", mode)
     check_linears_that_differ(mesh)
+    check_rows(mesh)
     check_dynamo_follows_no_function(mesh)
     check_refused(mesh)
 

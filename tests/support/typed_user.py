@@ -11,7 +11,7 @@ import torch.nn as nn
 import mxtrain
 from mxtrain import ConfigError, DecomposeKRouter, FusedLayerNorm, FusedRMSNorm, MXLinear, MXNorm, MXNormLinear, Recipe
 from mxtrain.conversion.plan import Plan
-from mxtrain.titan import with_mxtrain
+from mxtrain.titan import override_with_mxtrain, with_mxtrain
 
 model, x, weight = nn.Sequential(), torch.ones(4, 64), torch.ones(64)
 recipe = Recipe("mine", None, 32, high_precision_share=0.1)
@@ -97,6 +97,8 @@ def spec_with_mxtrain(spec: Any) -> None:
     with_mxtrain(spec)
     with_mxtrain(spec, ["mxnorm", "fused_norm"], mxnorm={"recipe": "nvfp4"})
     with_mxtrain(spec, "mxnorm", 1)  # type: ignore
+    override_with_mxtrain(spec.model, mxnorm={"recipe": "nvfp4"})
+    override_with_mxtrain(spec.model, recipe="nvfp4")  # type: ignore
 
 
 try:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
+from torchtitan.config import Configurable
 from torchtitan.config.configs import (
     CommConfig,
     CompileConfig,
@@ -54,7 +54,7 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
         profiler=same(Profiler.Config, job_config.profiling),
         metrics=same(built(MetricsProcessor.Config, parts["metrics"]), job_config.metrics),
         tokenizer=built(BaseTokenizer.Config, parts["tokenizer"])(),
-        dataloader=built(BaseDataLoader.Config, parts["dataloader"])(),
+        dataloader=built(Configurable.Config, parts["dataloader"])(),
         optimizer=(MuonConfig if is_muon else OptimizersContainer.Config)(
             implementation=optimizer.implementation,
             param_groups=[

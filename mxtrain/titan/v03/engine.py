@@ -1,6 +1,7 @@
 """What the rest of mxtrain uses of TorchTitan 0.3, and ``with_mxtrain`` for models that its own trainer trains."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn as nn
 from torchtitan.components.metrics import MetricsProcessor, WandBLogger
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.configs import ParallelismConfig
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 
 from mxtrain.conversion.converters import CONVERTERS, require_converter
@@ -21,15 +22,15 @@ from mxtrain.titan.converters import active_settings
 from mxtrain.titan.metrics import require_plain_recipes
 from mxtrain.titan.v03.config import same, trainer_config
 from mxtrain.titan.v03.models import DEFAULTS, FLAVORS, MODELS, config_of, model_spec, sizes_of
+from mxtrain.titan.v03.parallelize import HAS_BATCHES, additions, converting, name_in_022, parallelized, with_converters
 from mxtrain.titan.v03.parallelize import convertible as convertible
-from mxtrain.titan.v03.parallelize import name_in_022, parallelized, with_converters
 from mxtrain.titan.v03.trainer import Trainer as Trainer
 
 saved_name = name_in_022
 
 
 def example_inputs(model: nn.Module) -> tuple:
-    return (torch.zeros(1, 32, dtype=torch.long),)
+    return (torch.zeros((1, 32) if HAS_BATCHES else 32, dtype=torch.long),)
 
 
 def models() -> Iterable[str]:
@@ -124,28 +125,80 @@ def with_mxtrain(spec: ModelSpec, converters: Sequence[str] = ("mxnorm",), **tab
         ConfigError: for an unknown or wrong setting. When the model is built: for nothing to convert. When the model is
             parallelized: for DTensors, or a pipeline schedule that computes gradients of inputs and weights separately.
     """
-    for name in converters:
-        require_converter("model.converters", name)
-    sections = ["mxnorm" if quantizing_among([name]) else name for name in converters]
+    job_config = _job_config(spec.name, spec.flavor, converters, tables)
+    theirs, spec = spec.parallelize_fn, with_converters(replace(spec), job_config)
+
+    def with_given_configs(model: nn.Module, *, training, parallelism, **others) -> nn.Module:
+        _check_layout(parallelism)
+        parallelize = parallelized(theirs, replace(job_config, training=training))
+        return parallelize(model, training=training, parallelism=parallelism, **others)
+
+    return replace(spec, parallelize_fn=with_given_configs)
+
+
+def override_with_mxtrain(
+    config: BaseModel.Config, converters: Sequence[str] = ("mxnorm",), **tables: Mapping[str, object]
+) -> BaseModel.Config:
+    """Let the model of a config be converted by mxtrain as soon as it is built, for TorchTitan's registry of overrides.
+
+    In a module, before ``--override.imports my_module.mxnorm``::
+
+        @override(target=BaseModel.Config)
+        def mxnorm(config, **settings):
+            return override_with_mxtrain(config, mxnorm=settings)
+
+    This does what ``with_mxtrain`` does, without pipelines.
+
+    Args:
+        config: the config of the whole model. It changes, and is returned, because TorchTitan builds the config that it
+            had before the overrides.
+        converters, tables: as for ``with_mxtrain``.
+
+    Raises:
+        ConfigError: as for ``with_mxtrain``. When the model is parallelized: for a pipeline.
+    """
+    job_config = _job_config(type(config).__qualname__, "", converters, tables)
+    kind = converting(type(config), job_config)
+
+    class Config(kind):
+        __slots__ = ()  # so that an instance of the parent's class can become one of this class
+
+        def build(self, **kwargs) -> nn.Module:
+            model, context = kind.build(self, **kwargs), ExitStack()
+
+            def parallelize(parallel_dims) -> None:
+                if parallel_dims.pp_enabled:
+                    raise ConfigError("parallelism.pipeline_parallel_degree needs with_mxtrain in a config registry")
+                require_one_of("parallelism.spmd_backend", parallel_dims.spmd_backend, ["spmd_types"])
+                context.enter_context(additions(model, parallel_dims, job_config))
+                type(model).parallelize(model, parallel_dims)
+                model.init_weights = init_weights
+
+            def init_weights(**kwargs) -> None:  # which TorchTitan calls next after its parallelize function
+                del model.init_weights
+                context.close()
+                model.init_weights(**kwargs)
+
+            model.parallelize = parallelize
+            return model
+
+    config.__class__ = Config
+    return config
+
+
+def _job_config(name: str, flavor: str, converters: Sequence[str], tables: Mapping[str, Mapping[str, object]]):
+    for converter in converters:
+        require_converter("model.converters", converter)
+    sections = ["mxnorm" if quantizing_among([converter]) else converter for converter in converters]
     for table in tables:
         require_one_of("with_mxtrain: table", table, sections)
-    model = {"name": spec.name, "flavor": spec.flavor, "converters": list(converters)}
+    model = {"name": name, "flavor": flavor, "converters": list(converters)}
     job_config = settings_in({"model": model, **tables}, known_fields()).values
     active_settings(job_config)
     require_plain_recipes(job_config)
     if every := job_config.mxnorm.diagnostics.every:
         raise ConfigError(f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer; set it to 0")
-    theirs, spec = spec.parallelize_fn, with_converters(replace(spec), job_config)
-
-    def with_given_configs(model: nn.Module, *, training, parallelism, ac_config, **others) -> nn.Module:
-        _check_layout(parallelism)
-        mode = "selective" if isinstance(ac_config, SelectiveAC.Config) else "other"
-        checkpointing = replace(job_config.activation_checkpoint, mode=mode)
-        given = replace(job_config, training=training, activation_checkpoint=checkpointing)
-        parallelize = parallelized(theirs, given)
-        return parallelize(model, training=training, parallelism=parallelism, ac_config=ac_config, **others)
-
-    return replace(spec, parallelize_fn=with_given_configs)
+    return job_config
 
 
 def _check_layout(parallelism: ParallelismConfig) -> None:

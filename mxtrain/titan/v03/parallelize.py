@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config.configs import TrainingConfig
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.models.common import Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention
@@ -22,6 +23,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from mxtrain.checkpoints.terminal import show_line
+from mxtrain.launch.pytorch import CheckpointWrapper
 from mxtrain.nn.gathered_norm import SumGradient
 from mxtrain.nn.mixture import of_whole_sequences
 from mxtrain.nn.mxnorm import MXNorm
@@ -38,6 +40,9 @@ from mxtrain.titan.metrics import describe_model
 from mxtrain.titan.v03.config import same
 
 TP = MeshAxisName.TP
+HAS_BATCHES = hasattr(TrainingConfig, "seq_len")
+"""Whether activations are [B, S, D]. In TorchTitan's main, they are [T, D]"""
+TOKENS = spmd.S(1 if HAS_BATCHES else 0)
 _RENAMED = (
     (re.compile(r"(^|\.)qkv_linear\.(w[qkv])\b"), r"\1\2"),
     (re.compile(r"^lm_head\b"), "output"),
@@ -81,9 +86,17 @@ def _get_submodule(model: nn.Module, target: str) -> nn.Module:
 
 def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
     """Return the spec of a model that is converted as soon as it is built, and gets mxtrain's additions."""
-    kind = type(spec.model)
+    spec.model = same(converting(type(spec.model), job_config), spec.model)
+    spec.parallelize_fn = parallelized(spec.parallelize_fn, job_config)
+    return spec
+
+
+def converting(kind: type, job_config) -> type:
+    """A class like ``kind``, that of a model's config, whose model is converted as soon as it is built."""
 
     class Config(kind):
+        __slots__ = ()
+
         def build(self, **kwargs) -> nn.Module:
             for _, dispatcher, experts, name in self.traverse(AllToAllTokenDispatcher.Config):
                 if type(dispatcher) is AllToAllTokenDispatcher.Config:
@@ -94,9 +107,7 @@ def with_converters(spec: ModelSpec, job_config) -> ModelSpec:
                     titan_converter(name, job_config).convert(model)
             return model
 
-    spec.model = same(Config, spec.model)
-    spec.parallelize_fn = parallelized(spec.parallelize_fn, job_config)
-    return spec
+    return Config
 
 
 def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: bool) -> None:
@@ -113,7 +124,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
         fqn = name_in_022(fqn)
         is_whole = module._sharding_config and module._sharding_config.in_src_shardings is None
         if isinstance(module, MXNorm) and not is_whole:
-            if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != spmd.S(1):
+            if module._sharding_config.in_src_shardings["input"].per_axis_spmd_types()[TP] != TOKENS:
                 raise no_split(fqn, module, "features", processes)
             if not (has_expert_parallelism and module.feeds_mixture):
                 module.split, module.gathers_plain = sequences, False
@@ -142,19 +153,26 @@ def parallelized(parallelize_fn: Callable, job_config) -> Callable:
 
     def parallelize(model: nn.Module, *, parallel_dims, **configs) -> nn.Module:
         show_line(describe_model(job_config, model))
-        if parallel_dims.tp_enabled:
-            split_layers(model, parallel_dims.get_mesh("tp"), parallel_dims.ep_enabled)
-        with knows_own_operations():
-            contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
-            with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
-                model = parallelize_fn(model, parallel_dims=parallel_dims, **configs)
-        _redistribute_in_hooks(model, parallel_dims)
-        is_selective = job_config.activation_checkpoint.mode == "selective"
-        drawn_as = partial(_drawn_as, getattr(model, "enable_weight_tying", False))
-        finish_layout(model, parallel_dims, job_config, is_selective, drawn_as)
-        return model
+        with additions(model, parallel_dims, job_config):
+            return parallelize_fn(model, parallel_dims=parallel_dims, **configs)
 
     return parallelize
+
+
+@contextmanager
+def additions(model: nn.Module, parallel_dims, job_config) -> Iterator[None]:
+    """Context in which TorchTitan parallelizes a converted model, with mxtrain's additions before and afterwards."""
+    if parallel_dims.tp_enabled:
+        split_layers(model, parallel_dims.get_mesh("tp"), parallel_dims.ep_enabled)
+    with knows_own_operations():
+        contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
+        with patch("torchtitan.distributed.activation_checkpoint.create_selective_checkpoint_contexts", contexts):
+            yield
+    _redistribute_in_hooks(model, parallel_dims)
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    is_selective = any("context_fn" in wrapper.checkpoint_fn.keywords for wrapper in wrappers)
+    drawn_as = partial(_drawn_as, getattr(model, "enable_weight_tying", False))
+    finish_layout(model, parallel_dims, job_config, is_selective, drawn_as)
 
 
 def _redistribute_in_hooks(model: nn.Module, parallel_dims) -> None:
@@ -211,9 +229,9 @@ def plain_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _plain_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_) -> torch.Tensor:
-    """Attention to all positions, [B, L, heads, features of v]."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+    """Attention to all positions, [..., L, heads, features of v]."""
+    q, k, v = (x.transpose(-3, -2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(-3, -2)
 
 
 @cache

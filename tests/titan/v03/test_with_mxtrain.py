@@ -2,8 +2,10 @@
 
 import os
 from collections import Counter
+from functools import partial
 from importlib import import_module
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -11,19 +13,27 @@ import torch
 from torch.distributed.tensor import debug
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import ParallelismConfig, override
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
 from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.protocols import BaseModel
 from torchtitan.trainer import Trainer
 
 from mxtrain import ConfigError, MXNorm
 from mxtrain.nn.group import LinearGroup
-from mxtrain.titan import with_mxtrain
+from mxtrain.titan import override_with_mxtrain, with_mxtrain
 from mxtrain.titan.v03.config import built
 from tests.support.cpu_layouts import use_layouts_on_a_cpu
 from tests.support.layer_checks import in_two_processes
+
+
+@override(target=BaseModel.Config)
+def mxnorm(config, **settings):
+    return override_with_mxtrain(config, mxnorm=settings)
+
 
 ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
@@ -31,6 +41,10 @@ ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR":
 def configured(config: Trainer.Config, batches, folder, **tables) -> Trainer.Config:
     """A config of a registry with a converted model of two layers, for a CPU. ``batches``: of the ranks' rows."""
     config.model_spec = with_mxtrain(config.model_spec, mxnorm=tables)
+    return for_a_cpu(config, batches, folder)
+
+
+def for_a_cpu(config: Trainer.Config, batches, folder) -> Trainer.Config:
     for layer in config.model_spec.model.layers:  # a CPU has no flex attention
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     del config.model_spec.model.layers[2:]
@@ -66,6 +80,33 @@ def test_titans_trainer_trains_a_converted_model(tmp_path):
         assert joined and all(joined), "the linears of a norm are one GEMM"
     finally:
         torch.distributed.destroy_process_group()
+
+
+@patch.dict(os.environ, ONE_PROCESS)
+def test_an_override_does_what_with_mxtrain_does(tmp_path):
+    losses = []
+    try:
+        for make, imports in ((partial(configured, recipe="mxfp8"), []), (for_a_cpu, [f"{__name__}.mxnorm"])):
+            config = make(llama3_debugmodel(), _batches, tmp_path)
+            config.override.imports = [(name, {"recipe": "mxfp8"}) for name in imports]
+            config.training.local_batch_size, config.training.steps, config.debug.seed = 2, 2, 0
+            config.activation_checkpoint = SelectiveAC.Config()
+            trainer = Trainer(config)
+            losses.append(losses_of(trainer))
+            groups = [module.group for module in trainer.model_parts[0].modules() if isinstance(module, MXNorm)]
+            assert [group and group.joins_fprop for group in groups] == [None, False] * 2, "kept one by one"
+    finally:
+        torch.distributed.destroy_process_group()
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("setting", ["pipeline_parallel_degree", "spmd_backend"])
+def test_layouts_that_an_override_cannot_do_are_refused_by_name(setting):
+    config = override_with_mxtrain(model_registry("debugmodel").model)
+    del config.layers[1:]
+    dims = SimpleNamespace(pp_enabled=setting == "pipeline_parallel_degree", spmd_backend="full_dtensor")
+    with torch.device("meta"), pytest.raises(ConfigError, match=f"^parallelism.{setting}"):
+        config.build().parallelize(dims)
 
 
 def _batches(dp_world_size, dp_rank, local_batch_size, **_) -> list:
