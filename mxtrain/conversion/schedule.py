@@ -11,6 +11,7 @@ from mxtrain.checkpoints import terminal
 from mxtrain.conversion.survey import selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.hardware import check_mode
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe, Recipe, recipe_of_norm
 from mxtrain.formats.schedule import RMSNORM, LayerState, RecipeChange, ScheduleEntry, Timeline
 from mxtrain.nn.experts import QuantizedExperts, check_experts
@@ -202,6 +203,7 @@ class _Layers:
 
 
 def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
+    check_mode(layer.mode, recipe)
     if isinstance(layer, QuantizedExperts):
         if layer.fed_by and (fmt := recipe.fprop.tensor_scaled):
             raise ConfigError(f"fprop in {fmt} would round an MXNorm's output twice; give these experts another fprop")

@@ -17,9 +17,11 @@ class Operand(NamedTuple):
     """One operand of a GEMM: a matrix [R, K] quantized in blocks along K, the axis that the GEMM reduces over.
 
     Attributes:
-        data: native: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the exact values
-            of codes times scales, in bf16 (emulated) or fp32 (reference), not multiplied by ``tensor_scale``.
-        scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
+        data: native and fp8_merged: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the
+            exact values of codes times scales, in bf16 (emulated) or fp32 (reference), not multiplied by
+            ``tensor_scale``.
+        scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. fp8_merged: as
+            ``mxtrain.formats.mx.merged.merge`` makes them. Otherwise None.
         tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 [], or one for each
             row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact. None if it is a
             power of two, which ``data`` contains.

@@ -1,6 +1,6 @@
 """Casts to MX formats, by kernel or in PyTorch."""
 
-from mxtrain.formats.hardware import HAS_TRITON, operand_mode, runs_kernels
+from mxtrain.formats.hardware import HAS_TRITON, MERGED, operand_mode, runs_kernels
 from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
 from mxtrain.formats.mx.reference import MXOps
 from mxtrain.formats.ops import Fusions
@@ -19,7 +19,7 @@ class MXKernelOps(MXOps):
         fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
 
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
-        if not runs_kernels(mode, parts[0].device.type):
+        if not runs_kernels(mode, parts[0].device.type) or (operand_mode(recipe, mode) == MERGED and not spec.as_codes):
             return super().cast(parts, recipe, mode, dims, spec)
         form = "codes" if spec.as_codes else KERNEL_FORM[operand_mode(recipe, mode)]
         if recipe.has_tiles(spec.role):
@@ -37,7 +37,7 @@ class MXKernelOps(MXOps):
         }
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
-        if not runs_kernels(mode, x.device.type):
+        if not runs_kernels(mode, x.device.type) or (operand_mode(recipe, mode) == MERGED and not as_codes):
             return super().normalize(x, estimate, recipe, mode, group, as_codes)
         form = "codes" if as_codes else KERNEL_FORM[operand_mode(recipe, mode)]
         result = mxnorm_cast(x, estimate, recipe, form)
