@@ -24,23 +24,28 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import (
+    MERGED_FORMS,
     Cast,
     as_bytes,
     block_amax,
     by_dim,
     empty_casts,
     flat,
+    is_merged,
     rounded,
     scale_offset,
+    shares_tile,
     tile_start,
 )
 from mxtrain.formats.mx.arithmetic import (
     STORAGE,
+    code_in_group,
     element_codes,
     element_image,
     element_of,
     hadamard,
     inverse_scale,
+    merged_codes,
     scale_code,
     scale_value,
     store_codes,
@@ -50,8 +55,26 @@ from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, regist
 
 
 @triton.jit
+def _store_group_scales(
+    ptr, group_code, row, group, rows, groups, end_row, end_group, FORM: tl.constexpr, ALONG_ROWS: tl.constexpr
+):
+    """Store the fp32 scales of merged groups in an operand [rows, groups of 128]. row and group: [R, 1] and [1, G].
+
+    group_code (int32): [R, G], or with tiles [1, G], the same for all rows.
+    """
+    scale = (group_code << 23).to(tl.float32, bitcast=True)
+    if shares_tile(FORM, ALONG_ROWS):
+        # Every tile begins with its first row.
+        scale, row = tl.broadcast_to(scale, (row.shape[0], group.shape[1])), row + group * 0
+        offsets = row // 128 * ((groups + 3) // 4 * 4) + group
+        tl.store(ptr + offsets, scale, mask=(row % 128 == 0) & (row < end_row) & (group < end_group))
+    else:
+        tl.store(ptr + group * rows + row, scale, mask=(row < end_row) & (group < end_group))
+
+
+@triton.jit
 def cast_along_rows(
-    x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
+    x, first_row, column, offsets, mask, end_row, end_column, rows, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False,
 ):  # fmt: skip
@@ -59,18 +82,31 @@ def cast_along_rows(
 
     x is fp32, and zero outside of ``mask``. The matrix may be a part of a larger result:
     first_row, column and offsets are positions in the whole result, end_row and end_column the ends of the part, and
-    ``columns`` is the width of the whole. TILES: ROWS is 32, and all rows share the scales.
+    rows and columns the size of the whole. TILES: 32 rows share the scales.
+    A merged form needs whole groups: COLUMNS is a multiple of 128, and with tiles ROWS is 128.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
     amax = block_amax(x, 2)
     if TILES:
-        amax = block_amax(amax, 0)[None, :]
+        of_tiles = block_amax(tl.reshape(amax, (ROWS // 32, 32, COLUMNS // 32)), 1)[:, None, :]
+        amax = tl.reshape(tl.broadcast_to(of_tiles, (ROWS // 32, 32, COLUMNS // 32)), (ROWS, COLUMNS // 32))
     code = scale_code(amax, ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, :, None]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
+    elif is_merged(FORM):
+        by_group: tl.constexpr = (ROWS, COLUMNS // 128, 4)
+        group_code = tl.max(tl.reshape(code_in_group(code), by_group), 2)
+        if shares_tile(FORM, True):
+            group_code = tl.max(group_code, 0)[None, :]
+        of_blocks = tl.reshape(tl.broadcast_to(group_code[:, :, None], by_group), (ROWS, COLUMNS // 32))
+        codes = merged_codes(y, code[:, :, None], of_blocks[:, :, None], ELEMENT, HARDWARE)
+        tl.store(data_ptr + offsets, tl.reshape(codes, (ROWS, COLUMNS)), mask=mask)
+        group = (column // 128 + tl.arange(0, COLUMNS // 128))[None, :]
+        ends = end_row, end_column // 128
+        _store_group_scales(scales_ptr, group_code, row[:, None], group, rows, columns // 128, *ends, FORM, True)
     else:
         codes = tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS))
         store_codes(data_ptr, offsets, codes, mask, ELEMENT)
@@ -82,13 +118,13 @@ def cast_along_rows(
 
 @triton.jit
 def cast_along_columns(
-    x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
+    x, first_row, column, offsets, mask, end_row, end_column, rows, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False, HADAMARD: tl.constexpr = False,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
 
-    Arguments as for ``cast_along_rows``; ``rows`` is the height of the whole result.
+    Arguments as for ``cast_along_rows``. A merged form needs ROWS 128, and with tiles also COLUMNS 128.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
@@ -98,13 +134,28 @@ def cast_along_columns(
         mask = (row < (end_row + 31) // 32 * 32)[:, None] & (column + tl.arange(0, COLUMNS) < end_column)[None, :]
     amax = block_amax(x, 1)
     if TILES:
-        of_tiles = block_amax(tl.reshape(amax, (COLUMNS // 32, 32)), 1)[:, None]
-        amax = tl.reshape(tl.broadcast_to(of_tiles, (COLUMNS // 32, 32)), (1, COLUMNS))
+        count: tl.constexpr = ROWS // 32 * (COLUMNS // 32)
+        of_tiles = block_amax(tl.reshape(amax, (count, 32)), 1)[:, None]
+        amax = tl.reshape(tl.broadcast_to(of_tiles, (count, 32)), (ROWS // 32, COLUMNS))
     code = scale_code(amax, ROUNDING, ELEMENT)
     y = x * inverse_scale(code, ROUNDING)[:, None, :]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, None, :], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
+    elif is_merged(FORM):
+        group_code = tl.max(code_in_group(code), 0)
+        if shares_tile(FORM, False):
+            group_code = tl.max(group_code, 0) + tl.zeros((COLUMNS,), tl.int32)
+        codes = merged_codes(y, code[:, None, :], group_code[None, None, :], ELEMENT, HARDWARE)
+        codes = tl.trans(tl.reshape(codes, (ROWS, COLUMNS)))
+        out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
+        # The last group is padded with zeros.
+        groups, end_group = (rows + 127) // 128, (end_row + 127) // 128
+        out_mask = (out_row < end_column) & (row[None, :] < end_group * 128)
+        tl.store(data_ptr + out_row * (groups * 128) + row[None, :], codes, mask=out_mask)
+        group = (first_row // 128 + tl.arange(0, 1))[None, :]
+        ends = end_column, end_group
+        _store_group_scales(scales_ptr, group_code[:, None], out_row, group, columns, groups, *ends, FORM, False)
     else:
         codes = tl.trans(tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS)))
         out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
@@ -158,18 +209,22 @@ def _cast_kernel(
         offsets = ((row + rows_before) * all_columns)[:, None] + (across + columns_before)[None, :]
     if ALONG_ROWS:
         cast_along_rows(
-            x, first_row, column, offsets, mask, rows, columns, all_columns, row_data_ptr, row_scales_ptr,
+            x, first_row, column, offsets, mask, rows, columns, all_rows, all_columns, row_data_ptr, row_scales_ptr,
             FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
-            x, first_row, column, offsets, mask, rows, columns, all_rows, column_data_ptr, column_scales_ptr,
+            x, first_row, column, offsets, mask, rows, columns, all_rows, all_columns,
+            column_data_ptr, column_scales_ptr,
             FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES, HADAMARD,
         )  # fmt: skip
 
 
 def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, hadamard: bool) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) per program: the fastest measured for E4M3 in blocks."""
+    """Return (rows, columns, warps) per program: the fastest measured for E4M3 in blocks; merged forms: unmeasured."""
+    if form in MERGED_FORMS and (along_columns or shares_tile(form, True)):
+        is_square = along_rows or shares_tile(form, False)
+        return (128, 128, 16) if is_square else (128, 32, 4)
     if tiles and form == "image":
         # One warp holds whole tiles, so their maxima do not pass between warps.
         return 32, 64, 1
@@ -275,7 +330,8 @@ def cast(
         dims: (1,), (0,) or (1, 0).
         form: "codes": codes with the reduced dimension last ([R, C], and [C, R rounded up to a multiple of 32] along
             dimension 0; of 4 bits, half as wide) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales
-            flat in the 128x4 layout; "image": the bf16 values [R, C] of codes and scales, not transposed.
+            flat in the 128x4 layout; "image": the bf16 values [R, C] of codes and scales, not transposed; of
+            ``MERGED_FORMS``: as ``mxtrain.formats.mx.merged.merge``, C a multiple of 128 along dimension 1.
         row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32. For a single matrix only.
         column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
         axis: 0 for matrices one below the other, 1 for matrices side by side.

@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import as_bytes, empty_casts, flat, rounded, tile_start
+from mxtrain.formats.cast_kernels import MERGED_FORMS, as_bytes, empty_casts, flat, rounded, tile_start
+from mxtrain.formats.matrices import form_of_input
 from mxtrain.formats.mx.arithmetic import STORAGE
 from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows
 from mxtrain.launch.launch import Launch, cdiv, converts_fp8, register_op
@@ -68,12 +69,12 @@ def _store_casts(
     offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
     if ALONG_ROWS:
         cast_along_rows(
-            x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
+            x, first_row, column, offsets, mask, rows, left + columns, rows, width, row_data_ptr, row_scales_ptr,
             FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
-            x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
+            x, first_row, column, offsets, mask, rows, left + columns, rows, width, column_data_ptr, column_scales_ptr,
             FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
@@ -107,7 +108,7 @@ def _swiglu_backward_cast_kernel(
     dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
-    H_ELEMENT: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
+    H_ELEMENT: tl.constexpr, H_FORM: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
     HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
@@ -138,7 +139,7 @@ def _swiglu_backward_cast_kernel(
         up = _load(up_ptr, up_stride, row, across, mask)
         _store_casts(
             swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
-            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
+            None, None, h_data_ptr, h_scales_ptr, False, True, H_FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
 
 
@@ -146,6 +147,8 @@ def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int
     """Return (rows, columns, warps) per program."""
     if not along_columns:
         return 32, 128, 8
+    if form in MERGED_FORMS:
+        return 128, 128, 16
     if form == "image":
         return (32, 64, 2)
     # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
@@ -206,7 +209,8 @@ def _backward(
     left, width = (columns, 2 * columns) if joined else (0, columns)
     dgate = _casts(gate, width, along_rows, along_columns, element, form)
     dup = (None,) * 4 if joined else _casts(gate, width, along_rows, along_columns, element, form)
-    h = _casts(gate, columns, False, h_columns, h_element, form)[2:]
+    h_form = form_of_input(form)
+    h = _casts(gate, columns, False, h_columns, h_element, h_form)[2:]
     results = flat(*dgate, *dup, *h)
     if gate.numel() == 0:
         return results, None
@@ -215,6 +219,7 @@ def _backward(
         (dh.stride(0), gate.stride(0), up.stride(0), left, width),
         _tile(along_columns or h_columns, True, form), element, scale_rounding, form,
         ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns, JOINED=joined, H_ELEMENT=h_element,
+        H_FORM=h_form,
     )  # fmt: skip
 
 
@@ -239,5 +244,6 @@ swiglu_backward_cast = register_op(
 )
 """The casts of dgate, then of dup, then of h along its columns if ``h_columns``. dh: like gate.
 
-``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two. ``element`` is that of the gradients.
+``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two. ``element`` and ``form`` are those of the
+gradients.
 """
