@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import MERGED_FORMS, as_bytes, empty_casts, flat, rounded, tile_start
+from mxtrain.formats.cast_kernels import MERGED_FORMS, as_bytes, empty_casts, flat, is_merged, rounded, tile_start
 from mxtrain.formats.matrices import form_of_input
 from mxtrain.formats.mx.arithmetic import STORAGE
 from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows
@@ -50,6 +50,12 @@ def swiglu_dgate(silu, s, up, dh, DTYPE: tl.constexpr):
 @triton.jit
 def _load(ptr, stride, row, across, mask):
     return tl.load(ptr + (row * stride)[:, None] + across[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _silu(gate_ptr, stride, row, across, mask):
+    gate = _load(gate_ptr, stride, row, across, mask)
+    return gate * sigmoid(gate)
 
 
 @triton.jit
@@ -127,6 +133,8 @@ def _swiglu_backward_cast_kernel(
         ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
     )  # fmt: skip
     dh = _load(dh_ptr, dh_stride, row, across, mask)
+    if is_merged(FORM):  # whose tiles are larger: registers hold one result alone
+        silu = _silu(gate_ptr, gate_stride, row, across, mask)
     if JOINED:
         dup_row_data_ptr, dup_row_scales_ptr = dgate_row_data_ptr, dgate_row_scales_ptr
         dup_column_data_ptr, dup_column_scales_ptr = dgate_column_data_ptr, dgate_column_scales_ptr
@@ -137,6 +145,8 @@ def _swiglu_backward_cast_kernel(
     )  # fmt: skip
     if H_COLUMNS:
         up = _load(up_ptr, up_stride, row, across, mask)
+        if is_merged(FORM):
+            silu = _silu(gate_ptr, gate_stride, row, across, mask)
         _store_casts(
             swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
             None, None, h_data_ptr, h_scales_ptr, False, True, H_FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
