@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mxtrain import ConfigError, MXLinear, MXNorm
 from mxtrain.formats.hardware import MERGED
@@ -16,7 +17,7 @@ from mxtrain.nn.normed_input import pack, unpack
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.nn.split import WHOLE
 from mxtrain.nn.three_gemms import ThreeGEMMs
-from tests.support.layer_checks import NormBlock, draw, mx_linear, results_of
+from tests.support.layer_checks import NormBlock, assert_near, draw, mx_linear, results_of
 
 D, N = 256, 128
 E5M2 = "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8"
@@ -119,6 +120,13 @@ def test_what_the_mode_refuses():
     parts = [draw(96, 128, seed=0), draw(160, 128, seed=1)]
     with pytest.raises(ValueError, match="96"):
         gemms().quantize_weights(parts, None)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_compiled_block_is_one_graph(checkpointed, compile_backend):
+    block, x, dy = NormBlock(D, N, "mxfp8", mode=MERGED), draw(40, D, seed=0), draw(40, N, seed=1)
+    run = torch.compile(checkpoint_wrapper(block) if checkpointed else block, backend=compile_backend, fullgraph=True)
+    assert_near(results_of(run, x, dy), results_of(block, x, dy), 2e-2 if compile_backend == "inductor" else 1e-6)
 
 
 def test_operand_without_rows():
