@@ -25,9 +25,11 @@ class FeedForward(nn.Module):
         super().__init__()
         self.product, self.joined, self.also_h = product, joined, also_h
         linear = partial(MXLinear, bias=False, mode=mode)
-        d, wide = D * times, H * times
-        self.w13 = nn.ModuleList(linear(d, h, recipe=recipe) for h in ([2 * wide] if joined else [wide, wide]))
-        self.w2 = linear(wide, d, recipe=down or recipe)
+        self.columns, wide = D * times, H * times
+        self.w13 = nn.ModuleList(
+            linear(self.columns, h, recipe=recipe) for h in ([2 * wide] if joined else [wide, wide])
+        )
+        self.w2 = linear(wide, self.columns, recipe=down or recipe)
         generator = torch.Generator("cpu").manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -57,7 +59,9 @@ def graphs_of(module, rewrite, autocast=True, execute=False):
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=compiled, partition_fn=partition, decompositions=select_decomp_table())
-    x = torch.randn(2, T // 2, module.w2.out_features, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    x = torch.randn(
+        2, T // 2, getattr(module, "columns", D), generator=torch.Generator("cpu").manual_seed(1), device="cpu"
+    )
     x = x.to(torch.get_default_device()).requires_grad_()
     module.zero_grad()
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):

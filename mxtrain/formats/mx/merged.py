@@ -126,6 +126,29 @@ def codes_of(operand: Operand) -> Codes:
     return Codes(operand.data, scales.view(torch.float8_e8m0fnu))
 
 
+def changed_elements(image: torch.Tensor, scales: torch.Tensor, dim: int, tiles: bool) -> torch.Tensor:
+    """Return how many elements merging changes, fp64 []. NaN and infinite elements do not count.
+
+    Args:
+        image: [R, C], the values of codes in blocks along ``dim``.
+        scales: fp32, the scale of each block: [R, C / 32] or [R / 32, C].
+        tiles: as for ``merge``.
+    """
+    if dim == 0:
+        image, scales = image.t(), scales.t()
+    scales = torch.where(scales.isfinite(), scales, 0.0).clamp(min=2.0**-126)
+    groups = split_blocks(_padded(scales, 1, GROUP // _BLOCK), GROUP // _BLOCK).amax(-1)
+    total = torch.zeros((), dtype=torch.float64, device=image.device)
+    # 8 tiles at a time: an operand may be the largest weight, and copies of it fill the memory.
+    for rows, own in zip(image.split(8 * GROUP), groups.split(8 * GROUP)):
+        if tiles:
+            own = torch.cat([tile.amax(0, keepdim=True).expand_as(tile) for tile in own.split(GROUP)])
+        own = own.repeat_interleave(GROUP, 1)[:, : image.shape[1]]
+        codes = rows.float() / own
+        total += ((codes.to(torch.float8_e4m3fn).float() != codes) & rows.isfinite()).sum()
+    return total
+
+
 def reference_product(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
