@@ -44,7 +44,7 @@ BADNESS = {
     SPREAD: over_twice_the_median,
     "busiest_expert": over_twice_the_median,
     "_error": over_twice_the_median,
-    MERGED_SHARE: lambda values: values / 0.01,
+    MERGED_SHARE: lambda values: values / 0.05,
     "_sqnr_db": lambda values: over_twice_the_median(10 ** (-values / 20)),
 }
 """End of a figure's name -> how bad values are. Those above 1 deserve a look. Other figures are neither good nor bad"""

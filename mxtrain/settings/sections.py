@@ -124,7 +124,7 @@ class MXNorm:
     FP8 tensor cores (Hopper); blocks of 32 share scales by 128, and their codes are rounded once more
     """
 
-    merge_limit: Free[ShareBelowOne] = 0.01
+    merge_limit: Free[ShareBelowOne] = 0.05
     """
     For mode "fp8_merged": share of a cast's elements that the second rounding may change. Where diagnostics
     (mxnorm.diagnostics) measure more, the layer multiplies images ("emulated") for the rest of the run

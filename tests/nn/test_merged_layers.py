@@ -94,7 +94,7 @@ def test_ready_weights_and_one_gemm_for_a_norms_linears(joined):
     ReadyWeights([block]).refresh()
     assert block.norm.group.ready is not None
     for got, expected in zip(results_of(block, x, dy, dy), want, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        assert error(got, expected) < (1e-3 if x.is_cuda else 1e-6)  # FP8 tensor cores sum in another order
 
 
 def test_a_nan_poisons_its_block_alone():

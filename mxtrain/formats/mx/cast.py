@@ -105,8 +105,9 @@ def cast_along_rows(
         codes = merged_codes(y, code[:, :, None], of_blocks[:, :, None], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(codes, (ROWS, COLUMNS)), mask=mask)
         group = (column // 128 + tl.arange(0, COLUMNS // 128))[None, :]
-        ends = end_row, end_column // 128
-        _store_group_scales(scales_ptr, group_code, row[:, None], group, rows, columns // 128, *ends, FORM, True)
+        _store_group_scales(
+            scales_ptr, group_code, row[:, None], group, rows, columns // 128, end_row, end_column // 128, FORM, True
+        )
     else:
         codes = tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS))
         store_codes(data_ptr, offsets, codes, mask, ELEMENT)
@@ -154,8 +155,9 @@ def cast_along_columns(
         out_mask = (out_row < end_column) & (row[None, :] < end_group * 128)
         tl.store(data_ptr + out_row * (groups * 128) + row[None, :], codes, mask=out_mask)
         group = (first_row // 128 + tl.arange(0, 1))[None, :]
-        ends = end_column, end_group
-        _store_group_scales(scales_ptr, group_code[:, None], out_row, group, columns, groups, *ends, FORM, False)
+        _store_group_scales(
+            scales_ptr, group_code[:, None], out_row, group, columns, groups, end_column, end_group, FORM, False
+        )
     else:
         codes = tl.trans(tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS)))
         out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]

@@ -19,8 +19,9 @@ multiples of its steps.
             X^T         tokens          128 x 128
 
 cuBLAS reaches 1.5 to 1.7 times bf16's speed with 128 x 128 on one side, and 1.1 to 1.25 with 1 x 128 on both (H200). W
-gets the tiles because its magnitudes vary least. In wgrad X^T gets them: a norm has made its tokens alike, so that only
-features differ, while tokens of dY differ by orders of magnitude within every group of 128.
+gets the tiles because its magnitudes vary least. In wgrad X^T gets them: most inputs come from a norm, which has made
+tokens alike. In a small Llama, merging then costs 3e-7 to 9e-7 of such a linear's weight gradient, and with tiles of
+dY^T 2.4e-6 to 3.7e-6. Behind SwiGLU, it is 3e-6 and 5e-7. Operands in tiles on both sides are not possible.
 
 A block with a NaN has NaN in all its merged codes and does not count for the scale of its group, so a NaN poisons its
 block alone. A scale is at least 2^-126, because cuBLAS may flush denormal scales to zero.
