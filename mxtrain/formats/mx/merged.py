@@ -167,29 +167,31 @@ def reference_product(
 
 
 def _product(
-    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, out_dtype: torch.dtype
+    a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
+    b = b.t().contiguous()
     if not a.is_cuda or not a.numel() or not b.numel():
         return reference_product(a, a_scales, b, b_scales, out_dtype)
-    rows, missing = a.shape[0], -a.shape[0] % 16
-    if missing:  # PyTorch gives cuBLAS no distance between columns of scales, which must be whole 16 bytes
-        a = _padded(a.view(torch.uint8), 16).view(a.dtype)
-        a_scales = a_scales if is_tiled(a[:rows], a_scales) else torch.nn.functional.pad(a_scales, (0, missing))
     kinds = [
         ScalingType.BlockWise128x128 if is_tiled(x, scales) else ScalingType.BlockWise1x128
         for x, scales in ((a, a_scales), (b, b_scales))
     ]
-    result = scaled_mm(
-        a, b.t(), a_scales.t(), kinds[0], b_scales.t(), kinds[1], SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE,
-        output_dtype=out_dtype,
-    )  # fmt: skip
-    return result[:rows]
+    rows, missing = a.shape[0], -a.shape[0] % 16
+    if missing:  # cuBLAS wants whole 16 bytes between columns of scales, and PyTorch lets them lie no farther apart
+        a = _padded(a.view(torch.uint8), 16).view(a.dtype)
+        if kinds[0] == ScalingType.BlockWise1x128:
+            a_scales = torch.nn.functional.pad(a_scales, (0, missing))
+    settings = kinds[0], b_scales.t(), kinds[1], SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE
+    return scaled_mm(a, b.t(), a_scales.t(), *settings, output_dtype=out_dtype)[:rows]
 
 
 # An op of our own: PyTorch's has no kernel for a CPU.
 merged_mm = define_op(
-    "merged_mm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType out_dtype) -> Tensor",
+    "merged_mm(Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, ScalarType out_dtype) -> Tensor",
     _product,
-    lambda a, a_scales, b, b_scales, out_dtype: a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype),
+    lambda a, b, a_scales, b_scales, out_dtype: a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype),
 )
-"""Merged operands a [M, K] and b [N, K], of which one has tiles -> [M, N]: on a CPU ``reference_product``."""
+"""Merged operands a [M, K] and b [N, K], given as [K, N], of which one has tiles -> [M, N].
+
+On a CPU ``reference_product``, on a GPU cuBLAS, which sums the codes of a group with 13 bits or more.
+"""

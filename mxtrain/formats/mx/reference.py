@@ -194,7 +194,7 @@ class MXOps(FormatOps):
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         if a.scales.dtype == torch.float32:
-            return merged.merged_mm(a.data, a.scales, b.data, b.scales, out_dtype)
+            return merged.merged_mm(a.data, b.data.t(), a.scales, b.scales, out_dtype)
         return product_of_codes(a.data, [a.scales], b.data, [b.scales], [ScalingType.BlockWise1x32], out_dtype)
 
     def decoded(self, parts, recipe, mode, spec=PLAIN):

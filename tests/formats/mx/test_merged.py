@@ -87,7 +87,7 @@ def test_product_has_fp32_sums_of_scaled_groups(device, tiled, m, n, k):
     size = values_of(a, torch.float32).double().abs() @ values_of(b, torch.float32).double().abs().t()
     on_gpu = a.data.is_cuda
     for dtype, rounding in ((torch.float32, 0.0), (torch.bfloat16, 2.0**-8)):
-        got = merged_mm(a.data, a.scales, b.data, b.scales, dtype)
+        got = merged_mm(a.data, b.data.t(), a.scales, b.scales, dtype)
         assert got.dtype == dtype and got.shape == (m, n)
         # FP8 tensor cores keep 13 bits below the largest of the products that they add up at once.
         bound = (2.0**-9 if on_gpu else (128 + k // 128) * 2.0**-24) * size + rounding * want.abs()
@@ -97,6 +97,7 @@ def test_product_has_fp32_sums_of_scaled_groups(device, tiled, m, n, k):
 def test_product_without_rows_and_the_operands_of_the_op():
     empty = Operand(torch.zeros(0, 128, dtype=torch.float8_e4m3fn), torch.zeros(1, 0))
     b = merge(encoded(torch.ones(128, 128)), tiles=True)
-    assert merged_mm(*empty[:2], *b[:2], torch.bfloat16).shape == (0, 128)
-    arguments = (*merge(encoded(torch.ones(4, 128)), False)[:2], *b[:2], torch.bfloat16)
+    assert merged_mm(empty.data, b.data.t(), empty.scales, b.scales, torch.bfloat16).shape == (0, 128)
+    a = merge(encoded(torch.ones(4, 128)), False)
+    arguments = a.data, b.data.t(), a.scales, b.scales, torch.bfloat16
     torch.library.opcheck(merged_mm, arguments, test_utils="test_faketensor")
