@@ -117,11 +117,11 @@ def _swiglu_cast_kernel(
     """CHUNKS: as for the kernel of casts."""
     first_row, column = tile_start(columns, ROWS * CHUNKS, COLUMNS)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    _, of_columns = no_groups(COLUMNS)
+    of_columns = no_groups(COLUMNS)[1]
     if CHUNKS > 1:
         for chunk in range(CHUNKS):
             start = first_row + chunk * ROWS
-            _, _, _, gate, up = _inputs(
+            row, across, mask, gate, up = _inputs(
                 gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
             )
             h = swiglu(gate * sigmoid(gate), up, DTYPE)
@@ -131,7 +131,7 @@ def _swiglu_cast_kernel(
         )
     for chunk in range(CHUNKS):
         start = first_row + chunk * ROWS
-        _, _, mask, gate, up = _inputs(
+        row, across, mask, gate, up = _inputs(
             gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
         )
         h = swiglu(gate * sigmoid(gate), up, DTYPE)
@@ -158,7 +158,7 @@ def _swiglu_backward_cast_kernel(
     if JOINED:
         dup_row_data_ptr, dup_row_scales_ptr = dgate_row_data_ptr, dgate_row_scales_ptr
         dup_column_data_ptr, dup_column_scales_ptr = dgate_column_data_ptr, dgate_column_scales_ptr
-    _, of_dgate = no_groups(COLUMNS)
+    of_dgate = no_groups(COLUMNS)[1]
     of_dup, of_h = of_dgate, of_dgate
     if CHUNKS > 1:
         for chunk in range(CHUNKS):
