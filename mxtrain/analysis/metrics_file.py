@@ -26,6 +26,8 @@ EVENT = "event"
 """Key of the text in an event row"""
 NUMERICS = "numerics/"
 """Beginning of the keys of figures of diagnostics"""
+MERGED_SHARE = "_merged"
+"""End of the key of a figure: the share of a cast's codes that mode "fp8_merged" changes"""
 
 
 def encode_row(row: dict) -> str:

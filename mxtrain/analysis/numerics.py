@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mxtrain.analysis.metrics_file import NUMERICS
+from mxtrain.analysis.metrics_file import MERGED_SHARE, NUMERICS
 from mxtrain.analysis.plots import PAGE, in_own_style, line_style, literal, save_picture
 from mxtrain.analysis.runs import Run
 from mxtrain.analysis.tables import aligned
@@ -44,6 +44,7 @@ BADNESS = {
     SPREAD: over_twice_the_median,
     "busiest_expert": over_twice_the_median,
     "_error": over_twice_the_median,
+    MERGED_SHARE: lambda values: values / 0.05,
     "_sqnr_db": lambda values: over_twice_the_median(10 ** (-values / 20)),
 }
 """End of a figure's name -> how bad values are. Those above 1 deserve a look. Other figures are neither good nor bad"""

@@ -6,6 +6,7 @@ import statistics
 from itertools import pairwise
 from textwrap import indent
 
+from mxtrain.analysis.metrics_file import MERGED_SHARE, NUMERICS
 from mxtrain.analysis.plots import plot
 from mxtrain.analysis.runs import Run, load_run, names
 from mxtrain.checkpoints.run_folder import PICTURE_FILE
@@ -60,6 +61,10 @@ def summary(folder: str | os.PathLike) -> str:
     of_all = "" if devices == 1 or rate is None else f" per device, {devices * rate:,.0f} on {devices}"
     lines.append(("tokens/s", f"{form(rate, ',.0f')}{of_all}"))
     lines.append(("memory", f"{form(run.peak_memory_gib, '.2f')} GiB peak"))
+    merged = [(share, key) for row in run.numerics[-1:] for key, share in row.items() if key.endswith(MERGED_SHARE)]
+    if merged:
+        share, key = max(merged)
+        lines.append(("merged", f"at most {share:.2g} of a cast's codes changed ({key.removeprefix(NUMERICS)})"))
     lines.append(("folder", str(run.folder)))
     lines.append(("loss curve", _picture(run)))
     wandb = run.facts.get("wandb") or {}

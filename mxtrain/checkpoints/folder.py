@@ -51,6 +51,8 @@ class Manifest:
     processes: int = 1
     defaults: dict = field(default_factory=dict)
     """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""
+    images: list[str] = field(default_factory=list)
+    """Layers that mode "fp8_merged" gave up (``mxtrain.diagnostics.merge_guard``)"""
 
 
 _MANIFEST = TypeAdapter(Manifest)

@@ -21,6 +21,7 @@ from torch._inductor import config
 from torch.fx import Graph, Node
 
 from mxtrain.compile.nodes import Chain, as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
+from mxtrain.formats.matrices import form_of_input
 from mxtrain.formats.ops import Fusions
 from mxtrain.formats.recipe import FORMATS
 from mxtrain.formats.swiglu import swiglu, swiglu_backward
@@ -85,7 +86,7 @@ def _fuse_backward(
     if more or dup is None or (dup.gate, dup.factor) != (gate, dh):
         return set()
     casts = [cast, *dup.casts]
-    along_rows, along_columns, element, *kind = settings = cast.args[-5:]
+    along_rows, along_columns, element, rounding, form = settings = cast.args[-5:]
     if gradient.dup is None and [c.args[-5:] for c in dup.casts] != [settings]:
         return set()
     # The kernel reads dh, so the cast of h must come after dh: nothing that leads to dh may need this cast.
@@ -93,13 +94,13 @@ def _fuse_backward(
         c
         for c in (products[gate, up].casts if (gate, up) in products else ())
         # Its elements may be others than those of gradients.
-        if c.args[-5:] == (False, True, c.args[-3], *kind) and place[c] > place[dh]
+        if c.args[-5:] == (False, True, c.args[-3], rounding, form_of_input(form)) and place[c] > place[dh]
     ][:1]
     first = min([*casts, *h], key=place.__getitem__)
     if any(place[n] > place[first] for n in (dh, gate, up)):
         return set()
     h_element = h[0].args[-3] if h else element
-    settings = (along_rows, along_columns, bool(h), gradient.dup is not None, h_element, element, *kind)
+    settings = (along_rows, along_columns, bool(h), gradient.dup is not None, h_element, element, rounding, form)
     _replace(graph, op, (dh, gate, up), settings, [*casts, *h], first)
     return {*casts, *h}
 

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import ClassVar, get_args
 
@@ -12,11 +12,12 @@ import torch.nn as nn
 
 from mxtrain.analysis.runs import variant_of
 from mxtrain.conversion.layers import MixtureFacts
+from mxtrain.conversion.merged_layers import image_layers
 from mxtrain.conversion.plan import Plan, Swap, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter, folded, weight_uses
 from mxtrain.conversion.survey import Survey, selected
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
-from mxtrain.formats.hardware import Mode, check_mode, default_device_type, resolve_mode
+from mxtrain.formats.hardware import MERGED, Mode, check_mode, default_device_type, resolve_mode
 from mxtrain.formats.parse import SWITCHES, get_recipes
 from mxtrain.formats.recipe import (
     DEFAULT_RECIPE,
@@ -106,7 +107,8 @@ class MXLinearConverter(Converter):
             high_precision_share, high_precision_last: settings of ``mxtrain.Recipe``; None keeps the recipe's own. Of n
             blocks (``conversion.layers``) the last share * n, rounded to nearest, or the last so many stay.
         backward: "dequantized" gives dgrad and wgrad the recipe "dequantized"; None keeps the recipe's own.
-        mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on.
+        mode: "native", "emulated", "reference", or "auto": the best mode of the device that a layer's input is on. With
+            "fp8_merged", layers that it cannot run have mode "emulated", which the plan says.
         graph_passes: whether ``torch.compile``, in this thread and from now on, fuses casts with the operations before
             them and computes complex products as real ones (``mxtrain.compile``).
         seed: with the FQN of a layer, determines the signs of its Hadamard transform and its random bits. Training
@@ -140,6 +142,8 @@ class MXLinearConverter(Converter):
             self.recipe, self.recipes, **{switch: getattr(self, switch) for switch in SWITCHES}
         )
         require_one_of("mode", self.mode, get_args(Mode))
+        if self.mode == MERGED:
+            check_mode(self.mode, self.default_recipe, *self.recipe_by_pattern.values())
         require_one_of("graph_passes", self.graph_passes, (True, False))
         if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
             raise ConfigError(f"seed = {self.seed!r} is not an integer")
@@ -156,17 +160,20 @@ class MXLinearConverter(Converter):
         if not (swaps if self.watches_norms else others):
             raise self._nothing_to_convert(survey, skipped | left)
         swaps, skipped = swaps | others, skipped | left
+        images, lines = image_layers(swaps, survey.layers) if self.mode == MERGED else ({}, [])
+        swaps |= {fqn: replace(swaps[fqn], mode="emulated") for fqn in images}
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantized)}
         for fqn, experts in survey.experts.items():
             if fqn in recipes:
                 with self._advice(survey, fqn):
-                    check_tiles(experts.in_features, experts.out_features, recipes[fqn], self._mode_on(survey))
+                    mode = "emulated" if fqn in images else self._mode_on(survey)
+                    check_tiles(experts.in_features, experts.out_features, recipes[fqn], mode)
         weights = weight_uses(survey.weights, recipes)
         _, share = self._last_blocks(survey)
         check_mode(self.mode)
         variant = variant_of({**vars(self), "converter": self.name, "recipe": self.default_recipe.name})
         converter = f"{variant}, mode {self._mode_on(survey)}"
-        return Plan(swaps, skipped, weights, tuple(filter(None, [share])), converter)
+        return Plan(swaps, skipped, weights, tuple(filter(None, [share, *lines])), converter)
 
     def _plan_norms(
         self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str]

@@ -11,6 +11,7 @@ from mxtrain.checkpoints import terminal
 from mxtrain.conversion.survey import selected
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.formats.estimate import RMSEstimate
+from mxtrain.formats.hardware import check_mode
 from mxtrain.formats.recipe import GEMMS, HIGH_PRECISION_RECIPE, RECIPES, LinearRecipe, Recipe, recipe_of_norm
 from mxtrain.formats.schedule import RMSNORM, LayerState, RecipeChange, ScheduleEntry, Timeline
 from mxtrain.nn.experts import QuantizedExperts, check_experts
@@ -100,8 +101,8 @@ class RecipeSwitch:
             # A graph more of every block for every state of its layers.
             allow_graphs(GRAPHS + states * sum(getattr(module, "timeline", None) is not None for module in modules))
 
-    def begin_step(self, step: int) -> None:
-        """Give the layers their states of ``step``, before its first forward."""
+    def begin_step(self, step: int) -> bool:
+        """Give the layers their states of ``step``, before its first forward. Return whether they have others now."""
         is_first = self._in_effect is None
         before = self._covering(step - 1) if is_first else self._in_effect
         now = self._in_effect = self._covering(step)
@@ -116,6 +117,7 @@ class RecipeSwitch:
                 self._tell(step, _words(entry), f", to step {entry.last} ({entry.name})")
             elif is_first:
                 terminal.note(f"in effect from step {entry.first} to {entry.last}: {_words(entry)} ({entry.name})")
+        return now != before
 
     def _covering(self, step: int) -> list[ScheduleEntry]:
         return [entry for entry in self._entries if entry.covers(step)]
@@ -202,6 +204,7 @@ class _Layers:
 
 
 def _check_recipe(layer: QuantizedLayer, recipe: LinearRecipe) -> None:
+    check_mode(layer.mode, recipe)
     if isinstance(layer, QuantizedExperts):
         if layer.fed_by and (fmt := recipe.fprop.tensor_scaled):
             raise ConfigError(f"fprop in {fmt} would round an MXNorm's output twice; give these experts another fprop")

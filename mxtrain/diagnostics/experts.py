@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from mxtrain.diagnostics.totals import Totals, ratio
 from mxtrain.formats.gemm import block_of_rows, make_groups
+from mxtrain.formats.hardware import VALUE_MODES
 from mxtrain.formats.matrices import CastSpec, Operand, at_least_fp32
 from mxtrain.formats.parse import get_recipe
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts, weight_names
@@ -94,7 +95,7 @@ def expert_totals(experts: QuantizedExperts, x: torch.Tensor, counts: torch.Tens
     The weights are whole, or this process's experts or parts of them.
     """
     gemms = replace(experts.gemms(x.device), runs_wgrad=True)
-    if gemms.mode == "native":
+    if gemms.mode not in VALUE_MODES:
         gemms = replace(gemms, mode="emulated")
     places, ends, source = make_groups(counts, len(x), block_of_rows(gemms.mode))
     rows = torch.arange(len(source), dtype=ends.dtype, device=x.device)

@@ -9,8 +9,9 @@ A cast to a block format has noise, saturation, underflow, and a range of block 
 After an MXNorm, X stands for X diag(rho) and fprop's and dgrad's W for W diag(gain). Where wgrad's operands are
 Hadamard-transformed before their cast, values and images are those after the transform.
 
-The operands come from the functions that training calls (``ThreeGEMMs``). Mode "native" is measured through
-the images of mode "emulated", which hold the same values. A dynamic tensor scale is that of the sample.
+The operands come from the functions that training calls (``ThreeGEMMs``). Modes "native" and "fp8_merged" are measured
+through the images of mode "emulated", which hold the same values as "native". A cast that "fp8_merged" merges also has
+the share of elements that merging changes. A dynamic tensor scale is that of the sample.
 
 The ratio of a gradient's norm to its quantization noise is
 
@@ -31,7 +32,9 @@ from mxtrain.formats.collectives import largest
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import matmul
 from mxtrain.formats.hadamard import along_tokens
+from mxtrain.formats.hardware import MERGED, VALUE_MODES, operand_mode
 from mxtrain.formats.matrices import Operand, at_least_fp32, tile_amax
+from mxtrain.formats.mx.merged import changed_elements, shares_tile
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.recipe import Recipe
 from mxtrain.nn.gated_norm import normalize_groups
@@ -67,6 +70,7 @@ class MeasuredCast:
         tiles: square tiles share a scale.
         tensor_scale: exact, or known before the cast; None if it comes from the values, or the format has none.
         by_row: each row has a tensor scale of its own.
+        merges: mode "fp8_merged" merges the codes, with one scale per "tile" or "group" of 128; None otherwise.
     """
 
     matrix: Matrix
@@ -76,6 +80,7 @@ class MeasuredCast:
     tiles: bool = False
     tensor_scale: float | torch.Tensor | None = None
     by_row: bool = False
+    merges: str | None = None
 
     @cached_property
     def totals(self) -> Totals:
@@ -93,8 +98,10 @@ class MeasuredCast:
         is_used = amax > 0  # a block of zeros has the smallest scale there is
         counts = {"nonzero": values != 0, "saturated": blocks > tops.unsqueeze(self.dim + 1)}
         counts["kept"] = counts["nonzero"] & (self.image != 0)
+        merges = self.merges
+        merged = {"merged": changed_elements(self.image, scales, self.dim, merges == "tile")} if merges else {}
         return Totals(
-            {"elements": float(values.numel()), **{name: count(mask) for name, mask in counts.items()}},
+            {"elements": float(values.numel()), **{name: count(mask) for name, mask in counts.items()}, **merged},
             {"scale": torch.where(is_used, scales, math.inf).amin()},
             {"scale": torch.where(is_used, scales, -math.inf).amax()},
             {"signal": self.matrix.signal, "noise": norm(self.image - values)},
@@ -104,7 +111,8 @@ class MeasuredCast:
 def cast_figures(totals: Totals) -> dict[str, float]:
     """Return the figures of a cast by name. Exponents are those of the block scales of blocks that are not zero."""
     sums, least, largest, norms = totals
-    figures = {
+    figures = {} if "merged" not in sums else {"merged": ratio(sums["merged"], sums["kept"])}
+    figures |= {
         "saturated": ratio(sums["saturated"], sums["elements"]),
         "underflowed": ratio(sums["nonzero"] - sums["kept"], sums["nonzero"]),
     }
@@ -155,10 +163,14 @@ def linear_totals(gemms: ThreeGEMMs, *sample) -> dict[str, Totals]:
 
     Arguments as for ``linear_casts``.
     """
-    if gemms.mode == "native":
+    mode = gemms.mode
+    if mode not in VALUE_MODES:
         gemms = replace(gemms, mode="emulated")
     found = {}
     for gemm, casts in linear_casts(gemms, *sample).items():
+        if mode == MERGED == operand_mode(getattr(gemms.recipe, gemm), mode):
+            kinds = {name: "tile" if shares_tile(name, cast.dim) else "group" for name, cast in casts.items()}
+            casts = {name: replace(cast, merges=kinds[name]) for name, cast in casts.items()}
         found[gemm] = product_totals(*casts.values())
         found |= {f"{gemm}_{name}": cast.totals for name, cast in casts.items() if cast.recipe.format}
     return found

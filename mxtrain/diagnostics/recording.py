@@ -34,6 +34,8 @@ from mxtrain.diagnostics.linears import Input, linear_figures, linear_totals, no
 from mxtrain.diagnostics.norms import norm_figures, norm_totals
 from mxtrain.diagnostics.totals import Totals, combined, numbers
 from mxtrain.errors import ConfigError
+from mxtrain.formats.hardware import MERGED
+from mxtrain.formats.mx.merged import GROUP as MERGED_GROUP
 from mxtrain.formats.recipe import LONGEST_BLOCK
 from mxtrain.nn.experts import QuantizedExperts, kept_buffers
 from mxtrain.nn.mxnorm import MXNorm
@@ -51,15 +53,17 @@ GROUP = LONGEST_BLOCK
 
 
 @lru_cache(maxsize=16)  # all modules of a model have the same few numbers of tokens
-def sampled_tokens(available: int, wanted: int, device: torch.device) -> torch.Tensor:
+def sampled_tokens(available: int, wanted: int, device: torch.device, mode: str = "") -> torch.Tensor:
     """Return the indices of at most ``wanted`` of ``available`` tokens, int64: groups of 32, spread over the batch.
 
-    At least one group is taken if there is one. Fewer than 32 tokens give no index.
+    At least one group is taken if there is one. Fewer than 32 tokens give no index. Mode "fp8_merged" merges 128
+    tokens, so its groups are larger.
     """
-    groups = available // GROUP
-    taken = min(groups, max(1, wanted // GROUP))
-    first = torch.arange(taken, device=device) * groups // max(taken, 1) * GROUP
-    return (first.unsqueeze(1) + torch.arange(GROUP, device=device)).flatten()
+    size = MERGED_GROUP if mode == MERGED and available >= MERGED_GROUP else GROUP
+    groups = available // size
+    taken = min(groups, max(1, wanted // size))
+    first = torch.arange(taken, device=device) * groups // max(taken, 1) * size
+    return (first.unsqueeze(1) + torch.arange(size, device=device)).flatten()
 
 
 class Numerics:
@@ -168,7 +172,7 @@ class Numerics:
             return
         (x,) = *args, *kwargs.values()
         rows = x.x if isinstance(x, NormedInput) else x.reshape(-1, x.shape[-1])
-        index = sampled_tokens(len(rows), self.tokens, rows.device)
+        index = sampled_tokens(len(rows), self.tokens, rows.device, linear.gemms(rows.device).mode)
         if len(index):
             signs = x.signs if isinstance(x, NormedInput) and x.signs is not None else linear.signs(rows.device)
             if isinstance(x, NormedInput):

@@ -1,7 +1,8 @@
 """What the casts to all formats share: tiles, block maxima, rounding, where scales lie, and the tensors of a result.
 
-A cast kernel writes one of three forms. "codes": codes and row-major scales. "blocked": the same codes, scales flat in
-the 128x4 layout that the tensor cores read. "image": the bf16 values that codes and scales stand for.
+A cast kernel writes one of these forms. "codes": codes and row-major scales. "blocked": the same codes, scales flat in
+the 128x4 layout that the tensor cores read. "image": the bf16 values that codes and scales stand for. Those of
+``MERGED_FORMS``: what ``mxtrain.formats.mx.merged.merge`` makes of a matrix of that role.
 """
 
 from collections.abc import Iterable
@@ -11,11 +12,24 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.launch.launch import INTERPRETED, round_up
+from mxtrain.launch.launch import INTERPRETED, cdiv, round_up
 
 FORMS = ("codes", "blocked", "image")
+MERGED_FORMS = ("merged_input", "merged_weight", "merged_gradient")
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.constexpr_function
+def is_merged(FORM):
+    """Whether a group of 128 elements shares a scale."""
+    return FORM in MERGED_FORMS
+
+
+@triton.constexpr_function
+def shares_tile(FORM, ALONG_ROWS):
+    """Whether 128 groups of 128 elements share a scale."""
+    return FORM == "merged_weight" or (FORM == "merged_input" and not ALONG_ROWS)
 
 
 @triton.jit
@@ -86,11 +100,18 @@ class Cast(NamedTuple):
     scales: torch.Tensor | None
 
 
-def empty_cast(storage: Storage, rows: int, columns: int, form: str, device: torch.device) -> Cast:
-    """Allocate the result of a cast of [rows, columns] along its rows."""
+def empty_cast(storage: Storage, rows: int, columns: int, form: str, device: torch.device, tiles: bool = False) -> Cast:
+    """Allocate the result of a cast of [rows, columns] along its rows. ``tiles`` as in ``shares_tile``."""
     if form == "image":
         return Cast(torch.empty(rows, columns, dtype=torch.bfloat16, device=device), None)
     codes = torch.empty(rows, columns // storage.elements_per_code, dtype=torch.uint8, device=device)
+    if form in MERGED_FORMS:
+        groups = columns // 128
+        shape, allocate = (groups, rows), torch.empty
+        if tiles:
+            shape = (cdiv(rows, 128), round_up(groups, 4))
+            allocate = torch.zeros if groups % 4 else torch.empty
+        return Cast(codes.view(storage.codes), allocate(shape, dtype=torch.float32, device=device))
     blocks = columns // storage.block_size
     shape, allocate = (rows, blocks), torch.empty
     if form == "blocked":
@@ -112,16 +133,16 @@ def empty_casts(
 ) -> tuple[torch.Tensor | None, ...]:
     """Allocate data and scales of casts of [rows, columns]: along its rows, then along its columns. None for no cast.
 
-    Codes along columns are transposed, [columns, rows], and padded to whole blocks. An image is not transposed, and
-    padded only with ``pads_image``.
+    Codes along columns are transposed, [columns, rows], and padded to whole blocks or merged groups. An image is not
+    transposed, and padded only with ``pads_image``.
     """
     by_row = by_column = Cast(None, None)
     if along_rows:
-        by_row = empty_cast(storage, rows, columns, form, device)
+        by_row = empty_cast(storage, rows, columns, form, device, shares_tile(form, True))
     if along_columns:
-        padded = round_up(rows, storage.block_size)
+        padded = round_up(rows, 128 if form in MERGED_FORMS else storage.block_size)
         shape = (padded if pads_image else rows, columns) if form == "image" else (columns, padded)
-        by_column = empty_cast(storage, *shape, form, device)
+        by_column = empty_cast(storage, *shape, form, device, shares_tile(form, False))
     return *by_row, *by_column
 
 

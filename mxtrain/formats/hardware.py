@@ -8,15 +8,19 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from mxtrain.errors import ConfigError, require_one_of
-from mxtrain.formats.recipe import FORMATS, Format, Recipe
+from mxtrain.formats.recipe import FORMATS, Format, LinearRecipe, Recipe
 
 # Triton is installed on Linux only.
 HAS_TRITON = find_spec("triton") is not None
 # Triton's own reading of the variable. Importing Triton for it would take longer than the rest of this package.
 _INTERPRETS_TRITON = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "y", "on")
 
-Mode = Literal["auto", "native", "emulated", "reference"]
+Mode = Literal["auto", "native", "emulated", "reference", "fp8_merged"]
 MODES = get_args(Mode)[1:]
+MERGED = "fp8_merged"
+"""Rounds codes once more (``mxtrain.formats.mx.merged``): operands of no other mode; "auto" never takes it"""
+VALUE_MODES = ("emulated", "reference")
+"""Modes whose operands are values"""
 
 
 class ModeSupport(NamedTuple):
@@ -33,8 +37,13 @@ def default_device_type() -> str:
 
 
 def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
-    """Return for every execution mode, best first, whether ``device_type`` runs it and why."""
+    """Return for every execution mode, those of "auto" first, whether ``device_type`` runs it and why."""
     device_type = device_type or default_device_type()
+    return [*_modes_of_auto(device_type), _merged_support(device_type)]
+
+
+def _modes_of_auto(device_type: str) -> list[ModeSupport]:
+    """The modes among which "auto" chooses, best first."""
     if device_type == "cpu":
         return [
             ModeSupport("native", False, "needs MX tensor cores (compute capability 10.0 or later); this is a CPU"),
@@ -57,6 +66,14 @@ def describe_modes(device_type: str | None = None) -> list[ModeSupport]:
     ]
 
 
+def _merged_support(device_type: str) -> ModeSupport:
+    if device_type == "cpu":
+        return ModeSupport(MERGED, True, "FP8 codes with a scale per 128 elements, in plain PyTorch; slow")
+    fault, name = fault_of(FORMATS["mxfp8"], MERGED), torch.cuda.get_device_name()
+    found = "FP8 tensor cores with scales of 128 elements found"
+    return ModeSupport(MERGED, fault is None, f"{fault or found} ({name})")
+
+
 def _native_support(capability: tuple[int, int], name: str) -> ModeSupport:
     if capability < (10, 0):
         return ModeSupport("native", False, f"MX tensor cores need compute capability 10.0 or later ({name})")
@@ -68,11 +85,14 @@ def _native_support(capability: tuple[int, int], name: str) -> ModeSupport:
     return ModeSupport("native", True, f"MX tensor cores found{''.join(others)} ({name})")
 
 
-def check_mode(mode: str) -> None:
-    """Raise ConfigError for an unknown mode, or a mode that no device of this machine runs."""
+def check_mode(mode: str, *recipes: LinearRecipe) -> None:
+    """Raise ConfigError for an unknown mode, a mode that no device of this machine runs, or recipes that it refuses."""
     require_one_of("mode", mode, get_args(Mode))
+    for fmt in (gemm.format for recipe in recipes for gemm in recipe.gemms):
+        if mode == MERGED and fmt is not None and not fmt.merges:
+            raise ConfigError(f"mode = {mode!r} merges E4M3 codes with power-of-two scales, which {fmt} does not have")
     device_types = dict.fromkeys((default_device_type(), "cpu"))
-    if mode != "auto" and not any(mode in _available(device_type) for device_type in device_types):
+    if mode != "auto" and not any(mode in _usable(mode, device_type) for device_type in device_types):
         resolve_mode(mode)  # raises
 
 
@@ -86,7 +106,7 @@ def resolve_mode(mode: str, device_type: str | None = None) -> str:
     """
     require_one_of("mode", mode, get_args(Mode))
     device_type = device_type or default_device_type()
-    available = _available(device_type)
+    available = _usable(mode, device_type)
     if mode == "auto":
         return "reference" if device_type == "cpu" else available[0]
     if mode not in available:
@@ -99,11 +119,19 @@ def resolve_mode(mode: str, device_type: str | None = None) -> str:
 
 def mode_reason(mode: str, device_type: str) -> str:
     """Return why ``device_type`` runs ``mode``, or why not."""
-    return next(support.reason for support in describe_modes(device_type) if support.mode == mode)
+    known = describe_modes(device_type) if mode == MERGED else _modes_of_auto(device_type)
+    return next(support.reason for support in known if support.mode == mode)
 
 
 def _available(device_type: str) -> list[str]:
-    return [support.mode for support in describe_modes(device_type) if support.available]
+    return [support.mode for support in _modes_of_auto(device_type) if support.available]
+
+
+def _usable(mode: str, device_type: str) -> list[str]:
+    """The modes of "auto" that are available, and ``mode`` if it is. Only who asks for "fp8_merged" pays its trial."""
+    available = _available(device_type)
+    is_other = mode == MERGED and mode not in available and _merged_support(device_type).available
+    return [*available, mode] if is_other else available
 
 
 _cached_mode = functools.cache(resolve_mode)
@@ -119,8 +147,10 @@ def mode_in_forward(mode: str, device_type: str) -> str:
 
 
 def operand_mode(recipe: Recipe, mode: str) -> str:
-    """Return the mode of a GEMM's operands: "emulated" instead of "native" if tensor cores do not take their codes."""
+    """Return the mode of a GEMM's operands: ``mode``, or "emulated" if tensor cores do not take their codes."""
     formats = {recipe.format, recipe.gradient_format} - {None}
+    if mode == MERGED:
+        return MERGED if formats and all(fmt.merges for fmt in formats) else "emulated"
     takes_codes = all(fmt.is_native and not (fmt.gradients_of and fault_of(fmt)) for fmt in formats)
     return "emulated" if mode == "native" and not takes_codes else mode
 
@@ -150,10 +180,10 @@ def fault_of_native_products() -> str | None:
 
 
 @functools.cache
-def fault_of(fmt: Format) -> str | None:
-    """Return what is wrong with small products of a native format on this GPU, or None. Tried once per process."""
+def fault_of(fmt: Format, mode: str = "native") -> str | None:
+    """Return what is wrong with small products of a format's codes on this GPU, or None. Tried once per process."""
     try:
-        error = _relative_error(fmt, FORMATS[fmt.gradients_of or fmt.name])
+        error = _relative_error(mode, fmt, FORMATS[fmt.gradients_of or fmt.name])
     except Exception as failure:  # PyTorch, cuBLAS and the driver raise what they like
         first_line = (str(failure).splitlines() or [""])[0]
         return f"a trial product in {fmt} failed with {type(failure).__name__}: {first_line}"
@@ -161,12 +191,14 @@ def fault_of(fmt: Format) -> str | None:
 
 
 @torch.no_grad()
-def _relative_error(*formats: Format) -> float:
+def _relative_error(mode: str, *formats: Format) -> float:
     generator = torch.Generator("cpu").manual_seed(0)
-    codes = [fmt.ops.trial(_draw(rows, generator)) for fmt, rows in zip(formats, (ROWS, COLUMNS))]
+    # One side of a product of merged codes has tiles, as wgrad's input has, and whole ones.
+    dims, columns = ((1, 0), 256) if mode == MERGED else ((1, 1), COLUMNS)
+    codes = [fmt.ops.trial(_draw(rows, generator)) for fmt, rows in zip(formats, (ROWS, columns))]
     a, b = (fmt.ops.dequantize(each, torch.float32).double() for fmt, each in zip(formats, codes))
     want = a @ b.t()
-    operands = (fmt.ops.from_codes(each, "native", 1) for fmt, each in zip(formats, codes))
+    operands = (fmt.ops.from_codes(each, mode, dim) for fmt, each, dim in zip(formats, codes, dims))
     return float((formats[1].ops.matmul(*operands, torch.bfloat16) - want).norm() / want.norm())
 
 

@@ -10,6 +10,13 @@ from mxtrain.launch.functions import define_op
 
 # The form of operand that the kernels write for each mode that uses them.
 KERNEL_FORM = {"native": "blocked", "emulated": "image"}
+
+
+def form_of_input(form: str) -> str:
+    """Return the form of a cast of an input, from the form of a cast of the output gradient in the same mode."""
+    return "merged_input" if form == "merged_gradient" else form
+
+
 # Of dtypes that hold several elements in a byte.
 ELEMENTS_PER_BYTE = {torch.float4_e2m1fn_x2: 2}
 
@@ -18,9 +25,11 @@ class Operand(NamedTuple):
     """One operand of a GEMM: a matrix [R, K] quantized in blocks along K, the axis that the GEMM reduces over.
 
     Attributes:
-        data: native: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the exact values
-            of codes times scales, in bf16 (emulated) or fp32 (reference), not multiplied by ``tensor_scale``.
-        scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. Otherwise None.
+        data: native and fp8_merged: codes [R, K], or [R, K / 2] of four bits, two per byte. Emulated and reference: the
+            exact values of codes times scales, in bf16 (emulated) or fp32 (reference), not multiplied by
+            ``tensor_scale``.
+        scales: native: the block scales in the blocked 128x4 layout that the tensor cores read. fp8_merged: as
+            ``mxtrain.formats.mx.merged.merge`` makes them. Otherwise None.
         tensor_scale: native, of a format with tensor scales: the scale of the whole matrix, fp32 [], or one for each
             row [R], or for each group of rows [G]. Emulated and reference: the same if it is exact. None if it is a
             power of two, which ``data`` contains.

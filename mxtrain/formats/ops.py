@@ -41,9 +41,9 @@ class Fusions(NamedTuple):
 class FormatOps:
     """What computes with a format; of ``HIGH_PRECISION`` for recipes without one.
 
-    ``mode`` is "native", "emulated" or "reference". X [R, C] is quantized along dimension 1, for an operand [R, C] that
-    is reduced over C, or along dimension 0, for an operand [C, R] that is reduced over R; the last block may then be
-    incomplete.
+    ``mode`` is one of ``mxtrain.formats.hardware.MODES``. X [R, C] is quantized along dimension 1, for an operand
+    [R, C] that is reduced over C, or along dimension 0, for an operand [C, R] that is reduced over R; the last block
+    may then be incomplete.
 
     Attributes:
         casts: operations that cast matrices, which a compiled backward makes anew.
@@ -129,7 +129,7 @@ class FormatOps:
         values.copy_(self.dequantize(codes, values.dtype))
 
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
-        """The operand that the codes stand for, with the bits and the memory layout of ``cast`` along ``dim``."""
+        """The operand of an "input" with these codes, with the bits and the memory layout of ``cast`` along ``dim``."""
         data = codes.data if codes.scales is None else self.dequantize(codes, values_dtype(mode))
         # Products in another memory layout may add up in another order.
         return Operand(data if dim == 1 else data.t().contiguous().t())

@@ -77,6 +77,7 @@ class Format:
             its rows: several matrices are not one native operand, and experts and other processes cast rows themselves.
         has_signs: whether the Hadamard transform of a recipe takes random signs. Otherwise, the transform is fixed.
         is_native: whether MX tensor cores multiply codes. Otherwise, mode "native" multiplies values.
+        merges: whether mode "fp8_merged" gives codes to FP8 tensor cores. Otherwise, that mode refuses the format.
         gradients_of: for a format of output gradients alone, the name of the other operand's format. A trial product
             says whether tensor cores multiply the two formats.
         layout: how an export stores codes and scales; None for a format that cannot be exported.
@@ -93,6 +94,7 @@ class Format:
     has_tensor_scale: bool = False
     has_signs: bool = False
     is_native: bool = False
+    merges: bool = False
     gradients_of: str | None = None
     layout: Layout | None = None
     implementation: str = "mxtrain.formats.mx.reference:MXOps"

@@ -27,7 +27,7 @@ from mxtrain.formats.gemm import (
     matmul_tokens,
     split_rows,
 )
-from mxtrain.formats.hardware import resolve_mode
+from mxtrain.formats.hardware import MERGED, resolve_mode
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.normed_input import RoutedRows
@@ -263,7 +263,9 @@ def check_experts(experts: nn.Module, recipe: LinearRecipe, mode: str = "auto") 
 
 
 def check_tiles(features: int, hidden: int, recipe: LinearRecipe, mode: str) -> None:
-    """Raise ConfigError for native products of experts with tensor scales, or without whole tiles of block scales."""
+    """Raise ConfigError for merged products, and native ones with tensor scales or without whole tiles of scales."""
+    if mode == MERGED and recipe.quantizes:
+        raise ConfigError(f"experts have no grouped products in mode {mode!r}; use mode 'emulated'")
     if mode != "native" or not recipe.quantizes:
         return
     if fmt := recipe.tensor_scaled:

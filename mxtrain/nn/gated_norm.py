@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.hardware import mode_in_forward
+from mxtrain.formats.hardware import VALUE_MODES, mode_in_forward
 from mxtrain.formats.matrices import Operand, at_least_fp32
 from mxtrain.formats.mxnorm import inverse_rms, scale_rows
 from mxtrain.formats.recipe import Recipe
@@ -31,16 +31,16 @@ def normalize_groups(
     u: torch.Tensor, groups: int, estimate: RMSEstimate, recipe: Recipe, mode: str
 ) -> tuple[Operand, torch.Tensor]:
     """u [T, D] -> xhat as the operand [T, D] of fprop with this recipe, and rho, fp32 [T, groups]."""
-    ops, native, rows = recipe.ops, mode == "native", u.view(groups * u.shape[0], -1)
+    ops, has_codes, rows = recipe.ops, mode not in VALUE_MODES, u.view(groups * u.shape[0], -1)
     if recipe.tensor_scale == "row" and groups > 1:
         # The tensor scale of a token is that of all its groups.
         rho = inverse_rms(rows, estimate, recipe).view(-1, groups)
         return ops.cast([scale_rows(u, rho)], recipe, mode, (1,))[1], rho
-    # Native scales lie in the order of whole rows.
-    xhat, rho = ops.normalize(rows, estimate, recipe, mode, as_codes=native)
+    # The scales of codes lie in the order of whole rows.
+    xhat, rho = ops.normalize(rows, estimate, recipe, mode, as_codes=has_codes)
     data, scales = (None if t is None else t.view(u.shape[0], -1) for t in (xhat.data, xhat.scales))
     xhat = xhat._replace(data=data, scales=scales)
-    return ops.from_codes(xhat, mode, 1) if native else xhat, rho.view(-1, groups)
+    return ops.from_codes(xhat, mode, 1) if has_codes else xhat, rho.view(-1, groups)
 
 
 @untraced

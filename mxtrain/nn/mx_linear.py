@@ -49,7 +49,8 @@ class MXLinear(QuantizedLinear):
         in_features, out_features: multiples of the recipe's block sizes.
         bias: whether to add a bias, in high precision.
         recipe: a name, a spec with a name for each GEMM (see ``mxtrain.formats.parse.get_recipe``), or a Recipe.
-        mode: "native", "emulated", "reference", or "auto": the best mode of the input's device.
+        mode: "native", "emulated", "reference", or "auto": the best of them on the input's device. Or "fp8_merged"
+            (``mxtrain.formats.mx.merged``), for which 128 divides both numbers of features.
 
     Raises:
         ConfigError: for an unknown recipe or mode, a mode that no device of this machine runs, or features that are

@@ -215,7 +215,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
         **factory_kwargs,
     ):
         self.recipe = get_recipe(recipe)
-        check_mode(mode)
+        check_mode(mode, self.recipe)
         self.mode = mode
         fprop = self.recipe.fprop
         self.estimate = RMSEstimate.for_recipe(fprop, p, estimator, eps)

@@ -25,8 +25,14 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import RMSEstimate
+<<<<<<< HEAD
 from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward, operand_mode
 from mxtrain.formats.matrices import CastSpec, Operand, joined_values, values_dtype
+=======
+from mxtrain.formats.hardware import MERGED, VALUE_MODES, Mode, check_mode, mode_in_forward
+from mxtrain.formats.matrices import CastSpec, Operand
+from mxtrain.formats.mx.merged import why_not_merged
+>>>>>>> fp8k
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
@@ -209,7 +215,7 @@ class ThreeGEMMs:
         """W, or W diag(gain) behind an MXNorm, as the operands of fprop and dgrad; ``joined`` as for ``fprop``."""
         weight = weight_of(norm)
         gain = None if norm is None else norm.gain_of(weight)
-        if self.mode == "native" and not joined:  # blocked scales are not sliced
+        if self.mode not in VALUE_MODES and not joined:  # scales of codes are not sliced
             operands, fprop = self.quantize_weights(ws, gain, (0,)), self._for_fprop(ws, gain, False)
         else:
             operands = self.quantize_weights(ws, gain)
@@ -284,7 +290,7 @@ class QuantizedLayer(RecipeModule):
 
     def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
         self.recipe = get_recipe(recipe)
-        check_mode(mode)
+        check_mode(mode, self.recipe)
         self.mode = mode
 
     def __getstate__(self) -> dict:
@@ -338,6 +344,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     ):
         self._set_recipe(recipe, mode)
         check_features(in_features, out_features, self.recipe)
+        if mode == MERGED and (reason := why_not_merged(self.recipe, in_features, out_features)):
+            raise ConfigError(f"mode = {mode!r} cannot run this linear: {reason}; use mode 'emulated'")
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         # Set from the start, because torch.compile would compile again when the attribute appears.
         self.ready: ReadyOperands | None = None

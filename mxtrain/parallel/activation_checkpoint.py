@@ -34,12 +34,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from mxtrain.formats.gemm import guarded_mm
 from mxtrain.formats.matrices import ELEMENTS_PER_BYTE
+from mxtrain.formats.mx.merged import merged_mm
 from mxtrain.formats.recipe import FORMATS
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.mxnorm import MXNorm
 
 PRODUCTS = (
     torch.ops.aten._scaled_mm_v2.default,  # of codes and scales: mode "native"
+    merged_mm,  # the same in mode "fp8_merged"
     guarded_mm,  # of values, where PyTorch's settings or the result's dtype do not fit
     decompose_k_mm,  # a router's logits
 )

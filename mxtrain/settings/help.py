@@ -21,7 +21,8 @@ INDENT = " " * 8
 README = Path(__file__).parents[2] / "train_configs" / "README.md"
 BESIDE_PRESETS = """
     job.dump_folder checkpoint.may_change debug.deterministic model.hf_assets_path training.dataset_path
-    training.global_batch_size mxnorm.filter_fqns mxnorm.estimator mxnorm.backward mxnorm.mode mxnorm.diagnostics.every
+    training.global_batch_size mxnorm.filter_fqns mxnorm.estimator mxnorm.backward mxnorm.mode mxnorm.merge_limit
+    mxnorm.diagnostics.every
 """
 """Settings that ``--help`` shows although no preset sets them, among them those of README.md and CHOOSING.md"""
 

@@ -83,5 +83,7 @@ def without_effect(job) -> Iterator[str]:
                 f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} changes at most 4 % of the tiles of weights; "
                 "set mxnorm.weight_tiles = false for an effect"
             )
+    if quantizes and job.mxnorm.mode == "fp8_merged" and not every:
+        yield "mxnorm.merge_limit has no effect without mxnorm.diagnostics.every, such as 50: no layer is watched"
     if quantizes and every > job.training.steps:
         yield f"mxnorm.diagnostics.every = {every} measures nothing in {job.training.steps} steps; lower it"

@@ -117,10 +117,17 @@ class MXNorm:
     3 Super), 16 (Nemotron 3 Ultra), 4 (Megatron Bridge, Llama 3 8B)
     """
 
-    mode: Annotated[Literal["auto", "native", "emulated", "reference"], Resume.FREE] = "auto"
+    mode: Annotated[Literal["auto", "native", "emulated", "reference", "fp8_merged"], Resume.FREE] = "auto"
     """
     How GEMMs are computed: "native" (MX tensor cores), "emulated" (bf16 tensor cores of any GPU), "reference" (fp32 in
-    plain PyTorch, any device) or "auto" (the first of these that the hardware supports)
+    plain PyTorch, any device) or "auto" (the first of these that the hardware supports). "fp8_merged", for MXFP8 only:
+    FP8 tensor cores (Hopper); blocks of 32 share scales by 128, and their codes are rounded once more
+    """
+
+    merge_limit: Free[ShareBelowOne] = 0.05
+    """
+    For mode "fp8_merged": share of a cast's elements that the second rounding may change. Where diagnostics
+    (mxnorm.diagnostics) measure more, the layer multiplies images ("emulated") for the rest of the run
     """
 
     gather: Free[Literal["auto", "high_precision", "quantized"]] = "auto"

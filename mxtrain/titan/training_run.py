@@ -26,17 +26,24 @@ from mxtrain.checkpoints.run_folder import METRICS_FILE
 from mxtrain.checkpoints.start import Start
 from mxtrain.checkpoints.states import RandomState, TokenCount, apply_settings
 from mxtrain.conversion.schedule import RecipeSwitch
+from mxtrain.diagnostics.merge_guard import MergeGuard
 from mxtrain.files import sync_file
+from mxtrain.formats.hardware import MERGED
 from mxtrain.nn.ready_weights import ReadyWeights
 from mxtrain.ranks import is_first
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.mxnorm_section import schedule_in, without_effect
+from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in, without_effect
 from mxtrain.settings.resume import kept_defaults
 from mxtrain.titan.layouts import code_gather
 from mxtrain.titan.metrics import log_event, log_loss, numerics_of
 from mxtrain.titan.releases import engine
 from mxtrain.titan.run_start import begin_run, require_same_settings, write_resolved_config
+
+
+def _tell(log: Callable[[int, str], None], step: int, text: str) -> None:
+    terminal.note(f"step {step}: {text}")
+    log(step, text)
 
 
 class TrainingRun:
@@ -75,6 +82,9 @@ class TrainingRun:
         self._tokens = TokenCount(mesh.size(), mesh.get_local_rank()) if mesh is not None else TokenCount(1, 0)
         self._signals = StopSignals()
         self._numerics = numerics_of(job_config, self.model_parts)
+        merges = job_config.mxnorm.mode == MERGED and bool(quantizing_among(job_config.model.converters))
+        of_guard = job_config.mxnorm.merge_limit, self.model_parts, engine().saved_name, partial(_tell, log)
+        self._guard = MergeGuard(*of_guard) if merges else None
         # The stages of a pipeline have the same text, and draw other random bits because their layers differ.
         self._rank_in_stage = torch.distributed.get_rank() % (self.parallel_dims.world_size // self.parallel_dims.pp)
         if job_config.validation.enable:
@@ -132,6 +142,8 @@ class TrainingRun:
         return False
 
     def after_load(self) -> None:
+        if self._guard is not None and self.start.checkpoint is not None:
+            self._guard.restore(self.start.manifest.images)
         if is_first():
             # Only now: a run that was refused or failed before leaves the folder as it was.
             for path in self.start.abandoned:
@@ -147,7 +159,7 @@ class TrainingRun:
 
     def train_step(self, data_iterator):
         self._losses = []
-        self._switch.begin_step(self.step)
+        self._has_switched = self._switch.begin_step(self.step)
         super().train_step(data_iterator)
         if self._last_step == 0 and is_first():
             # Only now: a start that fails leaves an earlier one's settings.
@@ -161,8 +173,10 @@ class TrainingRun:
         self._signals.install()
 
     def forward_backward_step(self, **kwargs):
-        if self._numerics is not None and self._numerics.is_due(self.step) and not self._losses:
-            self._measure(**kwargs)
+        if self._numerics is not None and not self._losses:
+            # Layers that begin to merge are looked at before their first step.
+            if self._numerics.is_due(self.step) or (self._guard is not None and self._has_switched):
+                self._measure(**kwargs)
         set_rounding_step(self.step, microbatch=len(self._losses), rank=self._rank_in_stage)
         if self._ready is not None:
             self._ready.refresh()
@@ -190,6 +204,8 @@ class TrainingRun:
         self.ntokens_seen = tokens
         if figures := self._numerics.figures():
             self.metrics_processor.logger.log(figures, self.step)
+        if self._guard is not None:
+            self._guard.check(self.step, figures)
 
     def state_dict(self):
         return {**super().state_dict(), "ntokens_seen": self._tokens.of_all_ranks(self.ntokens_seen)}
@@ -211,6 +227,7 @@ class TrainingRun:
             # A model of the user's may have its own loader.
             tokenizer_sha256=getattr(self.dataloader, "tokenizer_sha256", None),
             processes=torch.distributed.get_world_size(),
+            images=[] if self._guard is None else self._guard.images,
         )
 
     def before_save(self) -> None:

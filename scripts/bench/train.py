@@ -10,8 +10,9 @@ The model trains as TorchTitan trains it on one device: fp32 weights under bf16 
 with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation checkpointing.
 Tokens are random and new in every step, so the loss only shows that the step is sound. NVFP4 keeps the last 15 % of the
 blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
-backward. "mxnorm_single" multiplies the linears of a norm one by one, "mxnorm_single_fprop" in the forward only, as
-under selective activation checkpointing. "bf16_passes" is bf16 with mxtrain's passes over graphs.
+backward. "mxnorm_fp8_merged" has this mode, whatever --mode says. "mxnorm_single" multiplies the linears of a norm one
+by one, "mxnorm_single_fprop" in the forward only, as under selective activation checkpointing. "bf16_passes" is bf16
+with mxtrain's passes over graphs.
 
 The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and compile
 workers. Memory is the peak that the allocator holds during the timed steps. The tokens of "88m_host" are so few that
@@ -133,6 +134,7 @@ VARIANTS = {
     "bf16_passes": lambda model, mode: passes.install(),
     "mx_linear": partial(convert, converter="mx_linear"),
     "mxnorm": convert,
+    "mxnorm_fp8_merged": lambda model, mode: convert(model, "fp8_merged"),
     "mxnorm_p1": partial(convert, p=1),
     "mxnorm_exact": partial(convert, estimator="exact"),
     **{

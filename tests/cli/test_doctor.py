@@ -39,7 +39,7 @@ def test_on_a_gpu_its_capability_decides_the_mode(monkeypatch, capsys, capabilit
         (f"cuda:{index}", f"NVIDIA H200, compute capability {major}.{minor}, 141 GiB") for index in range(2)
     ]
     assert cli.main(["doctor"]) == 0
-    assert f"  auto       {mode} on cuda, whatever the recipe\n" in capsys.readouterr().out
+    assert f"  auto        {mode} on cuda, whatever the recipe\n" in capsys.readouterr().out
 
 
 def test_a_gpu_that_pytorch_cannot_use_is_listed(monkeypatch):

@@ -79,6 +79,17 @@ def test_two_kernels_give_the_same_outputs_and_gradients(mode):
         assert other.norm() > 0
 
 
+def test_merged_casts_are_fused_and_have_the_same_results():
+    module = FeedForward(PRODUCTS["in fp32"], mode="fp8_merged", times=4)
+    _, want = graphs_of(module, rewrite=lambda graph: None, execute=True)
+    graphs, got = graphs_of(module, execute=True)
+    found = casts(*graphs)
+    assert found.pop(COLUMNS, 1) == 1  # of x, which the backward may get as its input
+    assert found == {ROWS: 1, BOTH: 1, FORWARD: 1, BACKWARD: 1}
+    for one, other in zip(got, want, strict=True):
+        assert ((one - other).norm() <= 2e-3 * other.norm()).item()
+
+
 @pytest.mark.parametrize(
     ("recipe", "fused"), [("fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", True), ("mxfp4", False)]
 )

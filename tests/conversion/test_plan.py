@@ -12,7 +12,7 @@ from mxtrain.conversion.forward_pass import Uses
 from mxtrain.conversion.layers import LinearFacts, NormFacts
 from mxtrain.conversion.plan import Plan, ToFusedNorm, ToMXNorm, ToQuantized, ToRouter, folded
 from mxtrain.conversion.survey import Survey, WeightFacts
-from mxtrain.formats.hardware import resolve_mode
+from mxtrain.formats.hardware import MERGED, resolve_mode
 from mxtrain.formats.recipe import RECIPES
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
 from mxtrain.nn.mx_linear import MXLinear
@@ -237,3 +237,25 @@ def test_a_range_names_no_module_with_another_text():
     lines = folded(dict.fromkeys(names, "swapped") | {"layers.1.experts.1": "kept"})
     assert lines["layers.1.experts.1: kept"] == ["layers.1.experts.1"]
     assert lines["layers.1.experts.0,2: swapped"] == ["layers.1.experts.0", "layers.1.experts.2"]
+
+
+def test_mode_fp8_merged_names_the_layers_with_images_and_why():
+    """A norm goes with its linears, and a mixture's experts make theirs images."""
+    wide, odd = replace(LINEAR, in_features=128, out_features=256), replace(LINEAR, in_features=128, out_features=96)
+    linears = {"wq": wide, "wk": odd, "wo": wide, "output": wide}
+    result = plan(replace(block(), linears=linears), mode=MERGED)
+    assert {fqn: swap.mode for fqn, swap in result.swaps.items()} == {
+        **dict.fromkeys(("norm", "wq", "wk"), "emulated"),
+        "wo": MERGED,
+    }
+    assert result.notes == (
+        "wk: mode emulated: 128 does not divide its 96 output features",
+        "norm: mode emulated: goes with wk",
+        "wq: mode emulated: goes with wk",
+    )
+    linears = dict.fromkeys(linears, wide)
+    result = plan(replace(block(), linears=linears), mode=MERGED, recipe="fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8")
+    assert {swap.mode for swap in result.swaps.values()} == {MERGED}
+    assert result.notes[-1] == "wo: dgrad multiplies images: its output gradients have another format"
+    with pytest.raises(ConfigError, match="which NVFP4 does not have"):
+        plan(replace(block(), linears=linears), mode=MERGED, recipes={"wo": "nvfp4"})

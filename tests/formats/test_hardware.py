@@ -3,7 +3,8 @@ import torch
 
 from mxtrain import ConfigError
 from mxtrain.formats import gemm, hardware
-from mxtrain.formats.hardware import MODES, describe_modes, operand_mode, resolve_mode
+from mxtrain.formats.hardware import MERGED, MODES, describe_modes, operand_mode, resolve_mode
+from mxtrain.formats.mx import merged
 from mxtrain.formats.mx import reference as casts
 from mxtrain.formats.mx.reference import from_blocked
 from mxtrain.formats.mxfp8 import MXFP8, MXFP8_E5M2
@@ -33,8 +34,9 @@ def capability(monkeypatch):
         ((7, 5), "reference", ["native", "emulated"]),
     ],
 )
-def test_auto_takes_the_best_mode_of_a_gpu(capability, version, best, missing):
+def test_auto_takes_the_best_mode_of_a_gpu(capability, version, best, missing, monkeypatch):
     capability(*version)
+    monkeypatch.setattr(hardware, "fault_of", lambda fmt, mode="native": None)
     assert resolve_mode("auto", "cuda") == best
     assert [s.mode for s in describe_modes("cuda") if not s.available] == missing
     for mode in MODES:
@@ -43,6 +45,20 @@ def test_auto_takes_the_best_mode_of_a_gpu(capability, version, best, missing):
                 resolve_mode(mode, "cuda")
         else:
             assert resolve_mode(mode, "cuda") == mode
+
+
+@pytest.mark.parametrize("fault", [None, "a trial product in MXFP8 failed"])
+def test_fp8_merged_asks_for_a_trial_product_and_is_never_auto(capability, fault, monkeypatch):
+    capability(9, 0)
+    asked = []
+    monkeypatch.setattr(hardware, "fault_of", lambda fmt, mode: asked.append(mode) or fault)
+    assert resolve_mode("auto", "cuda") == "emulated" and not asked
+    if fault is None:
+        assert resolve_mode(MERGED, "cuda") == MERGED
+    else:
+        with pytest.raises(ConfigError, match=f"mode = 'fp8_merged' cannot run here: {fault} "):
+            resolve_mode(MERGED, "cuda")
+    assert asked and {*asked} == {MERGED}
 
 
 @pytest.mark.parametrize("fault", [None, "a trial product in NVFP4 has a relative error of 0.9"])
@@ -78,6 +94,15 @@ def test_unknown_mode_and_device():
 
 
 K = hardware.DEPTH
+
+
+def test_merged_trial(trial_on_the_cpu, monkeypatch):
+    """Scales of groups in a wrong order are a fault."""
+    assert hardware.fault_of(MXFP8, MERGED) is None
+    hardware.fault_of.cache_clear()
+    real = merged.merged_mm
+    monkeypatch.setattr(merged, "merged_mm", lambda a, b, scales, *rest: real(a, b, scales.roll(1, 0), *rest))
+    assert hardware.fault_of(MXFP8, MERGED).startswith("a trial product in MXFP8 has a relative error of ")
 
 
 @pytest.fixture

@@ -217,6 +217,7 @@ def test_native_operands_without_triton_are_those_of_the_kernels(recipe, sizes, 
 
 CASES = [
     *itertools.product(("mxfp8", "nvfp4"), ("native", "emulated", "reference")),
+    ("mxfp8", "fp8_merged"),
     ("unquantized", "emulated"),
     ("nvfp4_dynamic", "reference"),
     *((get_recipe("nvfp4", four_over_six="both"), mode) for mode in ("emulated", "reference")),

@@ -17,6 +17,8 @@ def test_what_has_no_effect_is_said():
             [*NVFP4, "--mxnorm.four_over_six=both"],
             "mxnorm.four_over_six = 'both' changes at most 4 % of the tiles",
         ),
+        (["--mxnorm.mode=fp8_merged"], "mxnorm.merge_limit has no effect without mxnorm.diagnostics.every"),
+        (["--mxnorm.mode=fp8_merged", "--mxnorm.diagnostics.every=2"], None),
         ([*NVFP4, "--mxnorm.four_over_six=both", "--mxnorm.weight_tiles=False"], None),
         ([*NVFP4, "--mxnorm.four_over_six=activations"], None),
         (["--model.converters=", SCHEDULE], "mxnorm.schedule has no effect without the converter"),

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mxtrain.formats.cast_kernels import FORMS
+from mxtrain.formats.cast_kernels import FORMS, MERGED_FORMS
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mx.cast import cast, cast_tiles
 from mxtrain.formats.mx.decode import decode_launch
@@ -56,7 +56,7 @@ launches: list[Launch] = []  # of the last call
 
 def few(found: dict) -> dict:
     """The first case of every kernel and form."""
-    forms, chosen = ("codes", "blocked", "image", "gradient", "few", "unsplit", "dtotal"), {}
+    forms, chosen = ("codes", "blocked", "image", "merged", "gradient", "few", "unsplit", "dtotal"), {}
     for name, call in found.items():
         chosen.setdefault((name.split()[0], *(form in name for form in forms)), (name, call))
     return dict(chosen.values())
@@ -114,6 +114,22 @@ def cases(everything: bool) -> dict:
         w = matrix(DTYPES[name])
         found[f"cast tiles {name} {form}"] = lambda form=form, w=w: cast_tiles([w], rceil, form=form)
         found[f"decode_tiles {name} image"] = lambda w=w: decode(w)
+    for form in MERGED_FORMS:
+        add_cast(f"bf16 {form}", matrix(bf16), dims=(1, 0), form=form)
+    add_cast("bf16 row factor merged_input", matrix(bf16), dims=(0,), form="merged_input", row_factor=vector(ROWS))
+    found["cast tiles bf16 merged_weight"] = lambda: cast_tiles([matrix(bf16)], rceil, form="merged_weight")
+    add_norm("bf16 merged_input", matrix(bf16), form="merged_input")
+    if everything:
+        add_norm("bf16 640 columns merged_input", matrix(bf16, 640), form="merged_input", residual=matrix(bf16, 640))
+        add_norm("bf16 looped merged_input", matrix(bf16, LOOPED), form="merged_input")
+        for form in ("merged_input", "merged_gradient"):
+            add_cast(f"bf16 rows {form}", matrix(bf16), form=form)
+            add_cast(f"bf16 columns {form}", matrix(bf16), dims=(0,), form=form)
+    x = matrix(bf16)
+    found["swiglu_cast bf16 merged_input"] = lambda x=x: swiglu_cast(x, x, True, False, "e4m3", "rceil", "merged_input")
+    found["swiglu_backward_cast bf16 merged"] = lambda x=x: swiglu_backward_cast(
+        x, x, x, True, True, True, False, "e4m3", "e4m3", "rceil", "merged_gradient"
+    )
     for form in ("image", "blocked") if everything else ():
         x, wide = matrix(bf16), matrix(bf16, 8192)
         found[f"swiglu_cast halves {form}"] = lambda form=form, w=wide: swiglu_cast(

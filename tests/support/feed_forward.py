@@ -19,14 +19,17 @@ def swiglu(gate, up):
 
 
 class FeedForward(nn.Module):
-    """w2(product(w1(x), w3(x))); with ``joined``, w1 and w3 are one layer."""
+    """w2(product(w1(x), w3(x))); with ``joined``, w1 and w3 are one layer. ``times`` as wide as D and H say."""
 
-    def __init__(self, product=swiglu, recipe="mxfp8", down=None, joined=False, also_h=False):
+    def __init__(self, product=swiglu, recipe="mxfp8", down=None, joined=False, also_h=False, mode="emulated", times=1):
         super().__init__()
         self.product, self.joined, self.also_h = product, joined, also_h
-        linear = partial(MXLinear, bias=False, mode="emulated")
-        self.w13 = nn.ModuleList(linear(D, h, recipe=recipe) for h in ([2 * H] if joined else [H, H]))
-        self.w2 = linear(H, D, recipe=down or recipe)
+        linear = partial(MXLinear, bias=False, mode=mode)
+        self.columns, wide = D * times, H * times
+        self.w13 = nn.ModuleList(
+            linear(self.columns, h, recipe=recipe) for h in ([2 * wide] if joined else [wide, wide])
+        )
+        self.w2 = linear(wide, self.columns, recipe=down or recipe)
         generator = torch.Generator("cpu").manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -56,7 +59,9 @@ def graphs_of(module, rewrite, autocast=True, execute=False):
 
     torch._dynamo.reset()
     backend = aot_autograd(fw_compiler=compiled, partition_fn=partition, decompositions=select_decomp_table())
-    x = torch.randn(2, T // 2, D, generator=torch.Generator("cpu").manual_seed(1), device="cpu")
+    x = torch.randn(
+        2, T // 2, getattr(module, "columns", D), generator=torch.Generator("cpu").manual_seed(1), device="cpu"
+    )
     x = x.to(torch.get_default_device()).requires_grad_()
     module.zero_grad()
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):

@@ -82,6 +82,25 @@ def trainer(monkeypatch, tmp_path):
         one._signals.restore()
 
 
+def test_layers_with_images_are_kept_and_switched_layers_are_measured_at_once(trainer, monkeypatch, tmp_path):
+    flags = "--model.converters=mxnorm", "--mxnorm.mode=fp8_merged", "--mxnorm.diagnostics.every=5"
+    one, measured = trainer(*flags), []
+    one._measure = lambda **_: measured.append(one.step)
+    one._switch.begin_step = lambda step: step == 3
+    for one.step in range(1, 7):
+        one.train_step([1.0, 1.0])
+    assert measured == [3, 5]
+    one._guard.restore(["layers.0.w2"])
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    manifest = one.manifest(6, holds_trainer=True)
+    again = trainer(*flags)
+    again.start = SimpleNamespace(checkpoint=tmp_path, manifest=manifest, abandoned=())
+    again.step = again.job_config.training.steps
+    again.after_load()
+    assert again._guard.images == ["layers.0.w2"]
+    assert trainer("--model.converters=mxnorm", "--mxnorm.mode=emulated")._guard is None
+
+
 def test_deterministic_runs_do_not_fill_new_memory(trainer, monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     trainer("--debug.deterministic")

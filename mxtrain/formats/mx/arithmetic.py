@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import Storage, magnitude_bits, rounded_product
+from mxtrain.formats.mx.merged import FARTHEST
 from mxtrain.formats.recipe import Format
 from mxtrain.launch.launch import INTERPRETED
 
@@ -28,6 +29,7 @@ STORAGE = {
     "e5m2": Storage(BLOCK, torch.float8_e5m2, 1, torch.float8_e8m0fnu),
     "e2m1": Storage(BLOCK, torch.uint8, 2, torch.float8_e8m0fnu),
 }
+_FARTHEST = tl.constexpr(FARTHEST)
 _SQRT_32 = tl.constexpr(32**0.5)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # To divide a tensor by a number, PyTorch multiplies by the fp32 reciprocal on CUDA, and divides on a CPU. The quotients
@@ -191,15 +193,37 @@ def store_codes(ptr, offsets, codes, mask, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def element_value(y, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """y (fp32), rounded to the nearest element. HARDWARE: as above."""
+    if HARDWARE and code_bits(ELEMENT) == 8:
+        return _by_hardware(y, ELEMENT).to(tl.float32)
+    return round_to_element(y, ELEMENT)
+
+
+@triton.jit
 def element_image(y, scale, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     """y (fp32), rounded to the nearest element, times the block's scale, exact in bf16. HARDWARE: as above."""
-    if HARDWARE and code_bits(ELEMENT) == 8:
-        value = _by_hardware(y, ELEMENT).to(tl.float32)
-    else:
-        value = round_to_element(y, ELEMENT)
+    value = element_value(y, ELEMENT, HARDWARE)
     if code_bits(ELEMENT) == 4:
         scale = tl.where(scale == float("inf"), float("nan"), scale)
     return (value * scale).to(tl.bfloat16)
+
+
+@triton.jit
+def code_in_group(code):
+    """What a block's scale code counts for the largest of its group: NaN nothing, and every code at least 1."""
+    return tl.maximum(tl.where(code == 255, 0, code), 1)
+
+
+@triton.jit
+def merged_codes(y, code, group, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Codes of y (fp32), rounded to the elements of a block with scale ``code``, then to those of scale ``group``.
+
+    ``code`` and ``group`` (int32) broadcast to y. See ``mxtrain.formats.mx.merged.merge``.
+    """
+    shift = tl.minimum(tl.maximum(code - group, -_FARTHEST), 0)
+    factor = tl.where(code == 255, 0x7FC00000, (shift + 127) << 23).to(tl.float32, bitcast=True)
+    return element_codes(element_value(y, ELEMENT, HARDWARE) * factor, ELEMENT, HARDWARE)
 
 
 @triton.jit

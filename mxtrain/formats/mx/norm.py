@@ -4,15 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import scale_offset
+from mxtrain.formats.cast_kernels import is_merged, scale_offset
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mx.arithmetic import (
     BLOCK,
     STORAGE,
+    code_in_group,
     element_codes,
     element_image,
     element_of,
     inverse_scale,
+    merged_codes,
     rounded_amax,
     scale_code,
     scale_value,
@@ -53,6 +55,16 @@ def _store(
     y = x * rho[:, None, None] * inverse_scale(code, ROUNDING)[:, :, None]
     if FORM == "image":
         tl.store(data_ptr + offsets, element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE), mask=mask)
+    elif is_merged(FORM):
+        by_group: tl.constexpr = (code.shape[0], BLOCKS // 4, 4)
+        group_code = tl.max(tl.reshape(code_in_group(code), by_group), 2)
+        of_blocks = tl.reshape(tl.broadcast_to(group_code[:, :, None], by_group), code.shape)
+        codes = merged_codes(y, code[:, :, None], of_blocks[:, :, None], ELEMENT, HARDWARE)
+        tl.store(data_ptr + offsets, codes, mask=mask)
+        group = (first_block // 4 + tl.arange(0, BLOCKS // 4))[None, :]
+        scale = (group_code << 23).to(tl.float32, bitcast=True)
+        scale_mask = (row < rows)[:, None] & (group < blocks // 4)
+        tl.store(scales_ptr + group.to(tl.int64) * rows + row[:, None], scale, mask=scale_mask)
     else:
         store_codes(data_ptr, offsets, element_codes(y, ELEMENT, HARDWARE), mask, ELEMENT)
         scale_offsets = scale_offset(row[:, None], block[None, :], blocks, FORM)
@@ -97,7 +109,8 @@ def mxnorm_cast(
         estimate: how the RMS is estimated, over blocks of 32.
         recipe: of an MX format.
         form: "codes" ([T, D], or [T, D / 2] of 4 bits, and float8_e8m0fnu [T, D / 32]), "blocked" (the same codes,
-            scales flat in the 128x4 layout, padding zero) or "image" (the bf16 values [T, D] of codes and scales).
+            scales flat in the 128x4 layout, padding zero), "image" (the bf16 values [T, D] of codes and scales) or
+            "merged_input" (as ``mxtrain.formats.mx.merged.merge``; D a multiple of 128).
         residual: bf16 or fp32 [T, D], added to x first; the sum is rounded to the dtype of x.
 
     Raises:

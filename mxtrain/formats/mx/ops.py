@@ -1,13 +1,20 @@
 """Casts to MX formats, by kernel or in PyTorch."""
 
+<<<<<<< HEAD
 import torch
 
 from mxtrain.formats.hardware import HAS_TRITON, operand_mode, runs_kernels
 from mxtrain.formats.matrices import JOIN_VALUES, KERNEL_FORM, PLAIN, Codes, Operand
+=======
+from mxtrain.formats.hardware import HAS_TRITON, MERGED, operand_mode, runs_kernels
+from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
+from mxtrain.formats.mx.merged import GROUP, check_parts
+>>>>>>> fp8k
 from mxtrain.formats.mx.reference import MXOps
 from mxtrain.formats.ops import Fusions
 
 if HAS_TRITON:
+    from mxtrain.formats.cast_kernels import MERGED_FORMS
     from mxtrain.formats.mx import cast as kernels
     from mxtrain.formats.mx.decode import decode_tiles
     from mxtrain.formats.mx.norm import NORM, mxnorm_cast
@@ -22,10 +29,24 @@ class MXKernelOps(MXOps):
         casts, norms, weight_casts = (kernels.CAST,), (NORM,), (kernels.CAST_TILES, JOIN_VALUES)
         fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
 
+    def _form(self, recipe, mode, role, device_type, columns, as_codes=False):
+        """The form that kernels write, or None: plain PyTorch computes. ``columns`` are to be whole groups."""
+        mode = operand_mode(recipe, mode)
+        if not runs_kernels(mode, device_type):
+            return None
+        if as_codes:
+            return "codes"
+        if mode == MERGED:
+            return None if columns % GROUP else f"merged_{role}"
+        return KERNEL_FORM[mode]
+
     def cast(self, parts, recipe, mode, dims, spec=PLAIN):
-        if not runs_kernels(mode, parts[0].device.type):
+        columns = parts[0].shape[1] if 1 in dims else 0
+        form = self._form(recipe, mode, spec.role, parts[0].device.type, columns, spec.as_codes)
+        if form is None:
             return super().cast(parts, recipe, mode, dims, spec)
-        form = "codes" if spec.as_codes else KERNEL_FORM[operand_mode(recipe, mode)]
+        if form in MERGED_FORMS:
+            check_parts(parts, spec.axis)
         if recipe.has_tiles(spec.role):
             results = kernels.cast_tiles(parts, recipe, dims, form, spec.column_factor, spec.experts)
         else:
@@ -48,8 +69,8 @@ class MXKernelOps(MXOps):
             super().decode_tiles(data, scales, values, mode)
 
     def normalize(self, x, estimate, recipe, mode, group=None, as_codes=False):
-        if not runs_kernels(mode, x.device.type):
+        form = self._form(recipe, mode, "input", x.device.type, x.shape[1], as_codes)
+        if form is None:
             return super().normalize(x, estimate, recipe, mode, group, as_codes)
-        form = "codes" if as_codes else KERNEL_FORM[operand_mode(recipe, mode)]
         result = mxnorm_cast(x, estimate, recipe, form)
         return (Codes if as_codes else Operand)(result.data, result.scales), result.rho

@@ -16,8 +16,9 @@ from torch.nn.functional import ScalingType
 
 from mxtrain.formats.e2m1 import decode, encode, pack
 from mxtrain.formats.gemm import product_of_codes
-from mxtrain.formats.hardware import operand_mode
-from mxtrain.formats.matrices import Codes, Operand, at_least_fp32, split_blocks, tile_amax, values_dtype
+from mxtrain.formats.hardware import MERGED, operand_mode
+from mxtrain.formats.matrices import PLAIN, Codes, Operand, at_least_fp32, split_blocks, tile_amax, values_dtype
+from mxtrain.formats.mx import merged
 from mxtrain.formats.mxnorm import block_amax
 from mxtrain.formats.ops import FormatOps
 from mxtrain.formats.recipe import Format, Recipe
@@ -171,12 +172,21 @@ class MXOps(FormatOps):
     def encode(self, x: torch.Tensor, recipe: Recipe, mode: str = "reference", role: str = "weight") -> Codes:
         return Codes(*cast(x, self.format, recipe.scale_rounding, tiles=recipe.has_tiles(role)))
 
+    def cast(self, parts, recipe, mode, dims, spec=PLAIN):
+        if operand_mode(recipe, mode) == MERGED:
+            merged.check_parts(parts, spec.axis)
+        return super().cast(parts, recipe, mode, dims, spec)
+
     def operand(self, x: torch.Tensor, recipe: Recipe, mode: str, dim: int, role: str) -> Operand:
-        if operand_mode(recipe, mode) == "native":
+        own_mode = operand_mode(recipe, mode)
+        if own_mode in ("native", MERGED):
             if dim == 0:
                 # The tensor cores take both operands with the reduction axis contiguous, in whole blocks.
                 x = torch.nn.functional.pad(x.t(), (0, -x.shape[0] % self.format.block_size))
-            return self.from_codes(self.encode(x, recipe, mode, role), mode, 1)
+            codes = self.encode(x, recipe, mode, role)
+            if own_mode == MERGED:
+                return merged.merge(codes, merged.shares_tile(role, dim))
+            return self.from_codes(codes, mode, 1)
         data = image(x, self.format, recipe.scale_rounding, dim, values_dtype(mode), recipe.has_tiles(role))
         return Operand(data if dim == 1 else data.t())
 
@@ -186,14 +196,25 @@ class MXOps(FormatOps):
     def from_codes(self, codes: Codes, mode: str, dim: int) -> Operand:
         if mode == "native":
             return Operand(codes.data, to_blocked(codes.scales))
+        if mode == MERGED:
+            return merged.merge(codes, merged.shares_tile("input", dim))
         return super().from_codes(codes, mode, dim)
 
     def codes_of(self, operand: Operand) -> Codes:
         rows, columns = operand.data.shape
+        if operand.scales.dtype == torch.float32:
+            return merged.codes_of(operand)
         return Codes(operand.data, from_blocked(operand.scales, rows, columns // self.format.block_size))
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
+        if a.scales.dtype == torch.float32:
+            return merged.merged_mm(a.data, b.data.t(), a.scales, b.scales, out_dtype)
         return product_of_codes(a.data, [a.scales], b.data, [b.scales], [ScalingType.BlockWise1x32], out_dtype)
+
+    def decoded(self, parts, recipe, mode, spec=PLAIN):
+        if operand_mode(recipe, mode) != MERGED:
+            return super().decoded(parts, recipe, mode, spec)
+        return merged.values_of(self.cast(parts, recipe, mode, (1,), spec)[1], values_dtype(mode))
 
     def trial(self, x: torch.Tensor) -> Codes:
         return Codes(*cast(x, self.format, "rceil"))

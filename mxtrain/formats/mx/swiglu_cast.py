@@ -20,8 +20,16 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import as_bytes, empty_casts, flat, rounded, tile_start
+from mxtrain.formats.matrices import form_of_input
 from mxtrain.formats.mx.arithmetic import STORAGE
-from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows
+from mxtrain.formats.mx.cast import (
+    cast_along_columns,
+    cast_along_rows,
+    grow_columns,
+    is_read_twice,
+    no_groups,
+    store_groups,
+)
 from mxtrain.launch.launch import Launch, cdiv, converts_fp8, register_op
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -57,25 +65,45 @@ def _store_casts(
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, merged_codes=0,
 ):  # fmt: skip
     """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width].
 
-    x as for ``cast_along_rows``.
+    x as for ``cast_along_rows``, merged_codes as for ``cast_along_columns``.
     """
     column += left
     row = first_row + tl.arange(0, ROWS)
     offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
     if ALONG_ROWS:
         cast_along_rows(
-            x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
+            x, first_row, column, offsets, mask, rows, left + columns, rows, width, row_data_ptr, row_scales_ptr,
             FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
     if ALONG_COLUMNS:
         cast_along_columns(
-            x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+            x, first_row, column, offsets, mask, rows, left + columns, rows, width, column_data_ptr, column_scales_ptr,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, False, False, merged_codes,
         )  # fmt: skip
+
+
+@triton.jit
+def _store_groups(
+    of_columns, first_row, column, rows, columns, left, width, scales_ptr, FORM: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store the scales of merged groups along columns, and return their codes. Arguments as for ``_store_casts``."""
+    return store_groups(
+        0, of_columns, first_row, left + column, rows, left + columns, rows, width, None, scales_ptr,
+        False, True, FORM, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _inputs(gate_ptr, up_ptr, gate_stride, up_stride, first_row, column, rows, columns, ROWS, COLUMNS):
+    """Row, column and mask of a tile, and its gate and up (fp32)."""
+    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (across < columns)[None, :]
+    gate = _load(gate_ptr, gate_stride, row, across, mask)
+    return row, across, mask, gate, _load(up_ptr, up_stride, row, across, mask)
 
 
 @triton.jit
@@ -84,20 +112,34 @@ def _swiglu_cast_kernel(
     rows, columns, gate_stride, up_stride,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    first_row, column = tile_start(columns, ROWS, COLUMNS)
-    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    mask = (row < rows)[:, None] & (across < columns)[None, :]
-    gate = _load(gate_ptr, gate_stride, row, across, mask)
-    up = _load(up_ptr, up_stride, row, across, mask)
+    """CHUNKS: as for the kernel of casts."""
+    first_row, column = tile_start(columns, ROWS * CHUNKS, COLUMNS)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    h = swiglu(gate * sigmoid(gate), up, DTYPE)
-    _store_casts(
-        h, first_row, column, mask, rows, columns, 0, columns,
-        row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
+    of_columns = no_groups(COLUMNS)[1]
+    if CHUNKS > 1:
+        for chunk in range(CHUNKS):
+            start = first_row + chunk * ROWS
+            row, across, mask, gate, up = _inputs(
+                gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
+            )
+            h = swiglu(gate * sigmoid(gate), up, DTYPE)
+            of_columns = grow_columns(h, of_columns, ROUNDING, ELEMENT, ROWS, COLUMNS)
+        of_columns = _store_groups(
+            of_columns, first_row, column, rows, columns, 0, columns, column_scales_ptr, FORM, COLUMNS
+        )
+    for chunk in range(CHUNKS):
+        start = first_row + chunk * ROWS
+        row, across, mask, gate, up = _inputs(
+            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
+        )
+        h = swiglu(gate * sigmoid(gate), up, DTYPE)
+        _store_casts(
+            h, start, column, mask, rows, columns, 0, columns,
+            row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
+            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, of_columns,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -107,60 +149,94 @@ def _swiglu_backward_cast_kernel(
     dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
-    H_ELEMENT: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
-    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    H_ELEMENT: tl.constexpr, H_FORM: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    first_row, column = tile_start(columns, ROWS, COLUMNS)
-    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    mask = (row < rows)[:, None] & (across < columns)[None, :]
+    """CHUNKS: as for the kernel of casts."""
+    first_row, column = tile_start(columns, ROWS * CHUNKS, COLUMNS)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    # A thread's registers hold silu and one result at a time, so dh and up are loaded again, from the L1 cache.
-    gate = _load(gate_ptr, gate_stride, row, across, mask)
-    up = _load(up_ptr, up_stride, row, across, mask)
-    dh = _load(dh_ptr, dh_stride, row, across, mask)
-    s = sigmoid(gate)
-    silu = gate * s
-    _store_casts(
-        swiglu_dgate(silu, s, up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
-        dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    dh = _load(dh_ptr, dh_stride, row, across, mask)
     if JOINED:
         dup_row_data_ptr, dup_row_scales_ptr = dgate_row_data_ptr, dgate_row_scales_ptr
         dup_column_data_ptr, dup_column_scales_ptr = dgate_column_data_ptr, dgate_column_scales_ptr
-    _store_casts(
-        swiglu(silu, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
-        dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
-        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
-    )  # fmt: skip
-    if H_COLUMNS:
-        up = _load(up_ptr, up_stride, row, across, mask)
+    of_dgate = no_groups(COLUMNS)[1]
+    of_dup, of_h = of_dgate, of_dgate
+    if CHUNKS > 1:
+        for chunk in range(CHUNKS):
+            start = first_row + chunk * ROWS
+            row, across, mask, gate, up = _inputs(
+                gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
+            )
+            s = sigmoid(gate)
+            silu = gate * s
+            if H_COLUMNS:
+                of_h = grow_columns(swiglu(silu, up, DTYPE), of_h, ROUNDING, H_ELEMENT, ROWS, COLUMNS)
+            if ALONG_COLUMNS:
+                dh = _load(dh_ptr, dh_stride, row, across, mask)
+                of_dup = grow_columns(swiglu(silu, dh, DTYPE), of_dup, ROUNDING, ELEMENT, ROWS, COLUMNS)
+                dgate = swiglu_dgate(silu, s, up, dh, DTYPE)
+                of_dgate = grow_columns(dgate, of_dgate, ROUNDING, ELEMENT, ROWS, COLUMNS)
+        if ALONG_COLUMNS:
+            of_dgate = _store_groups(
+                of_dgate, first_row, column, rows, columns, 0, width, dgate_column_scales_ptr, FORM, COLUMNS
+            )
+            of_dup = _store_groups(
+                of_dup, first_row, column, rows, columns, dup_left, width, dup_column_scales_ptr, FORM, COLUMNS
+            )
+        if H_COLUMNS:
+            of_h = _store_groups(of_h, first_row, column, rows, columns, 0, columns, h_scales_ptr, H_FORM, COLUMNS)
+    for chunk in range(CHUNKS):
+        start = first_row + chunk * ROWS
+        row, across, mask, gate, up = _inputs(
+            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
+        )
+        # A thread's registers hold silu and one result at a time, so dh and up are loaded again, from the L1 cache.
+        dh = _load(dh_ptr, dh_stride, row, across, mask)
+        s = sigmoid(gate)
+        silu = gate * s
         _store_casts(
-            swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
-            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
+            swiglu_dgate(silu, s, up, dh, DTYPE), start, column, mask, rows, columns, 0, width,
+            dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
+            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, of_dgate,
         )  # fmt: skip
+        dh = _load(dh_ptr, dh_stride, row, across, mask)
+        _store_casts(
+            swiglu(silu, dh, DTYPE), start, column, mask, rows, columns, dup_left, width,
+            dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
+            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, of_dup,
+        )  # fmt: skip
+        if H_COLUMNS:
+            up = _load(up_ptr, up_stride, row, across, mask)
+            _store_casts(
+                swiglu(silu, up, DTYPE), start, column, mask, rows, columns, 0, columns,
+                None, None, h_data_ptr, h_scales_ptr, False, True, H_FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
+                of_h,
+            )  # fmt: skip
 
 
 def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) per program."""
+    """Return (rows, columns, warps) per program and chunk."""
     if not along_columns:
         return 32, 128, 8
+    if is_read_twice(along_columns, form):
+        return 32, 128, 4
     if form == "image":
         return (32, 64, 2)
     # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
     return (32, 64, 1) if backward else (32, 128, 1)
 
 
-def _launch(kernel, results, tensors, numbers, tile, element, scale_rounding, form, **constants) -> Launch:
+def _launch(
+    kernel, results, tensors, numbers, along_columns, backward, element, scale_rounding, form, **constants
+) -> Launch:
     """The launch of ``kernel`` over tiles of the matrix that ``tensors`` begins with."""
     x = tensors[0]
-    rows_at_once, columns_at_once, warps = tile
+    rows_at_once, columns_at_once, warps = _tile(along_columns, backward, form)
+    chunks = 128 // rows_at_once if is_read_twice(along_columns, form) else 1
     constants |= dict(
         FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x),
-        ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
+        ROWS=rows_at_once, COLUMNS=columns_at_once, CHUNKS=chunks, num_warps=warps,
     )  # fmt: skip
-    grid = (cdiv(x.shape[0], rows_at_once) * cdiv(x.shape[1], columns_at_once),)
+    grid = (cdiv(x.shape[0], rows_at_once * chunks) * cdiv(x.shape[1], columns_at_once),)
     return Launch(kernel, grid, (*tensors, *map(as_bytes, results), *x.shape, *numbers), constants)
 
 
@@ -183,7 +259,7 @@ def _forward(
         return flat(*results), None
     return flat(*results), _launch(
         _swiglu_cast_kernel, results, (gate, up), (gate.stride(0), up.stride(0)),
-        _tile(along_columns, False, form), element, scale_rounding, form,
+        along_columns, False, element, scale_rounding, form,
         ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns,
     )  # fmt: skip
 
@@ -206,15 +282,17 @@ def _backward(
     left, width = (columns, 2 * columns) if joined else (0, columns)
     dgate = _casts(gate, width, along_rows, along_columns, element, form)
     dup = (None,) * 4 if joined else _casts(gate, width, along_rows, along_columns, element, form)
-    h = _casts(gate, columns, False, h_columns, h_element, form)[2:]
+    h_form = form_of_input(form)
+    h = _casts(gate, columns, False, h_columns, h_element, h_form)[2:]
     results = flat(*dgate, *dup, *h)
     if gate.numel() == 0:
         return results, None
     return results, _launch(
         _swiglu_backward_cast_kernel, (*dgate, *dup, *h), (dh, gate, up),
         (dh.stride(0), gate.stride(0), up.stride(0), left, width),
-        _tile(along_columns or h_columns, True, form), element, scale_rounding, form,
+        along_columns or h_columns, True, element, scale_rounding, form,
         ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns, JOINED=joined, H_ELEMENT=h_element,
+        H_FORM=h_form,
     )  # fmt: skip
 
 
@@ -239,5 +317,6 @@ swiglu_backward_cast = register_op(
 )
 """The casts of dgate, then of dup, then of h along its columns if ``h_columns``. dh: like gate.
 
-``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two. ``element`` is that of the gradients.
+``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two. ``element`` and ``form`` are those of the
+gradients.
 """

@@ -13,6 +13,7 @@ MXFP8 = Format(
     element="float8_e4m3fn",
     settings={"scale_rounding": SCALE_ROUNDINGS, "weight_tiles": (True, False)},
     is_native=True,
+    merges=True,
     # ``MXFP8QuantizationCompressor`` in compressed_tensors/compressors/mxfp8/base.py (0.20); in vLLM 0.33
     # ``CompressedTensorsW8A8Mxfp8``, which also casts activations to MXFP8. The stored codes and scales are training's.
     # A new cast may differ: compressed-tensors takes the next scale from a block maximum of exactly 448 times the scale
@@ -31,5 +32,6 @@ MXFP8_E5M2 = replace(
     element_max_exponent=15,
     element="float8_e5m2",
     gradients_of="mxfp8",
+    merges=False,
     layout=None,
 )

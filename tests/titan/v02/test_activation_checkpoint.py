@@ -17,6 +17,7 @@ from torchtitan.models.llama3.model.model import Transformer
 import mxtrain
 from mxtrain.formats import hardware
 from mxtrain.formats.gemm import guarded_mm
+from mxtrain.formats.mx.merged import merged_mm
 from mxtrain.parallel.activation_checkpoint import (
     knows_own_operations,
     multiply_one_by_one,
@@ -96,6 +97,7 @@ def any_mode(monkeypatch):
 # kept, as are those of X along features.
 CASES = [
     (("mxnorm", "mxfp8", "native"), SCALED, 0),
+    (("mxnorm", "mxfp8", "fp8_merged"), merged_mm, 0),
     (("mxnorm", "nvfp4", "emulated"), MM, 8),
     (("", "", ""), MM, 0),
 ]
