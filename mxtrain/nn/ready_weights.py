@@ -7,8 +7,8 @@ and experts have operands of each of their stacked weights.
 ``torch.compile`` takes operands as inputs of a block's graph, because they are attributes of a module or a group.
 
 Results have the same bits as with a cast in every microbatch. Memory, until ``drop``: two operands per weight, together
-4 bytes per element in mode "emulated", 8 in "reference", 2 (MXFP8) or 1.1 (NVFP4) in "native". With weights in tiles,
-mode "emulated" takes 2, because one image serves both.
+4 bytes per element in mode "emulated", 8 in "reference", 2 (MXFP8) or 1.1 (NVFP4) in "native", 2 in "fp8_merged". With
+weights in tiles, mode "emulated" takes 2, because one image serves both.
 
 Without microbatches nothing is held from forward to backward: each casts, and a compiled backward makes even the image
 of tiles anew. Holding that image would save one of two casts, and take 2 bytes per weight.
