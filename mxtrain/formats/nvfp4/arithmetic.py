@@ -52,8 +52,8 @@ def quotient_of(x, DIVISOR: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(scale):
-    """1 / scale, rounded once, for normal E4M3 scales (fp32); a test checks every one."""
+def reciprocal(scale):
+    """1 / scale (fp32), rounded once, where both are normal numbers; a test checks every E4M3 scale."""
     if _INTERPRETED:
         return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], tl.float32, is_pure=True, pack=1)
@@ -81,7 +81,7 @@ def scale_of_block(amax, inverse):
 @triton.jit
 def multiplier(scale, inverse):
     """Factor (fp32) for elements before rounding: one over the block's scale and the tensor scale."""
-    return _reciprocal(scale) * inverse
+    return reciprocal(scale) * inverse
 
 
 @triton.jit
