@@ -225,18 +225,18 @@ def eighths(x):
 
 
 @triton.jit
-def pack_nearest_words(eight, rho, factor, HARDWARE: tl.constexpr):
-    """Round x * rho * factor to nearest for a tuple of eight tensors x (fp32), and pack them into one int32."""
+def pack_nearest_words(eight, factor, HARDWARE: tl.constexpr):
+    """Round x * factor to nearest for a tuple of eight tensors x (fp32), and pack them into one int32."""
     if HARDWARE:
-        word = pack_nearest(eight[0] * rho * factor, eight[1] * rho * factor, True).to(tl.int32)
+        word = pack_nearest(eight[0] * factor, eight[1] * factor, True).to(tl.int32)
         for i in tl.static_range(1, 4):
-            pair = pack_nearest(eight[2 * i] * rho * factor, eight[2 * i + 1] * rho * factor, True)
+            pair = pack_nearest(eight[2 * i] * factor, eight[2 * i + 1] * factor, True)
             word |= pair.to(tl.int32) << (8 * i)
         return word
-    codes = _nearest_code(tl.abs(eight[7]) * rho * factor)
+    codes = _nearest_code(tl.abs(eight[7]) * factor)
     signs = eight[7].to(tl.int32, bitcast=True) >> 28
     for i in tl.static_range(1, 8):
-        codes = codes * 16 + _nearest_code(tl.abs(eight[7 - i]) * rho * factor)
+        codes = codes * 16 + _nearest_code(tl.abs(eight[7 - i]) * factor)
         # The sign, and three more bits that the mask below clears.
         signs = (signs << 4) | (eight[7 - i].to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
     # The eight _ABOVE_CODE add up to a constant.

@@ -39,7 +39,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     random_words,
     round_stochastically,
 )
-from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
+from mxtrain.formats.nvfp4.four_over_six import register_limit, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -143,14 +143,14 @@ def _nvfp4_cast_kernel(
     if STOCHASTIC:
         draws = load_draws(draws_ptr + 4 * group)
         four = (((first_row - start) * columns + column) // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
-    strip = load_strip(
-        x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
-    )
     if ALONG_ROWS and ERROR != "":
         _cast_rows(
             x_ptr, row_factor_ptr, column_factor_ptr, row_scale, first_row, column, rows, columns, stride,
             row_data_ptr + before, row_scales_ptr, ROW_FACTOR, COLUMN_FACTOR, FORM, HARDWARE, COLUMNS, ERROR,
         )  # fmt: skip
+    strip = load_strip(
+        x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
+    )
     if FORM == "image":
         before += first_row * stride + column
         if ALONG_ROWS:
@@ -224,7 +224,8 @@ def _launches(
     launches, before = [], 0  # elements of the whole before a part: only images are cast in several parts
     for i, (x, bits) in enumerate(zip(parts, draws or [None] * len(parts))):
         tile = tile_columns(x.shape[1])
-        limit = {"maxnreg": REGISTERS} if bits is not None and len(dims) == 2 and form == "image" else {}
+        is_gradient = bits is not None and len(dims) == 2 and form == "image"
+        limit = {"maxnreg": REGISTERS} if is_gradient else register_limit(error)
         launch = Launch(
             _nvfp4_cast_kernel,
             (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),

@@ -28,6 +28,15 @@ _FP32_MAX = tl.constexpr(2.0**128 - 2.0**104)
 # 2^22, whose last place is half, and enough that the difference to a number below 2 has this place too.
 _ABOVE = tl.constexpr(2.0**22 + 4)
 
+# Registers per thread of a cast of strips, so that an SM runs 16 warps. The way for all blocks needs no more, and the
+# compiler would take up to 255 for the other one.
+FOUR_OVER_SIX_REGISTERS = 128
+
+
+def register_limit(error: str) -> dict[str, int]:
+    """Return the launch option that limits the registers of a cast of strips with this ``ERROR``."""
+    return {"maxnreg": FOUR_OVER_SIX_REGISTERS} if error else {}
+
 
 @triton.jit
 def _at_most(x, most):
