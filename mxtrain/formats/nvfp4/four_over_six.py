@@ -13,13 +13,7 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import rounded_product
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, SCALE_MAX
-from mxtrain.formats.nvfp4.arithmetic import (
-    magnitude_to_nearest,
-    multiplier,
-    quotient_of,
-    reciprocal,
-    scale_of_block,
-)
+from mxtrain.formats.nvfp4.arithmetic import magnitude_to_nearest, multiplier, quotient_of, reciprocal, scale_of_block
 from mxtrain.formats.nvfp4.strip import joined, repeat_16
 
 _E2M1_MAX, _SCALE_MAX = tl.constexpr(NVFP4.element_max), tl.constexpr(SCALE_MAX)
@@ -31,11 +25,6 @@ _ABOVE = tl.constexpr(2.0**22 + 4)
 # Registers per thread of a cast of strips, so that an SM runs 16 warps. The way for all blocks needs no more, and the
 # compiler would take up to 255 for the other one.
 FOUR_OVER_SIX_REGISTERS = 128
-
-
-def register_limit(error: str) -> dict[str, int]:
-    """Return the launch option that limits the registers of a cast of strips with this ``ERROR``."""
-    return {"maxnreg": FOUR_OVER_SIX_REGISTERS} if error else {}
 
 
 @triton.jit
@@ -67,7 +56,7 @@ def _distance(x, factor, SQUARES: tl.constexpr):
 
 @triton.jit
 def _distances(x, factor, BLOCKS: tl.constexpr, SQUARES: tl.constexpr):
-    """Sum of the distances of each block; x, BLOCKS: as for ``_four_over_six``."""
+    """Sum of the distances of each block; x, BLOCKS: as for ``scales_of_blocks``."""
     if BLOCKS == "last":
         return tl.sum(_distance(x, factor[:, :, None], SQUARES), 2)
     else:
@@ -126,53 +115,42 @@ def _by_reference(x, largest, amax, up, inverse, BLOCKS: tl.constexpr, SQUARES: 
 def scales_of_blocks(x, largest, tensor_scale, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
     """Code (uint8) of each block's scale, the factor (fp32) before rounding, and the factor for the image after it.
 
-    ERROR "" is a cast without four over six. With an error, ``tensor_scale`` is a largest magnitude, which the image
-    leaves out. Other arguments as for ``_four_over_six``.
+    largest: the largest magnitude of each block. tensor_scale: that of the matrix or of its rows, a number or in a
+    shape that broadcasts to that of ``largest``.
+
+    ERROR "" is a cast without four over six, and needs no x. With "mae" or "mse", ``tensor_scale`` is a largest
+    magnitude, which the image leaves out. BLOCKS: where the 16 elements of a block are in x (fp32). "last": in the last
+    of three dimensions. "across": in a tuple of 16 tensors, each of the shape of ``largest``. "tiles": x is a strip,
+    and a tile has 16 columns of all its rows.
     """
-    if ERROR != "":
-        code, scale, factor = _four_over_six(x, largest, tensor_scale, BLOCKS, ERROR)
-    else:
+    if ERROR == "":
         inverse = tl.div_rn(1.0, tensor_scale)
         code, scale = scale_of_block(largest, inverse)
-        factor = multiplier(scale, inverse)
-        scale *= tensor_scale
-    return code, factor, scale
-
-
-@triton.jit
-def _four_over_six(x, largest, amax, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
-    """Choose the scale of each block: code (uint8), value (fp32), and the factor for elements before rounding.
-
-    largest: the largest magnitude of each block. amax: that of the matrix or of its rows, a number or in a shape that
-    broadcasts to that of ``largest``. ERROR: "mae" or "mse".
-
-    BLOCKS: where the 16 elements of a block are in x (fp32). "last": in the last dimension of three. "across": in a
-    tuple of 16 tensors, each of the shape of ``largest``. "tiles": x is a strip, and a tile has 16 columns of all its
-    rows.
-    """
-    squares: tl.constexpr = ERROR == "mse"
-    up = _at_most(tl.div_rn(_FOUR_OVER_SIX, amax), _FP32_MAX)
-    up = tl.where((amax == 0) | (up == 0), 1.0, up)
-    inverse = tl.div_rn(1.0, up)
-    wanted = quotient_of(largest, _E2M1_MAX) * up
-    six, four = _nearest_e4m3(wanted), _nearest_e4m3(wanted * 1.5)
-    six_factor, four_factor = reciprocal(six * inverse), reciprocal(four * inverse)
-    loss_of_six = _distances(x, six_factor, BLOCKS, squares) * (six * six if squares else six)
-    loss_of_four = _distances(x, four_factor, BLOCKS, squares) * (four * four if squares else four)
-    takes_four = loss_of_four < loss_of_six
-    scale = tl.where(takes_four, four, six)
-    factor = tl.minimum(tl.where(takes_four, four_factor, six_factor), _FP32_MAX)
-    # A decoded value and its element are off by at most 8 * 2^-24 of the element (10 where a tl.fma rounds twice), and
-    # a sum of n errors by n * 2^-24 of itself. For squares, the mixed terms are at most the square of the largest
-    # element and n times the sum.
-    count: tl.constexpr = 256 if BLOCKS == "tiles" else 16
-    largest_term = wanted * wanted * (1.25 * 36) if squares else wanted * (1.25 * 6 * count)
-    # Outside these bounds, numbers leave fp32's normal range, the scale is above 448, or x * factor leaves (-7, 7).
-    share = tl.where(amax > 2.0**-100, tl.where(amax < 2.0**100, 2.0**-20, _FP32_MAX), _FP32_MAX)
-    least = tl.fma(loss_of_six + loss_of_four, count if squares else 4.0, largest_term) * share
-    is_clear = (tl.abs(loss_of_six - loss_of_four) > least) & (wanted > 2.5 * 2.0**-9) & (wanted < 288.0)
-    if tl.max(((largest > 0) & (is_clear == 0)).to(tl.int32)) > 0:
-        scale, factor = _by_reference(x, largest, amax, up, inverse, BLOCKS, squares)
-    # Times 2^-120, the exponents of E4M3 become those of fp32, and its subnormal numbers fp32 denormals.
-    code = (scale * 2.0**-120).to(tl.int32, bitcast=True) >> 20
-    return tl.where(scale != scale, 0x7F, code).to(tl.uint8), scale, factor
+        return code, multiplier(scale, inverse), scale * tensor_scale
+    else:
+        amax = tensor_scale
+        squares: tl.constexpr = ERROR == "mse"
+        up = _at_most(tl.div_rn(_FOUR_OVER_SIX, amax), _FP32_MAX)
+        up = tl.where((amax == 0) | (up == 0), 1.0, up)
+        inverse = tl.div_rn(1.0, up)
+        wanted = quotient_of(largest, _E2M1_MAX) * up
+        six, four = _nearest_e4m3(wanted), _nearest_e4m3(wanted * 1.5)
+        six_factor, four_factor = reciprocal(six * inverse), reciprocal(four * inverse)
+        loss_of_six = _distances(x, six_factor, BLOCKS, squares) * (six * six if squares else six)
+        loss_of_four = _distances(x, four_factor, BLOCKS, squares) * (four * four if squares else four)
+        takes_four = loss_of_four < loss_of_six
+        scale = tl.where(takes_four, four, six)
+        factor = tl.minimum(tl.where(takes_four, four_factor, six_factor), _FP32_MAX)
+        # The two ways differ by at most 8 * 2^-24 of each element (10 in the interpreter, whose tl.fma rounds twice), and
+        # by n * 2^-24 of a sum of n errors. For squares, mixed terms are at most largest^2 and n times the sum.
+        count: tl.constexpr = 256 if BLOCKS == "tiles" else 16
+        largest_term = wanted * wanted * (1.25 * 36) if squares else wanted * (1.25 * 6 * count)
+        # Outside these bounds, numbers leave fp32's normal range, the scale is above 448, or x * factor leaves (-7, 7).
+        share = tl.where(amax > 2.0**-100, tl.where(amax < 2.0**100, 2.0**-20, _FP32_MAX), _FP32_MAX)
+        least = tl.fma(loss_of_six + loss_of_four, count if squares else 4.0, largest_term) * share
+        is_clear = (tl.abs(loss_of_six - loss_of_four) > least) & (wanted > 2.5 * 2.0**-9) & (wanted < 288.0)
+        if tl.max(((largest > 0) & (is_clear == 0)).to(tl.int32)) > 0:
+            scale, factor = _by_reference(x, largest, amax, up, inverse, BLOCKS, squares)
+        # Times 2^-120, the exponents of E4M3 become those of fp32, and its subnormal numbers fp32 denormals.
+        code = (scale * 2.0**-120).to(tl.int32, bitcast=True) >> 20
+        return tl.where(scale != scale, 0x7F, code).to(tl.uint8), factor, scale
