@@ -28,12 +28,6 @@ FOUR_OVER_SIX_REGISTERS = 128
 
 
 @triton.jit
-def _at_most(x, most):
-    """min(x, most), and NaN for NaN. Not a minimum: see ``amax_across``."""
-    return tl.where(x > most, most, x)
-
-
-@triton.jit
 def _nearest_e4m3(x):
     """Nearest E4M3 number to x (fp32), which is in [0, 448], or NaN: as ``magnitude_to_nearest`` for E2M1."""
     power = (tl.maximum(x, 2.0**-6).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -71,8 +65,8 @@ def _distances(x, factor, BLOCKS: tl.constexpr, SQUARES: tl.constexpr):
 @triton.jit
 def _candidate(wanted, inverse):
     """The scale of a block (fp32), and the factor for its elements before rounding, as in the reference."""
-    scale = _nearest_e4m3(_at_most(wanted, _SCALE_MAX))
-    return scale, _at_most(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * inverse), _FP32_MAX)
+    scale = _nearest_e4m3(tl.where(wanted > _SCALE_MAX, _SCALE_MAX, wanted))  # keeps NaN, unlike tl.minimum
+    return scale, tl.minimum(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * inverse), _FP32_MAX)
 
 
 @triton.jit
@@ -98,14 +92,12 @@ def _by_reference(x, largest, amax, up, inverse, BLOCKS: tl.constexpr, SQUARES: 
     loss_of_six = tl.sum(tl.zeros(x.shape, tl.float32), axis)
     loss_of_four = loss_of_six
     for i in range(16):
-        # A sum of one number and zeros is exact.
-        element = tl.sum(tl.where(tl.arange(0, 16) == i, x, 0.0), axis)
+        element = tl.sum(tl.where(tl.arange(0, 16) == i, x, 0.0), axis)  # exact, because all other terms are zero
         loss_of_six += _error(element, six, six_factor, amax, SQUARES)
         loss_of_four += _error(element, four, four_factor, amax, SQUARES)
-    if BLOCKS == "tiles":
-        for level in tl.static_range(4):
-            loss_of_six = tl.sum(tl.reshape(loss_of_six, (2, 8 >> level, shape[0])), 0)
-            loss_of_four = tl.sum(tl.reshape(loss_of_four, (2, 8 >> level, shape[0])), 0)
+    for level in tl.static_range(4 if BLOCKS == "tiles" else 0):  # halves of a tile's rows
+        loss_of_six = tl.sum(tl.reshape(loss_of_six, (2, 8 >> level, shape[0])), 0)
+        loss_of_four = tl.sum(tl.reshape(loss_of_four, (2, 8 >> level, shape[0])), 0)
     takes_four = loss_of_four < loss_of_six
     scale, factor = tl.where(takes_four, four, six), tl.where(takes_four, four_factor, six_factor)
     return tl.reshape(scale, shape), tl.reshape(factor, shape)
@@ -130,8 +122,8 @@ def scales_of_blocks(x, largest, tensor_scale, BLOCKS: tl.constexpr, ERROR: tl.c
     else:
         amax = tensor_scale
         squares: tl.constexpr = ERROR == "mse"
-        up = _at_most(tl.div_rn(_FOUR_OVER_SIX, amax), _FP32_MAX)
-        up = tl.where((amax == 0) | (up == 0), 1.0, up)
+        up = tl.div_rn(_FOUR_OVER_SIX, amax)
+        up = tl.where((amax == 0) | (up == 0), 1.0, tl.where(up > _FP32_MAX, _FP32_MAX, up))
         inverse = tl.div_rn(1.0, up)
         wanted = quotient_of(largest, _E2M1_MAX) * up
         six, four = _nearest_e4m3(wanted), _nearest_e4m3(wanted * 1.5)
@@ -141,8 +133,8 @@ def scales_of_blocks(x, largest, tensor_scale, BLOCKS: tl.constexpr, ERROR: tl.c
         takes_four = loss_of_four < loss_of_six
         scale = tl.where(takes_four, four, six)
         factor = tl.minimum(tl.where(takes_four, four_factor, six_factor), _FP32_MAX)
-        # The two ways differ by at most 8 * 2^-24 of each element (10 in the interpreter, whose tl.fma rounds twice), and
-        # by n * 2^-24 of a sum of n errors. For squares, mixed terms are at most largest^2 and n times the sum.
+        # The two ways differ by at most 8 * 2^-24 of each element (9 where tl.fma rounds twice), and by n * 2^-24 of a
+        # sum of n errors. For squares, mixed terms are at most the square of the largest element and n times the sum.
         count: tl.constexpr = 256 if BLOCKS == "tiles" else 16
         largest_term = wanted * wanted * (1.25 * 36) if squares else wanted * (1.25 * 6 * count)
         # Outside these bounds, numbers leave fp32's normal range, the scale is above 448, or x * factor leaves (-7, 7).

@@ -110,13 +110,12 @@ def repeat_16(x, COLUMNS: tl.constexpr):
 def joined(strip):
     """A tuple of 16 tensors [...] -> [..., 16]"""
     shape: tl.constexpr = strip[0].shape
-    tensors = strip
     for level in tl.static_range(4):
         pairs = ()
         for i in tl.static_range(8 >> level):
-            pairs = pairs + (tl.join(tensors[i], tensors[i + (8 >> level)]),)
-        tensors = pairs
-    return tl.reshape(tensors[0], shape + (16,))
+            pairs = pairs + (tl.join(strip[i], strip[i + (8 >> level)]),)
+        strip = pairs
+    return tl.reshape(strip[0], shape + (16,))
 
 
 @triton.jit
