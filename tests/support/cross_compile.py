@@ -233,11 +233,11 @@ def add_nvfp4(found: dict, matrix, vector, everything: bool) -> None:
         add(f"bf16 {LOOPED} columns", nvfp4_rows, matrix(bf16, LOOPED), None, "blocked")
         add("bf16 stochastic (1,)", nvfp4_cast, [x], scale, "image", (1,), draws=[draws])
         add("bf16 column factor", nvfp4_weight, [x], [scale], "image", vector(4096, bf16))
-    for error, form in (("mae", "image"), ("mse", "codes")) if everything else ():
-        add(f"bf16 four over six {error} {form}", nvfp4_norm, x, estimate(), None, form, error=error)
-    if everything:  # these take a minute each to compile
-        add("bf16 four over six mae codes", nvfp4_weight, [x], [scale], "codes", error="mae")
-        add("bf16 four over six mae codes", nvfp4_cast, [x], scales, "codes", signs=number, error="mae")
+    for error, form in itertools.product(("mae", "mse"), ("image", "codes")) if everything else ():
+        name = f"bf16 four over six {error} {form}"
+        add(name, nvfp4_norm, x, estimate(), None, form, error=error)
+        add(name, nvfp4_weight, [x], [scale], form, error=error)
+        add(name, nvfp4_cast, [x], scales, form, signs=number, error=error)
     # These rows are held as three parts.
     add("bf16 3072 columns codes", nvfp4_norm, matrix(bf16, 3072), estimate(), 2.0**-8, "codes")
     rows, columns = vector(ROWS), vector(4096, bf16)

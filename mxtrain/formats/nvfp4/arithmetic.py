@@ -52,8 +52,8 @@ def quotient_of(x, DIVISOR: tl.constexpr):
 
 
 @triton.jit
-def _reciprocal(scale):
-    """1 / scale, rounded once, for normal E4M3 scales (fp32); a test checks every one."""
+def reciprocal(scale):
+    """1 / scale (fp32), rounded once, where both are normal numbers; a test checks every E4M3 scale."""
     if _INTERPRETED:
         return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
     inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], tl.float32, is_pure=True, pack=1)
@@ -81,7 +81,7 @@ def scale_of_block(amax, inverse):
 @triton.jit
 def multiplier(scale, inverse):
     """Factor (fp32) for elements before rounding: one over the block's scale and the tensor scale."""
-    return _reciprocal(scale) * inverse
+    return reciprocal(scale) * inverse
 
 
 @triton.jit
@@ -225,18 +225,18 @@ def eighths(x):
 
 
 @triton.jit
-def pack_nearest_words(eight, rho, factor, HARDWARE: tl.constexpr):
-    """Round x * rho * factor to nearest for a tuple of eight tensors x (fp32), and pack them into one int32."""
+def pack_nearest_words(eight, factor, HARDWARE: tl.constexpr):
+    """Round x * factor to nearest for a tuple of eight tensors x (fp32), and pack them into one int32."""
     if HARDWARE:
-        word = pack_nearest(eight[0] * rho * factor, eight[1] * rho * factor, True).to(tl.int32)
+        word = pack_nearest(eight[0] * factor, eight[1] * factor, True).to(tl.int32)
         for i in tl.static_range(1, 4):
-            pair = pack_nearest(eight[2 * i] * rho * factor, eight[2 * i + 1] * rho * factor, True)
+            pair = pack_nearest(eight[2 * i] * factor, eight[2 * i + 1] * factor, True)
             word |= pair.to(tl.int32) << (8 * i)
         return word
-    codes = _nearest_code(tl.abs(eight[7]) * rho * factor)
+    codes = _nearest_code(tl.abs(eight[7]) * factor)
     signs = eight[7].to(tl.int32, bitcast=True) >> 28
     for i in tl.static_range(1, 8):
-        codes = codes * 16 + _nearest_code(tl.abs(eight[7 - i]) * rho * factor)
+        codes = codes * 16 + _nearest_code(tl.abs(eight[7 - i]) * factor)
         # The sign, and three more bits that the mask below clears.
         signs = (signs << 4) | (eight[7 - i].to(tl.uint32, bitcast=True) >> 28).to(tl.int32)
     # The eight _ABOVE_CODE add up to a constant.

@@ -39,7 +39,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     random_words,
     round_stochastically,
 )
-from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
+from mxtrain.formats.nvfp4.four_over_six import FOUR_OVER_SIX_REGISTERS, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -110,6 +110,29 @@ def _nvfp4_cast_kernel(
     if STOCHASTIC:
         draws = load_draws(draws_ptr + 4 * group)
         four = (((first_row - start) * columns + column) // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
+    across, byte = column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
+    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
+    if ALONG_ROWS and ERROR != "":
+        # All rows at once: the code makes one choice of scales, and a thread holds half a block of bf16 numbers.
+        row = first_row + tl.arange(0, 16)[:, None]
+        inside = (row < rows) & (across < columns)
+        x = tl.load(x_ptr + row * columns + across, mask=inside, other=0.0).to(tl.float32)
+        if ROW_FACTOR:
+            x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
+        if COLUMN_FACTOR:
+            x *= tl.load(column_factor_ptr + across, mask=across < columns, other=0.0).to(tl.float32)
+        if ROW_FACTOR or COLUMN_FACTOR:
+            x = tl.where(inside, x, 0.0)
+        x = tl.reshape(x, (16, COLUMNS // 16, 16))
+        code, factor, scale = scales_of_blocks(x, block_amax(x, 2), row_scale, "last", ERROR)
+        y = x * factor[:, :, None]
+        if FORM == "image":
+            image = tl.reshape(_image(y, scale[:, :, None], False), (16, COLUMNS))
+            tl.store(row_data_ptr + before + row * stride + across, image, mask=inside)
+        else:
+            first, second = tl.split(tl.reshape(y, (16, COLUMNS // 2, 2)))
+            packed, length = pack_nearest(first, second, HARDWARE), length_of(row, rows, columns)
+            store_row(packed, code, byte, block, blocks, row, length, columns, row_data_ptr, row_scales_ptr, FORM)
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
@@ -119,8 +142,6 @@ def _nvfp4_cast_kernel(
             row_data_ptr += before
         if ALONG_COLUMNS:
             column_data_ptr += before
-    across, byte = column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
-    block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
     if ALONG_COLUMNS:
         inside = across < columns
         transformed = strip
@@ -137,10 +158,10 @@ def _nvfp4_cast_kernel(
         if STOCHASTIC:
             words = random_words(draws, four)
             four = (four + columns // 4).to(tl.uint32)
-        if ALONG_ROWS:
+        if ALONG_ROWS and ERROR == "":
             length = length_of(row, rows, columns)
             x = tl.reshape(strip[i], (COLUMNS // 16, 16))
-            code, factor, scale = scales_of_blocks(x, block_amax(x, 1), row_scale, "last", ERROR)
+            code, factor, scale = scales_of_blocks(x, block_amax(x, 1), row_scale, "last", "")
             y = _rounded(x * factor[:, None], tl.reshape(words, (COLUMNS // 16, 16)), False, STOCHASTIC)
             if FORM == "image":
                 image = tl.reshape(_image(y, scale[:, None], STOCHASTIC), (COLUMNS,))
@@ -187,6 +208,8 @@ def _launches(
     for i, (x, bits) in enumerate(zip(parts, draws or [None] * len(parts))):
         tile = tile_columns(x.shape[1])
         limit = {"maxnreg": REGISTERS} if bits is not None and len(dims) == 2 and form == "image" else {}
+        if error:
+            limit = {"maxnreg": FOUR_OVER_SIX_REGISTERS}
         launch = Launch(
             _nvfp4_cast_kernel,
             (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),

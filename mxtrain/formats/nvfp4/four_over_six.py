@@ -1,12 +1,11 @@
 """Four over six inside kernels: the better of two scales for each block, from elements that registers hold.
 
 The choice has the bits of ``reference.cast_four_over_six``, whose errors are rounded at every step and added in the
-order of the elements. Divisions and that order are expensive, and hardly ever matter. So errors are computed twice:
+order of the elements. Divisions and that order are expensive, and hardly ever matter. So there are two ways:
 
-1. For all blocks, with one multiply-add in the place of two divisions and two products, in any order: 8 instructions
-   for each element and scale, beside the 12 of a plain cast to an image.
-2. Where the two errors are closer than rounding could have moved them, as the reference computes them. A program of 128
-   Gaussian blocks does so in 3 of 100 cases.
+1. For all blocks, errors in units of the block's scale, in any order: 6 instructions for each element and scale.
+2. Where two errors are closer than rounding could have moved them, for the whole program: the reference's operations,
+   in a loop over the elements. A program of 128 Gaussian blocks does so in 2 of 100 cases.
 """
 
 import triton
@@ -14,20 +13,18 @@ import triton.language as tl
 
 from mxtrain.formats.cast_kernels import rounded_product
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, SCALE_MAX
-from mxtrain.formats.nvfp4.arithmetic import magnitude_to_nearest, multiplier, quotient_of, scale_of_block
-from mxtrain.formats.nvfp4.strip import repeat_16
-from mxtrain.launch.launch import INTERPRETED
+from mxtrain.formats.nvfp4.arithmetic import magnitude_to_nearest, multiplier, quotient_of, reciprocal, scale_of_block
+from mxtrain.formats.nvfp4.strip import joined, repeat_16
 
 _E2M1_MAX, _SCALE_MAX = tl.constexpr(NVFP4.element_max), tl.constexpr(SCALE_MAX)
 _FOUR_OVER_SIX = tl.constexpr(FOUR_OVER_SIX_RANGE)
-_INTERPRETED = tl.constexpr(INTERPRETED)
 _FP32_MAX = tl.constexpr(2.0**128 - 2.0**104)
+# 2^22, whose last place is half, and enough that the difference to a number below 2 has this place too.
+_ABOVE = tl.constexpr(2.0**22 + 4)
 
-
-@triton.jit
-def _at_most(x, most):
-    """min(x, most), and NaN for NaN. Not a minimum: see ``amax_across``."""
-    return tl.where(x > most, most, x)
+# Registers per thread of a cast of strips, so that an SM runs 16 warps. The way for all blocks needs no more, and the
+# compiler would take up to 255 for the other one.
+FOUR_OVER_SIX_REGISTERS = 128
 
 
 @triton.jit
@@ -38,122 +35,114 @@ def _nearest_e4m3(x):
 
 
 @triton.jit
-def _candidate(wanted, inverse):
-    """The scale of a block (fp32), and the factor for its elements before rounding."""
-    scale = _nearest_e4m3(_at_most(wanted, _SCALE_MAX))
-    return scale, _at_most(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * inverse), _FP32_MAX)
+def _distance(x, factor, SQUARES: tl.constexpr):
+    """Distance of x * factor (fp32) from the nearest E2M1 number, or its square; x * factor is in (-7, 7).
+
+    The last place of ``above`` - |x| * factor is E2M1's step there. With x instead of |x|, the last place of a sum just
+    above a power of two would be coarser than that of ``above``.
+    """
+    size = tl.abs(x)
+    above = tl.maximum(size * (factor * _ABOVE), _ABOVE)
+    rest = tl.fma(size, -factor, above)
+    distance = tl.fma(size, -factor, above - rest)
+    return distance * distance if SQUARES else tl.abs(distance)
 
 
 @triton.jit
-def _errors(x, scale, factor, amax, SQUARES: tl.constexpr, EXACT: tl.constexpr):
-    """Magnitude or square of the error of each element x (fp32) under the scale of its block."""
-    value = magnitude_to_nearest(x * factor)
-    if EXACT:
-        error = quotient_of(value * scale * amax, _FOUR_OVER_SIX) - tl.abs(x)
-    else:
-        error = tl.fma(value, scale * (amax * (1.0 / _FOUR_OVER_SIX)), -tl.abs(x))
-    if SQUARES:
-        return rounded_product(error, error)
-    return tl.abs(error)
-
-
-@triton.jit
-def _sum(x, EXACT: tl.constexpr):
-    """Sum over the last dimension, of 16; EXACT: in order. A sum of one number and zeros is exact in any order."""
-    axis: tl.constexpr = len(x.shape) - 1
-    if EXACT:
-        place = tl.reshape(tl.arange(0, 16), (1, 16) if axis == 1 else (1, 1, 16))
-        total = tl.sum(tl.where(place == 0, x, 0.0), axis)
-        for i in tl.static_range(1, 16):
-            total += tl.sum(tl.where(place == i, x, 0.0), axis)
-        return total
-    else:
-        return tl.sum(x, axis)
-
-
-@triton.jit
-def _loss(x, scale, factor, amax, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, EXACT: tl.constexpr):
-    """What each block loses; x, BLOCKS: as for ``_four_over_six``."""
+def _distances(x, factor, BLOCKS: tl.constexpr, SQUARES: tl.constexpr):
+    """Sum of the distances of each block; x, BLOCKS: as for ``scales_of_blocks``."""
     if BLOCKS == "last":
-        axis: tl.constexpr = len(x.shape) - 1
-        amax = tl.expand_dims(amax + tl.zeros(scale.shape, tl.float32), axis)
-        of_elements = _errors(x, tl.expand_dims(scale, axis), tl.expand_dims(factor, axis), amax, SQUARES, EXACT)
-        return _sum(of_elements, EXACT)
-    elif BLOCKS == "across":
-        total = _errors(x[0], scale, factor, amax, SQUARES, EXACT)
-        for i in tl.static_range(1, 16):
-            total += _errors(x[i], scale, factor, amax, SQUARES, EXACT)
-        return total
+        return tl.sum(_distance(x, factor[:, :, None], SQUARES), 2)
     else:
         columns: tl.constexpr = x[0].shape[0]
-        scale, factor, rows = repeat_16(scale, columns), repeat_16(factor, columns), ()
-        for i in tl.static_range(16):
-            of_row = _errors(x[i], scale, factor, amax, SQUARES, EXACT)
-            rows = rows + (_sum(tl.reshape(of_row, (columns // 16, 16)), EXACT),)
-        for level in tl.static_range(4):
-            halves = ()
-            for i in tl.static_range(8 >> level):
-                halves = halves + (rows[i] + rows[i + (8 >> level)],)
-            rows = halves
-        return rows[0]
+        factor = repeat_16(factor, columns) if BLOCKS == "tiles" else factor
+        total = _distance(x[0], factor, SQUARES)
+        for i in tl.static_range(1, 16):
+            total += _distance(x[i], factor, SQUARES)
+        return tl.sum(tl.reshape(total, (columns // 16, 16)), 1) if BLOCKS == "tiles" else total
 
 
 @triton.jit
-def _unseen(x):
-    """x (fp32), as a value that the compiler cannot trace back to x."""
-    if _INTERPRETED:
-        return x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], tl.float32, is_pure=False, pack=1)
+def _candidate(wanted, inverse):
+    """The scale of a block (fp32), and the factor for its elements before rounding, as in the reference."""
+    scale = _nearest_e4m3(tl.where(wanted > _SCALE_MAX, _SCALE_MAX, wanted))  # keeps NaN, unlike tl.minimum
+    return scale, tl.minimum(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale * inverse), _FP32_MAX)
+
+
+@triton.jit
+def _error(x, scale, factor, amax, SQUARES: tl.constexpr):
+    """Error of each element under the scale of its block, or its square, as in the reference."""
+    value = magnitude_to_nearest(x * factor) * scale * amax
+    error = tl.div_rn(value, tl.full(value.shape, _FOUR_OVER_SIX, tl.float32)) - tl.abs(x)
+    return rounded_product(error, error) if SQUARES else tl.abs(error)
+
+
+@triton.jit
+def _by_reference(x, largest, amax, up, inverse, BLOCKS: tl.constexpr, SQUARES: tl.constexpr):
+    """Scale and factor of each block by the reference's operations."""
+    shape: tl.constexpr = largest.shape
+    if BLOCKS != "last":
+        x = joined(x)
+    if BLOCKS == "tiles":
+        x, largest = tl.reshape(tl.trans(x), (16, shape[0], 16)), largest[None, :]
+    axis: tl.constexpr = len(x.shape) - 1
+    wanted = tl.div_rn(largest, tl.full(largest.shape, _E2M1_MAX, tl.float32)) * up
+    six, six_factor = _candidate(wanted, inverse)
+    four, four_factor = _candidate(wanted * 1.5, inverse)
+    loss_of_six = tl.sum(tl.zeros(x.shape, tl.float32), axis)
+    loss_of_four = loss_of_six
+    for i in range(16):
+        element = tl.sum(tl.where(tl.arange(0, 16) == i, x, 0.0), axis)  # exact, because all other terms are zero
+        loss_of_six += _error(element, six, six_factor, amax, SQUARES)
+        loss_of_four += _error(element, four, four_factor, amax, SQUARES)
+    for level in tl.static_range(4 if BLOCKS == "tiles" else 0):  # halves of a tile's rows
+        loss_of_six = tl.sum(tl.reshape(loss_of_six, (2, 8 >> level, shape[0])), 0)
+        loss_of_four = tl.sum(tl.reshape(loss_of_four, (2, 8 >> level, shape[0])), 0)
+    takes_four = loss_of_four < loss_of_six
+    scale, factor = tl.where(takes_four, four, six), tl.where(takes_four, four_factor, six_factor)
+    return tl.reshape(scale, shape), tl.reshape(factor, shape)
 
 
 @triton.jit
 def scales_of_blocks(x, largest, tensor_scale, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
     """Code (uint8) of each block's scale, the factor (fp32) before rounding, and the factor for the image after it.
 
-    ERROR "" is a cast without four over six. With an error, ``tensor_scale`` is a largest magnitude, which the image
-    leaves out. Other arguments as for ``_four_over_six``.
+    largest: the largest magnitude of each block. tensor_scale: that of the matrix or of its rows, a number or in a
+    shape that broadcasts to that of ``largest``.
+
+    ERROR "" is a cast without four over six, and needs no x. With "mae" or "mse", ``tensor_scale`` is a largest
+    magnitude, which the image leaves out. BLOCKS: where the 16 elements of a block are in x (fp32). "last": in the last
+    of three dimensions. "across": in a tuple of 16 tensors, each of the shape of ``largest``. "tiles": x is a strip,
+    and a tile has 16 columns of all its rows.
     """
-    if ERROR != "":
-        code, scale, factor = _four_over_six(x, largest, tensor_scale, BLOCKS, ERROR)
-    else:
+    if ERROR == "":
         inverse = tl.div_rn(1.0, tensor_scale)
         code, scale = scale_of_block(largest, inverse)
-        factor = multiplier(scale, inverse)
-        scale *= tensor_scale
-    return code, factor, scale
-
-
-@triton.jit
-def _four_over_six(x, largest, amax, BLOCKS: tl.constexpr, ERROR: tl.constexpr):
-    """Choose the scale of each block: code (uint8), value (fp32), and the factor for elements before rounding.
-
-    largest: the largest magnitude of each block. amax: that of the matrix or of its rows, a number or in a shape that
-    broadcasts to that of ``largest``. ERROR: "mae" or "mse".
-
-    BLOCKS: where the 16 elements of a block are in x (fp32). "last": in the last dimension. "across": in a tuple of 16
-    tensors, each of the shape of ``largest``. "tiles": x is a strip, and a tile has 16 columns of all its rows.
-    """
-    up = _at_most(tl.div_rn(_FOUR_OVER_SIX, amax), _FP32_MAX)
-    up = tl.where((amax == 0) | (up == 0), 1.0, up)
-    inverse = tl.div_rn(1.0, up)
-    wanted = quotient_of(largest, _E2M1_MAX) * up
-    six, six_factor = _candidate(wanted, inverse)
-    four, four_factor = _candidate(wanted * 1.5, inverse)
-    squares: tl.constexpr = ERROR == "mse"
-    loss_of_six = _loss(x, six, six_factor, amax, BLOCKS, squares, False)
-    loss_of_four = _loss(x, four, four_factor, amax, BLOCKS, squares, False)
-    # Each decoded value is off by at most 5 * 2^-24 of itself, and a sum of n errors by n * 2^-24 of itself. For
-    # squares, the mixed terms are at most the square of ``largest`` and the sum.
-    count: tl.constexpr = 256 if BLOCKS == "tiles" else 16
-    size = largest * largest * (1.0 / count) if squares else largest
-    # In other matrices, products overflow or lose bits.
-    share = tl.where(amax > 2.0**-40, tl.where(amax < 2.0**60, count * 2.0**-20, _FP32_MAX), _FP32_MAX)
-    is_clear = tl.abs(loss_of_six - loss_of_four) > (size + loss_of_six + loss_of_four) * share
-    if tl.max(tl.where(is_clear, 0, (largest > 0).to(tl.int32))) > 0:
-        loss_of_six = _loss(x, six, _unseen(six_factor), amax, BLOCKS, squares, True)
-        loss_of_four = _loss(x, four, _unseen(four_factor), amax, BLOCKS, squares, True)
-    takes_four = loss_of_four < loss_of_six
-    scale = tl.where(takes_four, four, six)
-    # Times 2^-120, the exponents of E4M3 become those of fp32, and its subnormal numbers fp32 denormals.
-    code = (scale * 2.0**-120).to(tl.int32, bitcast=True) >> 20
-    return tl.where(scale != scale, 0x7F, code).to(tl.uint8), scale, tl.where(takes_four, four_factor, six_factor)
+        return code, multiplier(scale, inverse), scale * tensor_scale
+    else:
+        amax = tensor_scale
+        squares: tl.constexpr = ERROR == "mse"
+        up = tl.div_rn(_FOUR_OVER_SIX, amax)
+        up = tl.where((amax == 0) | (up == 0), 1.0, tl.where(up > _FP32_MAX, _FP32_MAX, up))
+        inverse = tl.div_rn(1.0, up)
+        wanted = quotient_of(largest, _E2M1_MAX) * up
+        six, four = _nearest_e4m3(wanted), _nearest_e4m3(wanted * 1.5)
+        six_factor, four_factor = reciprocal(six * inverse), reciprocal(four * inverse)
+        loss_of_six = _distances(x, six_factor, BLOCKS, squares) * (six * six if squares else six)
+        loss_of_four = _distances(x, four_factor, BLOCKS, squares) * (four * four if squares else four)
+        takes_four = loss_of_four < loss_of_six
+        scale = tl.where(takes_four, four, six)
+        factor = tl.minimum(tl.where(takes_four, four_factor, six_factor), _FP32_MAX)
+        # The two ways differ by at most 8 * 2^-24 of each element (9 where tl.fma rounds twice), and by n * 2^-24 of a
+        # sum of n errors. For squares, mixed terms are at most the square of the largest element and n times the sum.
+        count: tl.constexpr = 256 if BLOCKS == "tiles" else 16
+        largest_term = wanted * wanted * (1.25 * 36) if squares else wanted * (1.25 * 6 * count)
+        # Outside these bounds, numbers leave fp32's normal range, the scale is above 448, or x * factor leaves (-7, 7).
+        share = tl.where(amax > 2.0**-100, tl.where(amax < 2.0**100, 2.0**-20, _FP32_MAX), _FP32_MAX)
+        least = tl.fma(loss_of_six + loss_of_four, count if squares else 4.0, largest_term) * share
+        is_clear = (tl.abs(loss_of_six - loss_of_four) > least) & (wanted > 2.5 * 2.0**-9) & (wanted < 288.0)
+        if tl.max(((largest > 0) & (is_clear == 0)).to(tl.int32)) > 0:
+            scale, factor = _by_reference(x, largest, amax, up, inverse, BLOCKS, squares)
+        # Times 2^-120, the exponents of E4M3 become those of fp32, and its subnormal numbers fp32 denormals.
+        code = (scale * 2.0**-120).to(tl.int32, bitcast=True) >> 20
+        return tl.where(scale != scale, 0x7F, code).to(tl.uint8), factor, scale

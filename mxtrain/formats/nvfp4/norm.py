@@ -112,12 +112,12 @@ def _store_codes(
     FORM: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, _, block_mask, _ = locate(row, rows, first_block, blocks, 0, 1, BLOCKS, _BLOCK)
-    rho, xhat = rho[:, None], ()
-    for i in tl.static_range(16):
-        xhat = xhat + (x[i // 8][i % 8] * rho,)
-    code, factor, _ = scales_of_blocks(xhat, amax * rho, tensor_scales[:, None], "across", setting[3])
-    first = pack_nearest_words(x[0], rho, factor, HARDWARE)
-    second = pack_nearest_words(x[1], rho, factor, HARDWARE)
+    rho, first, second = rho[:, None], (), ()
+    for i in tl.static_range(8):
+        first, second = first + (x[0][i] * rho,), second + (x[1][i] * rho,)
+    code, factor, _ = scales_of_blocks(first + second, amax * rho, tensor_scales[:, None], "across", setting[3])
+    first = pack_nearest_words(first, factor, HARDWARE)
+    second = pack_nearest_words(second, factor, HARDWARE)
     words = tl.reshape(tl.join(first, second), (amax.shape[0], 2 * BLOCKS))
     word = 2 * first_block + tl.arange(0, 2 * BLOCKS)
     word_offsets = (row * (blocks * 2))[:, None] + word[None, :]

@@ -107,6 +107,18 @@ def repeat_16(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def joined(strip):
+    """A tuple of 16 tensors [...] -> [..., 16]"""
+    shape: tl.constexpr = strip[0].shape
+    for level in tl.static_range(4):
+        pairs = ()
+        for i in tl.static_range(8 >> level):
+            pairs = pairs + (tl.join(strip[i], strip[i + (8 >> level)]),)
+        strip = pairs
+    return tl.reshape(strip[0], shape + (16,))
+
+
+@triton.jit
 def store_row(
     packed, scale_codes, byte, block, blocks, row, length, columns, data_ptr, scales_ptr, FORM: tl.constexpr
 ):  # fmt: skip

@@ -28,7 +28,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     amax_across,
     pack_nearest,
 )
-from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
+from mxtrain.formats.nvfp4.four_over_six import FOUR_OVER_SIX_REGISTERS, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -119,6 +119,7 @@ def _launches(
                 dict(
                     GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w),
                     GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, ERROR=error, num_warps=WARPS,
+                    **({"maxnreg": FOUR_OVER_SIX_REGISTERS} if error else {}),
                 ),
             ))  # fmt: skip
         before += w.numel()

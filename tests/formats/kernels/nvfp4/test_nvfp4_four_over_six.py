@@ -110,6 +110,14 @@ def test_losses_that_only_rounding_tells_apart():
         check_weight(torch.cat((tie[:1], tie[8:9])).repeat(8, 2), "image", error, amax=777.7)
 
 
+def test_elements_just_below_powers_of_two():
+    """E2M1's step doubles at 2 and at 4, where elements lose nothing under 6, and much under 4."""
+    x = torch.cat([power * (1 - torch.arange(32) * 2.0**-24) for power in (2, -2, 4, -4)]).repeat_interleave(16)
+    x[::16] = 6
+    check_casts(x.view(-1, 16), "codes", transform=False, amax=1536.0)
+    check_casts(x.view(-1, 16).t().contiguous(), "codes", transform=False, amax=1536.0)
+
+
 @SWEEP
 def test_factors():
     x = draw(17, 80, dtype=torch.bfloat16)
