@@ -25,14 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import RMSEstimate
-<<<<<<< HEAD
-from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward, operand_mode
+from mxtrain.formats.hardware import MERGED, VALUE_MODES, Mode, check_mode, mode_in_forward, operand_mode
 from mxtrain.formats.matrices import CastSpec, Operand, joined_values, values_dtype
-=======
-from mxtrain.formats.hardware import MERGED, VALUE_MODES, Mode, check_mode, mode_in_forward
-from mxtrain.formats.matrices import CastSpec, Operand
 from mxtrain.formats.mx.merged import why_not_merged
->>>>>>> fp8k
 from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
@@ -174,7 +169,7 @@ class ThreeGEMMs:
         recipes = {dim: fprop if dim else dgrad for dim in dims if dim or not dgrad.dequantizes}
         spec = CastSpec("weight", column_factor=gain, group=self.split.w, experts=experts)
         parts = [w.flatten(0, -2) for w in ws]
-        if self.weights_are_cast and operand_mode(fprop, self.mode) != "native":
+        if self.weights_are_cast and operand_mode(fprop, self.mode) in VALUE_MODES:
             values = joined_values(parts, experts, values_dtype(self.mode))
             return {dim: Operand(values if dim else values.t()) for dim in dims}
         operands = self._cast(parts, recipes, spec)

@@ -140,13 +140,9 @@ class QuantizingConverter(TitanConverter):
             raise ConfigError(
                 f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer; train with -m mxtrain.train, or set 0"
             )
-<<<<<<< HEAD
         if self._gathers_codes and not step_is_set():
             raise ConfigError(f"{FSDP_GATHER} = 'quantized' needs mxtrain's trainer; train with -m mxtrain.train")
-        if _mode_of(self.converter) == "emulated":
-=======
         if _mode_of(self.converter) in ("emulated", MERGED):
->>>>>>> fp8k
             # Products that need no guard stay plain ones, whose results selective activation checkpointing keeps.
             sum_bf16_products_in_fp32()
             logger.info(f"{self.name}: bf16 products have fp32 sums in this run, as those of MX tensor cores have")

@@ -1,15 +1,10 @@
 """Casts to MX formats, by kernel or in PyTorch."""
 
-<<<<<<< HEAD
 import torch
 
-from mxtrain.formats.hardware import HAS_TRITON, operand_mode, runs_kernels
-from mxtrain.formats.matrices import JOIN_VALUES, KERNEL_FORM, PLAIN, Codes, Operand
-=======
 from mxtrain.formats.hardware import HAS_TRITON, MERGED, operand_mode, runs_kernels
-from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, Codes, Operand
+from mxtrain.formats.matrices import JOIN_VALUES, KERNEL_FORM, PLAIN, Codes, Operand
 from mxtrain.formats.mx.merged import GROUP, check_parts
->>>>>>> fp8k
 from mxtrain.formats.mx.reference import MXOps
 from mxtrain.formats.ops import Fusions
 
