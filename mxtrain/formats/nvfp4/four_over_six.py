@@ -22,8 +22,8 @@ _FP32_MAX = tl.constexpr(2.0**128 - 2.0**104)
 # 2^22, whose last place is half, and enough that the difference to a number below 2 has this place too.
 _ABOVE = tl.constexpr(2.0**22 + 4)
 
-# Registers per thread of a cast of strips, so that an SM runs 16 warps. The way for all blocks needs no more, and the
-# compiler would take up to 255 for the other one.
+# Registers per thread of a cast of strips, so that an SM runs 16 warps. The way for all blocks needs no more, but for
+# codes of weights; for the other way the compiler would take up to 255.
 FOUR_OVER_SIX_REGISTERS = 128
 
 
