@@ -21,7 +21,7 @@ _, TitanTrainer = Trainer.__bases__
 
 
 def one_process() -> SimpleNamespace:
-    return SimpleNamespace(get_optional_mesh=lambda name: None, cp=1, pp=1, pp_enabled=False, world_size=1)
+    return SimpleNamespace(get_optional_mesh=lambda name: None, dp_shard=1, cp=1, pp=1, pp_enabled=False, world_size=1)
 
 
 class FakeCheckpointer:
@@ -266,6 +266,7 @@ def test_the_trainer_sets_step_and_microbatch(monkeypatch):
     trainer.device, trainer.parallel_dims, trainer._rank_in_stage = torch.device("cpu"), one_process(), 0
     trainer._watch = LossWatch(trainer.device, stops=True)
     trainer._signals, trainer._numerics, trainer._ready, trainer._last_step = StopSignals(), None, None, 6
+    trainer._codes, trainer._guard, trainer.gradient_accumulation_steps = None, None, 3
     trainer._switch = SimpleNamespace(begin_step=begun.append)
     for trainer.step in (7, 8):
         trainer.train_step(None)
