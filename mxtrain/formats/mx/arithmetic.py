@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import Storage, magnitude_bits, rounded_product
+from mxtrain.formats.cast_kernels import Storage, block_amax, magnitude_bits, rounded_product
 from mxtrain.formats.mx.merged import FARTHEST
 from mxtrain.formats.recipe import Format
 from mxtrain.launch.launch import INTERPRETED
@@ -106,6 +106,30 @@ def scale_code(amax, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def codes_of_rows(x, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, TILES: tl.constexpr):
+    """Scale codes (int32) [R, C / 32] of x (fp32) [R, C / 32, 32]. TILES: 32 rows share the scales."""
+    amax = block_amax(x, 2)
+    if TILES:
+        rows: tl.constexpr = amax.shape[0]
+        blocks: tl.constexpr = amax.shape[1]
+        of_tiles = block_amax(tl.reshape(amax, (rows // 32, 32, blocks)), 1)[:, None, :]
+        amax = tl.reshape(tl.broadcast_to(of_tiles, (rows // 32, 32, blocks)), (rows, blocks))
+    return scale_code(amax, ROUNDING, ELEMENT)
+
+
+@triton.jit
+def codes_of_columns(x, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, TILES: tl.constexpr):
+    """Scale codes (int32) [R / 32, C] of x (fp32) [R / 32, 32, C]. TILES: 32 columns share the scales."""
+    amax = block_amax(x, 1)
+    if TILES:
+        blocks: tl.constexpr = amax.shape[0]
+        columns: tl.constexpr = amax.shape[1]
+        of_tiles = block_amax(tl.reshape(amax, (blocks * columns // 32, 32)), 1)[:, None]
+        amax = tl.reshape(tl.broadcast_to(of_tiles, (blocks * columns // 32, 32)), (blocks, columns))
+    return scale_code(amax, ROUNDING, ELEMENT)
+
+
+@triton.jit
 def scale_value(code):
     """Power of two (fp32) that an E8M0 code stands for. For 255 infinity, whose products with 0 and NaN are NaN."""
     return tl.maximum(code << 23, 0x00400000).to(tl.float32, bitcast=True)
@@ -193,17 +217,12 @@ def store_codes(ptr, offsets, codes, mask, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def element_value(y, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
-    """y (fp32), rounded to the nearest element. HARDWARE: as above."""
-    if HARDWARE and code_bits(ELEMENT) == 8:
-        return _by_hardware(y, ELEMENT).to(tl.float32)
-    return round_to_element(y, ELEMENT)
-
-
-@triton.jit
 def element_image(y, scale, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
     """y (fp32), rounded to the nearest element, times the block's scale, exact in bf16. HARDWARE: as above."""
-    value = element_value(y, ELEMENT, HARDWARE)
+    if HARDWARE and code_bits(ELEMENT) == 8:
+        value = _by_hardware(y, ELEMENT).to(tl.float32)
+    else:
+        value = round_to_element(y, ELEMENT)
     if code_bits(ELEMENT) == 4:
         scale = tl.where(scale == float("inf"), float("nan"), scale)
     return (value * scale).to(tl.bfloat16)
@@ -216,14 +235,18 @@ def code_in_group(code):
 
 
 @triton.jit
-def merged_codes(y, code, group, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr):
-    """Codes of y (fp32), rounded to the elements of a block with scale ``code``, then to those of scale ``group``.
+def merged_codes(y, code, group, HARDWARE: tl.constexpr):
+    """Codes of y (fp32), rounded to E4M3 for a block with scale ``code``, then once more for the scale ``group``.
 
     ``code`` and ``group`` (int32) broadcast to y. See ``mxtrain.formats.mx.merged.merge``.
     """
     shift = tl.minimum(tl.maximum(code - group, -_FARTHEST), 0)
     factor = tl.where(code == 255, 0x7FC00000, (shift + 127) << 23).to(tl.float32, bitcast=True)
-    return element_codes(element_value(y, ELEMENT, HARDWARE) * factor, ELEMENT, HARDWARE)
+    if HARDWARE:
+        # fp16 holds E4M3. Products that it rounds are below 2^-20, and E4M3 rounds them to zero.
+        return (y.to(tl.float8e4nv).to(tl.float16) * factor.to(tl.float16)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return element_codes(round_to_element(y, "e4m3") * factor, "e4m3", False)
 
 
 @triton.jit

@@ -27,11 +27,9 @@ from mxtrain.formats.cast_kernels import (
     MERGED_FORMS,
     Cast,
     as_bytes,
-    block_amax,
     by_dim,
     empty_casts,
     flat,
-    is_merged,
     rounded,
     scale_offset,
     shares_tile,
@@ -40,102 +38,47 @@ from mxtrain.formats.cast_kernels import (
 from mxtrain.formats.mx.arithmetic import (
     STORAGE,
     code_in_group,
+    codes_of_columns,
+    codes_of_rows,
     element_codes,
     element_image,
     element_of,
     hadamard,
     inverse_scale,
-    merged_codes,
-    scale_code,
     scale_value,
     store_codes,
+)
+from mxtrain.formats.mx.merge import (
+    codes_of_32_rows,
+    merge_along_columns,
+    merge_along_rows,
+    rows_in_words,
+    store_group_scales,
+    store_groups_of_columns,
 )
 from mxtrain.formats.recipe import Recipe
 from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op
 
 
 @triton.jit
-def store_group_scales(
-    ptr, group_code, row, group, rows, groups, end_row, end_group, FORM: tl.constexpr, ALONG_ROWS: tl.constexpr
-):
-    """Store the fp32 scales of merged groups in an operand [rows, groups of 128]. row and group: [R, 1] and [1, G].
-
-    group_code (int32) broadcasts to [R, G]. Of tiles, row and group are the first of each.
-    """
-    scale = (group_code << 23).to(tl.float32, bitcast=True) + tl.zeros((row.shape[0], group.shape[1]), tl.float32)
-    if shares_tile(FORM, ALONG_ROWS):
-        offsets = row // 128 * ((groups + 3) // 4 * 4) + group
-    else:
-        offsets = group * rows + row
-    tl.store(ptr + offsets, scale, mask=(row < end_row) & (group < end_group))
-
-
-@triton.jit
-def _codes_of_rows(x, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, TILES: tl.constexpr):
-    """Scale codes (int32) [R, C / 32] of x (fp32) [R, C / 32, 32]. TILES: 32 rows share the scales."""
-    amax = block_amax(x, 2)
-    if TILES:
-        rows: tl.constexpr = amax.shape[0]
-        blocks: tl.constexpr = amax.shape[1]
-        of_tiles = block_amax(tl.reshape(amax, (rows // 32, 32, blocks)), 1)[:, None, :]
-        amax = tl.reshape(tl.broadcast_to(of_tiles, (rows // 32, 32, blocks)), (rows, blocks))
-    return scale_code(amax, ROUNDING, ELEMENT)
-
-
-@triton.jit
-def _codes_of_columns(x, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, TILES: tl.constexpr):
-    """Scale codes (int32) [R / 32, C] of x (fp32) [R / 32, 32, C]. TILES: 32 columns share the scales."""
-    amax = block_amax(x, 1)
-    if TILES:
-        blocks: tl.constexpr = amax.shape[0]
-        columns: tl.constexpr = amax.shape[1]
-        of_tiles = block_amax(tl.reshape(amax, (blocks * columns // 32, 32)), 1)[:, None]
-        amax = tl.reshape(tl.broadcast_to(of_tiles, (blocks * columns // 32, 32)), (blocks, columns))
-    return scale_code(amax, ROUNDING, ELEMENT)
-
-
-@triton.jit
 def cast_along_rows(
-    x, first_row, column, offsets, mask, end_row, end_column, rows, columns, data_ptr, scales_ptr,
+    x, first_row, column, offsets, mask, end_row, end_column, columns, data_ptr, scales_ptr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False, merged_code=0,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False,
 ):  # fmt: skip
     """Cast a tile [ROWS, COLUMNS] in blocks of 32 columns, and store it at ``offsets``.
 
     x is fp32, and zero outside of ``mask``. The matrix may be a part of a larger result:
     first_row, column and offsets are positions in the whole result, end_row and end_column the ends of the part, and
-    rows and columns the size of the whole. TILES: 32 rows share the scales.
-    A merged form needs whole groups: COLUMNS is a multiple of 128, and with tiles ``merged_code`` is that of the tile.
+    ``columns`` is the width of the whole. TILES: ROWS is 32, and all rows share the scales.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
-    code = _codes_of_rows(x, ROUNDING, ELEMENT, TILES)
+    code = codes_of_rows(x, ROUNDING, ELEMENT, TILES)
     y = x * inverse_scale(code, ROUNDING)[:, :, None]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, :, None], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
-    elif is_merged(FORM):
-        if shares_tile(FORM, True):
-            of_blocks = tl.full((ROWS, COLUMNS // 32), 0, tl.int32) + merged_code
-        else:
-            by_group: tl.constexpr = (ROWS, COLUMNS // 128, 4)
-            group_code = tl.max(tl.reshape(code_in_group(code), by_group), 2)
-            of_blocks = tl.reshape(tl.broadcast_to(group_code[:, :, None], by_group), (ROWS, COLUMNS // 32))
-            group = (column // 128 + tl.arange(0, COLUMNS // 128))[None, :]
-            store_group_scales(
-                scales_ptr,
-                group_code,
-                row[:, None],
-                group,
-                rows,
-                columns // 128,
-                end_row,
-                end_column // 128,
-                FORM,
-                True,
-            )
-        codes = merged_codes(y, code[:, :, None], of_blocks[:, :, None], ELEMENT, HARDWARE)
-        tl.store(data_ptr + offsets, tl.reshape(codes, (ROWS, COLUMNS)), mask=mask)
     else:
         codes = tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS))
         store_codes(data_ptr, offsets, codes, mask, ELEMENT)
@@ -147,15 +90,13 @@ def cast_along_rows(
 
 @triton.jit
 def cast_along_columns(
-    x, first_row, column, offsets, mask, end_row, end_column, rows, columns, data_ptr, scales_ptr,
+    x, first_row, column, offsets, mask, end_row, end_column, rows, data_ptr, scales_ptr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILES: tl.constexpr = False, HADAMARD: tl.constexpr = False,
-    merged_codes_of_columns=0,
 ):  # fmt: skip
     """Cast a tile in blocks of 32 rows. Store an image at ``offsets``, and codes and scales transposed.
 
-    Arguments as for ``cast_along_rows``. A merged form needs the codes [COLUMNS] of the groups, whose scales are not
-    stored here.
+    Arguments as for ``cast_along_rows``; ``rows`` is the height of the whole result.
     """
     row = first_row + tl.arange(0, ROWS)
     x = tl.reshape(x, (ROWS // 32, 32, COLUMNS))
@@ -163,80 +104,32 @@ def cast_along_columns(
         x = hadamard(x)
         # The transform gives values to the padding of the last block.
         mask = (row < (end_row + 31) // 32 * 32)[:, None] & (column + tl.arange(0, COLUMNS) < end_column)[None, :]
-    code = _codes_of_columns(x, ROUNDING, ELEMENT, TILES)
+    code = codes_of_columns(x, ROUNDING, ELEMENT, TILES)
     y = x * inverse_scale(code, ROUNDING)[:, None, :]
     if FORM == "image":
         image = element_image(y, scale_value(code)[:, None, :], ELEMENT, HARDWARE)
         tl.store(data_ptr + offsets, tl.reshape(image, (ROWS, COLUMNS)), mask=mask)
     else:
-        # The last block or group is padded with zeros.
-        size: tl.constexpr = 128 if is_merged(FORM) else 32
-        blocks, end_block = (rows + size - 1) // size, (end_row + size - 1) // size
-        if is_merged(FORM):
-            codes = merged_codes(y, code[:, None, :], merged_codes_of_columns[None, None, :], ELEMENT, HARDWARE)
-        else:
-            codes = element_codes(y, ELEMENT, HARDWARE)
-        codes = tl.trans(tl.reshape(codes, (ROWS, COLUMNS)))
+        codes = tl.trans(tl.reshape(element_codes(y, ELEMENT, HARDWARE), (ROWS, COLUMNS)))
         out_row = (column + tl.arange(0, COLUMNS)).to(tl.int64)[:, None]
+        # The last block is padded with zeros.
+        blocks, end_block = (rows + 31) // 32, (end_row + 31) // 32
         out_column = row[None, :]
-        out_mask = (out_row < end_column) & (out_column < end_block * size)
-        store_codes(data_ptr, out_row * (blocks * size) + out_column, codes, out_mask, ELEMENT)
-        if not is_merged(FORM):
-            block = (first_row // 32 + tl.arange(0, ROWS // 32))[None, :]
-            scale_offsets = scale_offset(out_row, block, blocks, FORM)
-            scale_mask = (out_row < end_column) & (block < end_block)
-            tl.store(scales_ptr + scale_offsets, tl.trans(code.to(tl.uint8)), mask=scale_mask)
-
-
-@triton.jit
-def no_groups(COLUMNS: tl.constexpr):
-    """Codes of merged groups before their first block: that of a tile along rows, and those along columns [COLUMNS]."""
-    return tl.full((), 1, tl.int32), tl.full((COLUMNS,), 1, tl.int32)
-
-
-@triton.jit
-def grow_columns(
-    x, of_columns, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILES: tl.constexpr = False,
-):  # fmt: skip
-    """Codes of merged groups along columns, after the blocks of x (fp32) [ROWS, COLUMNS]."""
-    code = _codes_of_columns(tl.reshape(x, (ROWS // 32, 32, COLUMNS)), ROUNDING, ELEMENT, TILES)
-    return tl.maximum(of_columns, tl.max(code_in_group(code), 0))
-
-
-@triton.jit
-def store_groups(
-    of_tile, of_columns, first_row, column, end_row, end_column, rows, columns, row_scales_ptr, column_scales_ptr,
-    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, FORM: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Store the scales of these groups. Return the codes along columns, with tiles the largest."""
-    if ALONG_ROWS and shares_tile(FORM, True):
-        row, group = (first_row + tl.arange(0, 1))[:, None], (column // 128 + tl.arange(0, 1))[None, :]
-        store_group_scales(
-            row_scales_ptr, of_tile, row, group, rows, columns // 128, end_row, end_column // 128, FORM, True
-        )
-    if ALONG_COLUMNS:
-        count: tl.constexpr = 1 if shares_tile(FORM, False) else COLUMNS
-        stored = of_columns
-        if shares_tile(FORM, False):
-            stored = tl.max(of_columns, 0) + tl.zeros((1,), tl.int32)
-            of_columns = tl.max(of_columns, 0) + tl.zeros((COLUMNS,), tl.int32)
-        row, group = (column + tl.arange(0, count))[:, None], (first_row // 128 + tl.arange(0, 1))[None, :]
-        store_group_scales(
-            column_scales_ptr, stored[:, None], row, group, columns, (rows + 127) // 128,
-            end_column, (end_row + 127) // 128, FORM, False,
-        )  # fmt: skip
-    return of_columns
+        out_mask = (out_row < end_column) & (out_column < end_block * 32)
+        store_codes(data_ptr, out_row * (blocks * 32) + out_column, codes, out_mask, ELEMENT)
+        block = (first_row // 32 + tl.arange(0, ROWS // 32))[None, :]
+        scale_offsets = scale_offset(out_row, block, blocks, FORM)
+        scale_mask = (out_row < end_column) & (block < end_block)
+        tl.store(scales_ptr + scale_offsets, tl.trans(code.to(tl.uint8)), mask=scale_mask)
 
 
 @triton.jit
 def _load(
-    x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, first_row, column, rows, columns,
+    x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, row, column, rows, columns,
     ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr, HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x times its factors (fp32), and its mask."""
-    row = first_row + tl.arange(0, ROWS)
+    """A tile of x times its factors (fp32), and its mask; row: [R]."""
     across = column + tl.arange(0, COLUMNS)
     mask = (row < rows)[:, None] & (across < columns)[None, :]
     if HAS_SOURCE:
@@ -259,6 +152,20 @@ def _load(
 
 
 @triton.jit
+def _place(
+    first_row, rows, columns, rows_before, columns_before, expert_rows, all_expert_rows, all_columns,
+    IS_PART: tl.constexpr,
+):  # fmt: skip
+    """Rows and columns of the result before a tile's matrix, the ends of the matrix there, and the result's width."""
+    if IS_PART:
+        # x is a part of a larger matrix, whose casts are the results. A tile lies in one expert.
+        rows_before += first_row // expert_rows * (all_expert_rows - expert_rows)
+        return rows_before, columns_before, rows + rows_before, columns + columns_before, all_columns
+    else:
+        return 0, 0, rows, columns, columns
+
+
+@triton.jit
 def _cast_kernel(
     x_ptr, row_factor_ptr, column_factor_ptr, source_ptr,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
@@ -266,58 +173,92 @@ def _cast_kernel(
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
     HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, HADAMARD: tl.constexpr, FORM: tl.constexpr,
     ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILES: tl.constexpr, CHUNKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS: read a program's tile in so many parts of ROWS rows, twice: first for the scales of merged groups."""
-    first_row, column = tile_start(columns, ROWS * CHUNKS, COLUMNS)
-    if IS_PART:
-        # x is a part of a larger matrix, whose casts are the results. A tile lies in one expert.
-        rows_before += first_row // expert_rows * (all_expert_rows - expert_rows)
-        end_row, end_column = rows + rows_before, columns + columns_before
-    else:
-        rows_before, columns_before, end_row, end_column = 0, 0, rows, columns
-    of_tile, of_columns = no_groups(COLUMNS)
-    if CHUNKS > 1:
-        for chunk in range(CHUNKS):
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
+    row = first_row + tl.arange(0, ROWS)
+    x, mask = _load(
+        x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, row, column, rows, columns,
+        ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, COLUMNS,
+    )  # fmt: skip
+    rows_before, columns_before, end_row, end_column, all_columns = _place(
+        first_row, rows, columns, rows_before, columns_before, expert_rows, all_expert_rows, all_columns, IS_PART
+    )
+    first_row, column = first_row + rows_before, column + columns_before
+    offsets = ((row + rows_before) * all_columns)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
+    if ALONG_ROWS:
+        cast_along_rows(
+            x, first_row, column, offsets, mask, end_row, end_column, all_columns, row_data_ptr, row_scales_ptr,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
+        )  # fmt: skip
+    if ALONG_COLUMNS:
+        cast_along_columns(
+            x, first_row, column, offsets, mask, end_row, end_column, all_rows, column_data_ptr, column_scales_ptr,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES, HADAMARD,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merged_kernel(
+    x_ptr, row_factor_ptr, column_factor_ptr, source_ptr,
+    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
+    rows_before, columns_before, expert_rows, all_expert_rows, all_rows, all_columns,
+    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
+    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, HADAMARD: tl.constexpr, FORM: tl.constexpr,
+    ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """As ``_cast_kernel``, to a merged form: ROWS is 128, or 32 for groups along rows alone."""
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
+    rows_before, columns_before, end_row, end_column, all_columns = _place(
+        first_row, rows, columns, rows_before, columns_before, expert_rows, all_expert_rows, all_columns, IS_PART
+    )
+    of_tile, of_columns = tl.full((), 1, tl.int32), tl.full((COLUMNS,), 1, tl.int32)
+    four_codes = tl.zeros((COLUMNS,), tl.int32)
+    if ROWS == 128:
+        for chunk in range(4):
             x, _ = _load(
-                x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, first_row + chunk * ROWS, column, rows, columns,
-                ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, ROWS, COLUMNS,
+                x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, rows_in_words(first_row + chunk * 32), column,
+                rows, columns, ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, COLUMNS,
             )  # fmt: skip
             if ALONG_ROWS and shares_tile(FORM, True):
-                code = _codes_of_rows(tl.reshape(x, (ROWS, COLUMNS // 32, 32)), ROUNDING, ELEMENT, TILES)
+                code = codes_of_rows(tl.reshape(x, (32, COLUMNS // 32, 32)), ROUNDING, ELEMENT, TILES)
                 of_tile = tl.maximum(of_tile, tl.max(tl.max(code_in_group(code), 1), 0))
             if ALONG_COLUMNS:
-                of_columns = grow_columns(x, of_columns, ROUNDING, ELEMENT, ROWS, COLUMNS, TILES)
-        of_columns = store_groups(
-            of_tile, of_columns, first_row + rows_before, column + columns_before, end_row, end_column,
-            all_rows, all_columns, row_scales_ptr, column_scales_ptr, ALONG_ROWS, ALONG_COLUMNS, FORM, COLUMNS,
-        )  # fmt: skip
-    for chunk in range(CHUNKS):
-        row = first_row + chunk * ROWS
-        x, mask = _load(
-            x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, row, column, rows, columns,
-            ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, ROWS, COLUMNS,
-        )  # fmt: skip
-        row += rows_before
-        offsets = ((row + tl.arange(0, ROWS)) * all_columns)[:, None]
-        offsets += (column + columns_before + tl.arange(0, COLUMNS))[None, :]
-        if ALONG_ROWS:
-            cast_along_rows(
-                x, row, column + columns_before, offsets, mask, end_row, end_column, all_rows, all_columns,
-                row_data_ptr, row_scales_ptr, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES, of_tile,
+                four_codes |= codes_of_32_rows(x, ROUNDING, TILES) << chunk * 8
+        if ALONG_ROWS and shares_tile(FORM, True):
+            place = tl.zeros((1, 1), tl.int64)
+            store_group_scales(
+                row_scales_ptr, of_tile, first_row + rows_before + place, (column + columns_before) // 128 + place,
+                all_rows, all_columns // 128, end_row, end_column // 128, FORM, True,
             )  # fmt: skip
         if ALONG_COLUMNS:
-            cast_along_columns(
-                x, row, column + columns_before, offsets, mask, end_row, end_column, all_rows, all_columns,
-                column_data_ptr, column_scales_ptr,
-                FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES, HADAMARD, of_columns,
+            of_columns = store_groups_of_columns(
+                four_codes, first_row + rows_before, column + columns_before, end_row, end_column, all_rows,
+                all_columns, column_scales_ptr, FORM, COLUMNS,
+            )  # fmt: skip
+    for chunk in range(ROWS // 32):
+        row = rows_in_words(first_row + chunk * 32)
+        x, mask = _load(
+            x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, row, column, rows, columns,
+            ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, COLUMNS,
+        )  # fmt: skip
+        if ALONG_ROWS:
+            merge_along_rows(
+                x, of_tile, row + rows_before, column + columns_before, mask, end_row, end_column,
+                all_rows, all_columns, row_data_ptr, row_scales_ptr, FORM, ROUNDING, HARDWARE, COLUMNS, TILES,
+            )  # fmt: skip
+        if ALONG_COLUMNS:
+            merge_along_columns(
+                x, (four_codes >> chunk * 8) & 255, of_columns, first_row + chunk * 32 + rows_before,
+                column + columns_before, end_row, end_column, all_rows, column_data_ptr, ROUNDING, HARDWARE, COLUMNS,
             )  # fmt: skip
 
 
 def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, hadamard: bool) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) per program and chunk: the fastest measured for E4M3 in blocks."""
+    """Return (rows, columns, warps) per program: the fastest measured for E4M3 in blocks."""
     if is_read_twice(along_columns, form):
-        return 32, 128, 1
+        return 128, 128, 1
     if tiles and form == "image":
         # One warp holds whole tiles, so their maxima do not pass between warps.
         return 32, 64, 1
@@ -361,13 +302,12 @@ def _launches(
         whole[0] = source.shape[0]
     results = empty_casts(STORAGE[element], *whole, along_rows, along_columns, form, parts[0].device, hadamard)
     rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form, tiles, hadamard)
-    chunks = 128 // rows_at_once if is_read_twice(along_columns, form) else 1
     launches, before = [], [0, 0]
     for x in parts:
         rows, columns = x.shape if source is None else whole
         launch = Launch(
-            _cast_kernel,
-            (cdiv(rows, rows_at_once * chunks) * cdiv(columns, columns_at_once),),
+            _merged_kernel if form in MERGED_FORMS else _cast_kernel,
+            (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
             (
                 x, row_factor, column_factor, source, *map(as_bytes, results), rows, columns,
                 *before, rows // experts, whole[0] // experts, *whole,
@@ -377,7 +317,7 @@ def _launches(
                 COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
                 TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, HADAMARD=hadamard,
                 FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x), ROWS=rows_at_once,
-                COLUMNS=columns_at_once, TILES=tiles, CHUNKS=chunks, num_warps=warps,
+                COLUMNS=columns_at_once, TILES=tiles, num_warps=warps,
             ),
         )  # fmt: skip
         if rows * columns:

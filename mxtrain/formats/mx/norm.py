@@ -59,7 +59,7 @@ def _store(
         by_group: tl.constexpr = (code.shape[0], BLOCKS // 4, 4)
         group_code = tl.max(tl.reshape(code_in_group(code), by_group), 2)
         of_blocks = tl.reshape(tl.broadcast_to(group_code[:, :, None], by_group), code.shape)
-        codes = merged_codes(y, code[:, :, None], of_blocks[:, :, None], ELEMENT, HARDWARE)
+        codes = merged_codes(y, code[:, :, None], of_blocks[:, :, None], HARDWARE)
         tl.store(data_ptr + offsets, codes, mask=mask)
         group = (first_block // 4 + tl.arange(0, BLOCKS // 4))[None, :]
         scale = (group_code << 23).to(tl.float32, bitcast=True)

@@ -19,16 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import as_bytes, empty_casts, flat, rounded, tile_start
+from mxtrain.formats.cast_kernels import as_bytes, empty_casts, flat, is_merged, rounded, tile_start
 from mxtrain.formats.matrices import form_of_input
 from mxtrain.formats.mx.arithmetic import STORAGE
-from mxtrain.formats.mx.cast import (
-    cast_along_columns,
-    cast_along_rows,
-    grow_columns,
-    is_read_twice,
-    no_groups,
-    store_groups,
+from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows, is_read_twice
+from mxtrain.formats.mx.merge import (
+    codes_of_32_rows,
+    merge_along_columns,
+    merge_along_rows,
+    rows_in_words,
+    store_groups_of_columns,
 )
 from mxtrain.launch.launch import Launch, cdiv, converts_fp8, register_op
 
@@ -60,50 +60,67 @@ def _load(ptr, stride, row, across, mask):
 
 
 @triton.jit
+def _inputs(
+    gate_ptr, up_ptr, gate_stride, up_stride, first_row, column, rows, columns,
+    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows, columns and mask of a tile, and its gate and up (fp32)."""
+    if is_merged(FORM):
+        row = rows_in_words(first_row)
+    else:
+        row = first_row + tl.arange(0, ROWS)
+    across = column + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (across < columns)[None, :]
+    gate = _load(gate_ptr, gate_stride, row, across, mask)
+    return row, across, mask, gate, _load(up_ptr, up_stride, row, across, mask)
+
+
+@triton.jit
 def _store_casts(
-    x, first_row, column, mask, rows, columns, left, width,
+    x, row, first_row, column, mask, rows, columns, left, width,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, merged_codes=0,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, code=0, group_code=0,
 ):  # fmt: skip
     """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width].
 
-    x as for ``cast_along_rows``, merged_codes as for ``cast_along_columns``.
+    x as for ``cast_along_rows``; row: [ROWS]; code and group_code as for ``merge_along_columns``.
     """
     column += left
-    row = first_row + tl.arange(0, ROWS)
-    offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
-    if ALONG_ROWS:
-        cast_along_rows(
-            x, first_row, column, offsets, mask, rows, left + columns, rows, width, row_data_ptr, row_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
-        )  # fmt: skip
-    if ALONG_COLUMNS:
-        cast_along_columns(
-            x, first_row, column, offsets, mask, rows, left + columns, rows, width, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, False, False, merged_codes,
-        )  # fmt: skip
+    if is_merged(FORM):
+        if ALONG_ROWS:
+            merge_along_rows(
+                x, 0, row, column, mask, rows, left + columns, rows, width, row_data_ptr, row_scales_ptr,
+                FORM, ROUNDING, HARDWARE, COLUMNS,
+            )  # fmt: skip
+        if ALONG_COLUMNS:
+            merge_along_columns(
+                x, code, group_code, first_row, column, rows, left + columns, rows, column_data_ptr,
+                ROUNDING, HARDWARE, COLUMNS,
+            )  # fmt: skip
+    else:
+        offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
+        if ALONG_ROWS:
+            cast_along_rows(
+                x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
+                FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+            )  # fmt: skip
+        if ALONG_COLUMNS:
+            cast_along_columns(
+                x, first_row, column, offsets, mask, rows, left + columns, rows,
+                column_data_ptr, column_scales_ptr, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+            )  # fmt: skip
 
 
 @triton.jit
 def _store_groups(
-    of_columns, first_row, column, rows, columns, left, width, scales_ptr, FORM: tl.constexpr, COLUMNS: tl.constexpr
+    four_codes, first_row, column, rows, columns, left, width, scales_ptr, FORM: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Store the scales of merged groups along columns, and return their codes. Arguments as for ``_store_casts``."""
-    return store_groups(
-        0, of_columns, first_row, left + column, rows, left + columns, rows, width, None, scales_ptr,
-        False, True, FORM, COLUMNS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _inputs(gate_ptr, up_ptr, gate_stride, up_stride, first_row, column, rows, columns, ROWS, COLUMNS):
-    """Row, column and mask of a tile, and its gate and up (fp32)."""
-    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    mask = (row < rows)[:, None] & (across < columns)[None, :]
-    gate = _load(gate_ptr, gate_stride, row, across, mask)
-    return row, across, mask, gate, _load(up_ptr, up_stride, row, across, mask)
+    """``store_groups_of_columns`` for a matrix as in ``_store_casts``."""
+    return store_groups_of_columns(
+        four_codes, first_row, left + column, rows, left + columns, rows, width, scales_ptr, FORM, COLUMNS
+    )
 
 
 @triton.jit
@@ -112,33 +129,33 @@ def _swiglu_cast_kernel(
     rows, columns, gate_stride, up_stride,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS: as for the kernel of casts."""
-    first_row, column = tile_start(columns, ROWS * CHUNKS, COLUMNS)
+    """CHUNK: rows at a time, 32 for a merged form."""
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    of_columns = no_groups(COLUMNS)[1]
-    if CHUNKS > 1:
-        for chunk in range(CHUNKS):
-            start = first_row + chunk * ROWS
+    four_codes = tl.zeros((COLUMNS,), tl.int32)
+    group_codes = four_codes
+    if is_merged(FORM) and ALONG_COLUMNS:
+        for chunk in range(ROWS // CHUNK):
             row, across, mask, gate, up = _inputs(
-                gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
-            )
-            h = swiglu(gate * sigmoid(gate), up, DTYPE)
-            of_columns = grow_columns(h, of_columns, ROUNDING, ELEMENT, ROWS, COLUMNS)
-        of_columns = _store_groups(
-            of_columns, first_row, column, rows, columns, 0, columns, column_scales_ptr, FORM, COLUMNS
+                gate_ptr, up_ptr, gate_stride, up_stride, first_row + chunk * CHUNK, column, rows, columns,
+                FORM, CHUNK, COLUMNS,
+            )  # fmt: skip
+            four_codes |= codes_of_32_rows(swiglu(gate * sigmoid(gate), up, DTYPE), ROUNDING) << chunk * 8
+        group_codes = _store_groups(
+            four_codes, first_row, column, rows, columns, 0, columns, column_scales_ptr, FORM, COLUMNS
         )
-    for chunk in range(CHUNKS):
-        start = first_row + chunk * ROWS
+    for chunk in range(ROWS // CHUNK):
+        start = first_row + chunk * CHUNK
         row, across, mask, gate, up = _inputs(
-            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
+            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, FORM, CHUNK, COLUMNS
         )
         h = swiglu(gate * sigmoid(gate), up, DTYPE)
         _store_casts(
-            h, start, column, mask, rows, columns, 0, columns,
-            row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
-            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, of_columns,
+            h, row, start, column, mask, rows, columns, 0, columns,
+            row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, ALONG_ROWS, ALONG_COLUMNS,
+            FORM, ROUNDING, ELEMENT, HARDWARE, CHUNK, COLUMNS, (four_codes >> chunk * 8) & 255, group_codes,
         )  # fmt: skip
 
 
@@ -150,75 +167,80 @@ def _swiglu_backward_cast_kernel(
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
     H_ELEMENT: tl.constexpr, H_FORM: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
-    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS: as for the kernel of casts."""
-    first_row, column = tile_start(columns, ROWS * CHUNKS, COLUMNS)
+    """CHUNK: as above."""
+    first_row, column = tile_start(columns, ROWS, COLUMNS)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
     if JOINED:
         dup_row_data_ptr, dup_row_scales_ptr = dgate_row_data_ptr, dgate_row_scales_ptr
         dup_column_data_ptr, dup_column_scales_ptr = dgate_column_data_ptr, dgate_column_scales_ptr
-    of_dgate = no_groups(COLUMNS)[1]
-    of_dup, of_h = of_dgate, of_dgate
-    if CHUNKS > 1:
-        for chunk in range(CHUNKS):
-            start = first_row + chunk * ROWS
+    dgate_codes = tl.zeros((COLUMNS,), tl.int32)
+    dup_codes, h_codes = dgate_codes, dgate_codes
+    dgate_groups, dup_groups, h_groups = dgate_codes, dgate_codes, dgate_codes
+    if is_merged(FORM) and (ALONG_COLUMNS or H_COLUMNS):
+        for chunk in range(ROWS // CHUNK):
             row, across, mask, gate, up = _inputs(
-                gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
-            )
+                gate_ptr, up_ptr, gate_stride, up_stride, first_row + chunk * CHUNK, column, rows, columns,
+                FORM, CHUNK, COLUMNS,
+            )  # fmt: skip
             s = sigmoid(gate)
             silu = gate * s
             if H_COLUMNS:
-                of_h = grow_columns(swiglu(silu, up, DTYPE), of_h, ROUNDING, H_ELEMENT, ROWS, COLUMNS)
+                h_codes |= codes_of_32_rows(swiglu(silu, up, DTYPE), ROUNDING) << chunk * 8
             if ALONG_COLUMNS:
                 dh = _load(dh_ptr, dh_stride, row, across, mask)
-                of_dup = grow_columns(swiglu(silu, dh, DTYPE), of_dup, ROUNDING, ELEMENT, ROWS, COLUMNS)
-                dgate = swiglu_dgate(silu, s, up, dh, DTYPE)
-                of_dgate = grow_columns(dgate, of_dgate, ROUNDING, ELEMENT, ROWS, COLUMNS)
+                dup_codes |= codes_of_32_rows(swiglu(silu, dh, DTYPE), ROUNDING) << chunk * 8
+                dgate_codes |= codes_of_32_rows(swiglu_dgate(silu, s, up, dh, DTYPE), ROUNDING) << chunk * 8
         if ALONG_COLUMNS:
-            of_dgate = _store_groups(
-                of_dgate, first_row, column, rows, columns, 0, width, dgate_column_scales_ptr, FORM, COLUMNS
+            dgate_groups = _store_groups(
+                dgate_codes, first_row, column, rows, columns, 0, width, dgate_column_scales_ptr, FORM, COLUMNS
             )
-            of_dup = _store_groups(
-                of_dup, first_row, column, rows, columns, dup_left, width, dup_column_scales_ptr, FORM, COLUMNS
+            dup_groups = _store_groups(
+                dup_codes, first_row, column, rows, columns, dup_left, width, dup_column_scales_ptr, FORM, COLUMNS
             )
         if H_COLUMNS:
-            of_h = _store_groups(of_h, first_row, column, rows, columns, 0, columns, h_scales_ptr, H_FORM, COLUMNS)
-    for chunk in range(CHUNKS):
-        start = first_row + chunk * ROWS
+            h_groups = _store_groups(
+                h_codes, first_row, column, rows, columns, 0, columns, h_scales_ptr, H_FORM, COLUMNS
+            )
+    for chunk in range(ROWS // CHUNK):
+        start = first_row + chunk * CHUNK
         row, across, mask, gate, up = _inputs(
-            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, ROWS, COLUMNS
+            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, FORM, CHUNK, COLUMNS
         )
         # A thread's registers hold silu and one result at a time, so dh and up are loaded again, from the L1 cache.
         dh = _load(dh_ptr, dh_stride, row, across, mask)
         s = sigmoid(gate)
         silu = gate * s
         _store_casts(
-            swiglu_dgate(silu, s, up, dh, DTYPE), start, column, mask, rows, columns, 0, width,
+            swiglu_dgate(silu, s, up, dh, DTYPE), row, start, column, mask, rows, columns, 0, width,
             dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
-            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, of_dgate,
+            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, CHUNK, COLUMNS,
+            (dgate_codes >> chunk * 8) & 255, dgate_groups,
         )  # fmt: skip
         dh = _load(dh_ptr, dh_stride, row, across, mask)
         _store_casts(
-            swiglu(silu, dh, DTYPE), start, column, mask, rows, columns, dup_left, width,
+            swiglu(silu, dh, DTYPE), row, start, column, mask, rows, columns, dup_left, width,
             dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
-            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, of_dup,
+            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, CHUNK, COLUMNS,
+            (dup_codes >> chunk * 8) & 255, dup_groups,
         )  # fmt: skip
         if H_COLUMNS:
             up = _load(up_ptr, up_stride, row, across, mask)
             _store_casts(
-                swiglu(silu, up, DTYPE), start, column, mask, rows, columns, 0, columns,
-                None, None, h_data_ptr, h_scales_ptr, False, True, H_FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
-                of_h,
+                swiglu(silu, up, DTYPE), row, start, column, mask, rows, columns, 0, columns,
+                None, None, h_data_ptr, h_scales_ptr, False, True,
+                H_FORM, ROUNDING, H_ELEMENT, HARDWARE, CHUNK, COLUMNS,
+                (h_codes >> chunk * 8) & 255, h_groups,
             )  # fmt: skip
 
 
 def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int]:
-    """Return (rows, columns, warps) per program and chunk."""
+    """Return (rows, columns, warps) per program."""
     if not along_columns:
         return 32, 128, 8
     if is_read_twice(along_columns, form):
-        return 32, 128, 4
+        return 128, 128, 4
     if form == "image":
         return (32, 64, 2)
     # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
@@ -231,12 +253,11 @@ def _launch(
     """The launch of ``kernel`` over tiles of the matrix that ``tensors`` begins with."""
     x = tensors[0]
     rows_at_once, columns_at_once, warps = _tile(along_columns, backward, form)
-    chunks = 128 // rows_at_once if is_read_twice(along_columns, form) else 1
     constants |= dict(
         FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x),
-        ROWS=rows_at_once, COLUMNS=columns_at_once, CHUNKS=chunks, num_warps=warps,
+        ROWS=rows_at_once, COLUMNS=columns_at_once, CHUNK=min(rows_at_once, 32), num_warps=warps,
     )  # fmt: skip
-    grid = (cdiv(x.shape[0], rows_at_once * chunks) * cdiv(x.shape[1], columns_at_once),)
+    grid = (cdiv(x.shape[0], rows_at_once) * cdiv(x.shape[1], columns_at_once),)
     return Launch(kernel, grid, (*tensors, *map(as_bytes, results), *x.shape, *numbers), constants)
 
 
