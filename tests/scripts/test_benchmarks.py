@@ -28,6 +28,13 @@ def test_every_result_is_right(name, options, tmp_path, monkeypatch):
     assert checks == dict.fromkeys(checks, "ok") != {}
 
 
+def test_products_of_merged_codes_are_near_those_of_mxfp8(tmp_path):
+    path = tmp_path / "rows.json"
+    assert importlib.import_module("merged_mm").main(["--shapes", "128x128x256", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 4 and all(row["merging"] < 1e-5 and row["sums"] < 1e-6 for row in rows)
+
+
 def test_every_variant_of_a_model_trains(tmp_path):
     path = tmp_path / "results.json"
     variants = ["bf16", "mx_linear", "mxnorm", "mxnorm_nvfp4", "torchao"]
