@@ -53,6 +53,8 @@ class Manifest:
     """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""
     images: list[str] = field(default_factory=list)
     """Layers that mode "fp8_merged" gave up (``mxtrain.diagnostics.merge_guard``)"""
+    codes: list[str] = field(default_factory=list)
+    """Layers whose weights FSDP gathers as codes (``mxtrain.parallel.fsdp_gather``)"""
 
 
 _MANIFEST = TypeAdapter(Manifest)

@@ -24,8 +24,9 @@ def add(commands) -> None:
         "certify",
         help="check the casts and products of this machine against a certificate",
         description="""\
-Cast the operands and compute the products of small layers, in every mode of this machine, and compare them with a
-certificate: operands bit for bit, products within the bound of fp32 sums. Exit with status 1 if any differs.
+Cast the operands and compute the products of small layers, in the modes reference, emulated and native that this
+machine has, and compare them with a certificate: operands bit for bit, products within the bound of fp32 sums. Exit
+with status 1 if any differs.
 
   mxtrain certify                  the certificate of mxtrain
   mxtrain certify FILE             another one

@@ -16,7 +16,7 @@ def image_layers(swaps: Mapping[str, Swap], layers: Mapping[str, LinearFacts]) -
     """
     quantized, images, others = {fqn: s for fqn, s in swaps.items() if isinstance(s, ToQuantized)}, {}, {}
     for fqn, swap in quantized.items():
-        reason = why_not_merged(swap.recipe, layers[fqn].in_features, layers[fqn].out_features)
+        reason = why_not_merged(layers[fqn].in_features, layers[fqn].out_features)
         reason = "PyTorch has no grouped products with these scales" if swap.kind is QuantizedExperts else reason
         if reason:
             images[fqn] = reason

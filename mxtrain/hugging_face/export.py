@@ -87,6 +87,8 @@ class Trained:
     """The dtype in which the forward pass of training read the weights: FSDP's mixed precision rounds them to bf16"""
     tokenizer: Path
     """Folder of the tokenizer, if there is one, with the generation_config.json of a model that was imported"""
+    coded_layers: frozenset[str] = frozenset()
+    """The layers whose weights, and gains that are folded into these, training cast without rounding them first"""
 
 
 class Exporter:
@@ -243,11 +245,12 @@ class Exporter:
         if fqn.removesuffix(".weight") in self._norms.values():
             return torch.ones(self._model.parameters[fqn].shape)
         weight = self._read(fqn).float()
-        return weight * self._read(f"{self._norms[fqn]}.weight").float() if fqn in self._norms else weight
+        return weight * self._read(f"{self._norms[fqn]}.weight", fqn).float() if fqn in self._norms else weight
 
-    def _read(self, fqn: str) -> torch.Tensor:
-        weight = self._model.weights[fqn]
-        return weight.to(self._model.weight_dtype) if self._layout and not fqn.endswith(BIAS) else weight
+    def _read(self, fqn: str, folded_into: str | None = None) -> torch.Tensor:
+        weight, layer = self._model.weights[fqn], (folded_into or fqn).rpartition(".")[0]
+        is_rounded = self._layout and not fqn.endswith(BIAS) and layer not in self._model.coded_layers
+        return weight.to(self._model.weight_dtype) if is_rounded else weight
 
     def _folds(self, norm: str, fold_gain: bool) -> bool:
         if self._layout is None:

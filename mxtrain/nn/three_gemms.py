@@ -339,7 +339,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
     ):
         self._set_recipe(recipe, mode)
         check_features(in_features, out_features, self.recipe)
-        if mode == MERGED and (reason := why_not_merged(self.recipe, in_features, out_features)):
+        if mode == MERGED and (reason := why_not_merged(in_features, out_features)):
             raise ConfigError(f"mode = {mode!r} cannot run this linear: {reason}; use mode 'emulated'")
         super().__init__(in_features, out_features, bias, **factory_kwargs)
         # Set from the start, because torch.compile would compile again when the attribute appears.

@@ -6,6 +6,8 @@ from dataclasses import replace
 import torch.nn as nn
 
 from mxtrain.errors import ConfigError
+from mxtrain.formats.hardware import MERGED
+from mxtrain.formats.mx.merged import GROUP
 from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.launch.pytorch import CheckpointWrapper
 from mxtrain.nn.experts import QuantizedExperts, weight_names
@@ -57,6 +59,11 @@ def check_part(fqn: str, linear: QuantizedLinear, by_output: bool, processes: in
         )
     name = "out_features" if by_output else "in_features"
     features = getattr(linear, name)
+    if linear.mode == MERGED and (features // processes) % GROUP:
+        raise ConfigError(
+            f"{DEGREE} = {processes} splits {name} = {features} of {fqn} into parts that are not whole groups of "
+            f"{GROUP} (mxnorm.mode = {MERGED!r}); use another degree or mode"
+        )
     check_blocks(f"{name} = {features} of {fqn}", features, processes, linear.recipes)
 
 

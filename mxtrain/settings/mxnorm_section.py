@@ -27,6 +27,10 @@ def check_recipes(s) -> None:
         RMSEstimate.for_recipe(recipe.fprop, s.mxnorm.p, s.mxnorm.estimator)
     if s.mxnorm.fsdp_gather == "quantized":
         _check_codes([recipe, *others.values()])
+        if s.mxnorm.mode == "fp8_merged":
+            raise ConfigError(
+                f"{FSDP_GATHER} = 'quantized' and mxnorm.mode = 'fp8_merged' round weights twice; change one"
+            )
         if s.training.enable_cpu_offload:
             raise ConfigError(f"{FSDP_GATHER} = 'quantized' casts shards on the GPU; unset training.enable_cpu_offload")
         if s.mxnorm.diagnostics.every:

@@ -61,11 +61,12 @@ if not torch.cuda.is_available():
 
 # Type checkers see this declaration only: it has the arguments of the other one, too.
 if TYPE_CHECKING:
-    from mxtrain.titan.v03.engine import override_with_mxtrain, with_mxtrain
+    from mxtrain.titan.v03.engine import override_with_mxtrain as override_with_mxtrain
+    from mxtrain.titan.v03.engine import with_mxtrain
 else:
     engine().register()
     with_mxtrain = engine().with_mxtrain
     if hasattr(engine(), "override_with_mxtrain"):  # 0.2.2 has no overrides
         override_with_mxtrain = engine().override_with_mxtrain
 
-__all__ = ["override_with_mxtrain", "with_mxtrain"]
+__all__ = ["with_mxtrain"]

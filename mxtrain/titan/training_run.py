@@ -30,7 +30,7 @@ from mxtrain.diagnostics.merge_guard import MergeGuard
 from mxtrain.files import sync_file
 from mxtrain.formats.hardware import MERGED
 from mxtrain.nn.ready_weights import ReadyWeights
-from mxtrain.ranks import is_first
+from mxtrain.ranks import gather, is_first
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in, without_effect
@@ -79,6 +79,9 @@ class TrainingRun:
         caches = job_config.mxnorm.cache_weights and has_microbatches
         self._ready = ReadyWeights(self.model_parts) if caches else None
         self._codes = code_gather(job_config, self.model_parts, self.parallel_dims)
+        named = (item for part in self.model_parts for item in part.named_modules())
+        coded = [self.saved_name(fqn) for fqn, module in named if getattr(module, "gathers_codes", False)]
+        self._coded_layers = sorted({fqn for fqns in gather(coded) for fqn in fqns}) if self._codes else []
         self._tokens = TokenCount(mesh.size(), mesh.get_local_rank()) if mesh is not None else TokenCount(1, 0)
         self._signals = StopSignals()
         self._numerics = numerics_of(job_config, self.model_parts)
@@ -228,6 +231,7 @@ class TrainingRun:
             tokenizer_sha256=getattr(self.dataloader, "tokenizer_sha256", None),
             processes=torch.distributed.get_world_size(),
             images=[] if self._guard is None else self._guard.images,
+            codes=self._coded_layers,
         )
 
     def before_save(self) -> None:

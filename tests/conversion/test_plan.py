@@ -253,6 +253,8 @@ def test_mode_fp8_merged_names_the_layers_with_images_and_why():
         "norm: mode emulated: goes with wk",
         "wq: mode emulated: goes with wk",
     )
+    later = plan(replace(block(), linears=linears), mode=MERGED, recipe="unquantized")  # which a schedule may change
+    assert {fqn for fqn, swap in later.swaps.items() if swap.mode == "emulated"} == {"norm", "wq", "wk"}
     linears = dict.fromkeys(linears, wide)
     result = plan(replace(block(), linears=linears), mode=MERGED, recipe="fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8")
     assert {swap.mode for swap in result.swaps.values()} == {MERGED}

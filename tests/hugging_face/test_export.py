@@ -1,6 +1,7 @@
 """Which linears become codes, which gains are folded, and how all else is written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,6 +266,17 @@ def test_folding_rounds_as_training_and_multiplies_in_fp32():
     rounded = weight.bfloat16().float() * gain.bfloat16().float()
     operand = fprop_operand([rounded], get_recipe("mxfp8").fprop)
     assert torch.equal(VALUES["mxfp8"](tensors, f"{LAYER}self_attn.q_proj"), operand)
+
+
+def test_weights_that_were_gathered_as_codes_are_cast_as_they_are():
+    run = Run({"": "mxfp8_2d"}, merged=["layers.0.attention_norm"], dtype=torch.bfloat16)
+    coded = replace(run.trained, coded_layers=frozenset(["layers.0.attention.wq"]))
+    tensors = dict(Exporter(coded, "mxfp8").tensors())
+    gain = run.weights["layers.0.attention_norm.weight"]
+    for own, dtype in (("q", torch.float32), ("v", torch.bfloat16)):
+        weight = run.weights[f"layers.0.attention.w{own}.weight"].to(dtype).float() * gain.to(dtype).float()
+        operand = fprop_operand([weight], get_recipe("mxfp8_2d").fprop)
+        assert torch.equal(VALUES["mxfp8"](tensors, f"{LAYER}self_attn.{own}_proj"), operand), own
 
 
 FED = {

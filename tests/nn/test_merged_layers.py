@@ -131,3 +131,6 @@ def test_a_compiled_block_is_one_graph(checkpointed, compile_backend):
 
 def test_operand_without_rows():
     assert isinstance(gemms().quantize_activation(torch.zeros(0, 128)), Operand)
+    linear, x = mx_linear(256, 128, "mxfp8", MERGED), torch.zeros(0, 256, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad.shape == (0, 256) and not linear.weight.grad.any()

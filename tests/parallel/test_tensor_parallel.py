@@ -5,6 +5,7 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mxtrain import ConfigError, MXLinear, MXNorm
+from mxtrain.formats.hardware import MERGED
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.schedule import LayerState, Timeline
 from mxtrain.nn.split import SplitSequences
@@ -131,6 +132,13 @@ def test_a_bias_that_every_process_would_add_is_refused():
     )
     with pytest.raises(ConfigError, match=message):
         check_part("wo", biased, False, 2)
+
+
+def test_parts_in_mode_fp8_merged_are_whole_groups():
+    wide = MXLinear(256, 256, mode=MERGED, device="meta")
+    check_part("wq", wide, True, 2)
+    with pytest.raises(ConfigError, match="degree = 4 splits in_features = 256 of wo into parts that .* groups of 128"):
+        check_part("wo", MXLinear(256, 256, bias=False, mode=MERGED, device="meta"), False, 4)
 
 
 @pytest.mark.parametrize(

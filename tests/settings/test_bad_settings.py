@@ -60,6 +60,8 @@ FLAGS = {
     "--mxnorm.tensor_scale=static": "mxnorm.tensor_scale = 'static' | nvfp4",
     "--mxnorm.recipe=nvfp4 --mxnorm.estimator=post_round": "mxnorm.estimator = 'post_round'",
     "--mxnorm.fsdp_gather=quantized": "mxnorm.fsdp_gather = 'quantized' | 'mxfp8' | mxnorm.weight_tiles = true",
+    "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=mxfp8_2d --mxnorm.mode=fp8_merged": "mxnorm.fsdp_gather = | "
+    "mxnorm.mode = 'fp8_merged' round weights twice",
     "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=nvfp4": "mxnorm.fsdp_gather = 'quantized' | element of the whole",
     "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=mxfp8_2d --mxnorm.diagnostics.every=2": "mxnorm.fsdp_gather | = 2;",
     # Schedules

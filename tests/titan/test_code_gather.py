@@ -5,6 +5,7 @@
 
 import pytest
 
+from mxtrain.checkpoints.folder import read_manifest
 from tests.support import oracle
 from tests.support.oracle import RECIPES, layout
 from tests.support.sharded_runs import CODES
@@ -57,3 +58,4 @@ def test_a_run_goes_on_in_high_precision(base, one):
     assert [row["loss"] for row in found["resumed"].rows] == pytest.approx(one["dense"].losses, rel=1e-3)
     is_told = ["weights as codes" in found[name].output[0] for name in (SAVED, "resumed")]
     assert is_told == [True, False]
+    assert "layers.0.attention.wq" in read_manifest(found[SAVED].folder / "checkpoint" / "step-2").codes

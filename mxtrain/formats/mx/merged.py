@@ -34,7 +34,6 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from mxtrain.formats.gemm import wide_product
 from mxtrain.formats.matrices import Codes, Operand, converted, split_blocks
-from mxtrain.formats.recipe import LinearRecipe
 from mxtrain.launch.functions import define_op
 
 GROUP = 128
@@ -43,10 +42,10 @@ FARTHEST = 40
 """A code is zero on a grid that is coarser by this many powers of two, or more"""
 
 
-def why_not_merged(recipe: LinearRecipe, in_features: int, out_features: int) -> str | None:
-    """Return why a linear with these features cannot run in this mode; None if it can. Tokens may be any number."""
+def why_not_merged(in_features: int, out_features: int) -> str | None:
+    """Return why a linear with these features cannot run in this mode, with any recipe; None if it can."""
     for name, value in (("input", in_features), ("output", out_features)):
-        if value % GROUP and recipe.quantizes:
+        if value % GROUP:
             return f"{GROUP} does not divide its {value} {name} features"
     return None
 
@@ -92,7 +91,7 @@ def merge(codes: Codes, tiles: bool) -> Operand:
     merged = split_blocks(merged, GROUP // _BLOCK).amax(-1)
     scales = merged.t()
     if tiles:
-        scales = _padded(merged, GROUP).view(-1, GROUP, merged.shape[1]).amax(1)
+        scales = split_blocks(_padded(merged, GROUP).t(), GROUP).amax(-1).t()
         merged = scales.repeat_interleave(GROUP, 0)[:rows]
     scales = _power(scales - _BIAS)
     shift = (own - merged.repeat_interleave(GROUP // _BLOCK, 1)).clamp(min=-FARTHEST)
@@ -170,7 +169,9 @@ def _product(
     a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
     b = b.t().contiguous()
-    if not a.is_cuda or not a.numel() or not b.numel():
+    if not a.numel() or not b.numel():
+        return a.new_zeros(a.shape[0], b.shape[0], dtype=out_dtype)
+    if not a.is_cuda:
         return reference_product(a, a_scales, b, b_scales, out_dtype)
     kinds = [
         ScalingType.BlockWise128x128 if is_tiled(x, scales) else ScalingType.BlockWise1x128

@@ -138,7 +138,9 @@ def scales_of_blocks(x, largest, tensor_scale, BLOCKS: tl.constexpr, ERROR: tl.c
         count: tl.constexpr = 256 if BLOCKS == "tiles" else 16
         largest_term = wanted * wanted * (1.25 * 36) if squares else wanted * (1.25 * 6 * count)
         # Outside these bounds, numbers leave fp32's normal range, the scale is above 448, or x * factor leaves (-7, 7).
-        share = tl.where(amax > 2.0**-100, tl.where(amax < 2.0**100, 2.0**-20, _FP32_MAX), _FP32_MAX)
+        lowest: tl.constexpr = 2.0**-30 if squares else 2.0**-100
+        highest: tl.constexpr = 2.0**60 if squares else 2.0**100
+        share = tl.where((amax > lowest) & (amax < highest), 2.0**-20, _FP32_MAX)
         least = tl.fma(loss_of_six + loss_of_four, count if squares else 4.0, largest_term) * share
         is_clear = (tl.abs(loss_of_six - loss_of_four) > least) & (wanted > 2.5 * 2.0**-9) & (wanted < 288.0)
         if tl.max(((largest > 0) & (is_clear == 0)).to(tl.int32)) > 0:

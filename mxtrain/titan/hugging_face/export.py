@@ -95,6 +95,8 @@ class SavedRun:
     step: int
     casts_weights: bool
     """Whether FSDP cast weights to ``training.mixed_precision_param`` for every product"""
+    coded_layers: frozenset[str]
+    """The layers whose weights FSDP gathered as codes, cast from ``training.dtype``"""
     settings: Settings
     model: object
     """The engine's ``SizedModel``, with the settings of the run"""
@@ -117,16 +119,15 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
         config, defaults = Path(temporary, CONFIG_FILE), Path(temporary, "defaults.toml")
         dump_config(other_defaults(own.known, manifest.defaults), defaults)
         dump_config({"extends": defaults.name, **in_this_version(manifest.settings, trains=False)}, config)
-        # All modes round to the same operands, and this machine may lack the mode of the training.
+        # This machine may lack the mode of the training. Other modes have the same codes, "fp8_merged" before merging.
         arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
         with places(arguments):
             settings = with_own_rounding(read_settings(arguments), manifest.versions)
             check_model(settings.values)
     model, weights = engine().SizedModel.of_job(settings.values), SavedWeights(checkpoint)
-    # In TorchTitan 0.2.2 one process has no FSDP. Codes are cast from shards in training.dtype.
+    # In TorchTitan 0.2.2 one process has no FSDP.
     has_fsdp = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")
-    casts = has_fsdp and settings["mxnorm.fsdp_gather"] != "quantized"
-    return SavedRun(folder, checkpoint, manifest.step, casts, settings, model, weights)
+    return SavedRun(folder, checkpoint, manifest.step, has_fsdp, frozenset(manifest.codes), settings, model, weights)
 
 
 def _trained(run: SavedRun, where: str) -> Trained:
@@ -155,4 +156,5 @@ def _trained(run: SavedRun, where: str) -> Trained:
         merged_norms=frozenset(fqn for fqn, m in modules.items() if isinstance(m, MXNorm) and not m.is_plain),
         weight_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param if run.casts_weights else training.dtype],
         tokenizer=run.folder / TOKENIZER_FOLDER,
+        coded_layers=run.coded_layers,
     )

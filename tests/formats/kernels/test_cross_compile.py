@@ -28,7 +28,9 @@ MAY_FLUSH = {
 IS_WIDE = re.compile(r"\.(v4\.\w32|v2\.\w64|v8\.\w32|v4\.\w64)$|^cp\.async\.cg")
 IS_HALF_WIDE = re.compile(r"\.v[24]\.\w32$")
 # A register made of two halves.
-JOIN = re.compile(r"mov\.b32\s+%r\d+, \{(%rs\d+), (%rs\d+)\};")
+JOIN = re.compile(r"mov\.b32\s+(%r\d+), \{(%rs\d+), (%rs\d+)\};")
+# A register made of four bytes of two others; a digit of the last number is the place of a byte.
+PICK = re.compile(r"prmt\.b32\s+(?:%r\d+), (%r\d+), (%r\d+), 0x([0-9A-F]+)U?;")
 
 
 def compile_kernels(capability: int, which: str, folder: Path) -> dict:
@@ -63,12 +65,19 @@ def faults_of_a_product(case: str, ptx: str, launches: int, capability: int) -> 
 
 
 def halves_without_a_value(ptx: str) -> set[str]:
-    """The 16-bit registers that are read as a half of another one, and set nowhere.
+    """The 16-bit registers that are read as a half of another one, also byte by byte, and set nowhere.
 
     Where ptxas knows the other half, it may take the stack pointer for both.
     """
-    others = JOIN.sub("", ptx)
-    return {half for pair in JOIN.findall(ptx) for half in pair} - set(re.findall(r"%rs\d+", others))
+    others, picks = PICK.sub("", JOIN.sub("", ptx)), set()
+    for *pair, digits in PICK.findall(ptx):
+        places = [int(digit, 16) % 8 for digit in digits.zfill(4)]
+        picks |= {(pair[place // 4], place % 4 // 2) for place in places}
+    found, are_set, are_read = set(), set(re.findall(r"%rs\d+", others)), set(re.findall(r"%r\d+", others))
+    for whole, *halves in JOIN.findall(ptx):
+        read = {half for at, half in enumerate(halves) if whole in are_read or (whole, at) in picks}
+        found |= read - are_set
+    return found
 
 
 def faults(

@@ -301,14 +301,11 @@ def test_the_second_of_two_tied_weights_may_be_missing(runs, tmp_path):
 
 @pytest.mark.parametrize(
     "processes, precision, expected",
-    [(1, "bfloat16", "float32"), (2, "bfloat16", "bfloat16"), (2, "float32", "float32"), (2, "codes", "float32")],
+    [(1, "bfloat16", "float32"), (2, "bfloat16", "bfloat16"), (2, "float32", "float32")],
 )
 def test_the_dtype_of_the_weights_in_the_forward(processes, precision, expected, own):
-    """One process keeps fp32 weights, and rounds activations; FSDP rounds the weights that it gathers, not as codes."""
+    """One process keeps fp32 weights, and rounds activations; FSDP rounds the weights that it gathers."""
     config, text = own / "config.toml", (own / "config.toml").read_text()
-    if precision == "codes":  # without diagnostics, which need weights in high precision
-        codes, precision = '[mxnorm]\nweight_tiles = true\nfsdp_gather = "quantized"', "bfloat16"
-        text = text.replace("[mxnorm.diagnostics]\nevery = 2", codes)
     config.write_text(text.replace("[training]", f'[training]\nmixed_precision_param = "{precision}"'))
     saved_runs.add_manifest(own / "checkpoint" / "step-3", processes)
     assert export_module._trained(open_run(own), "RUN").weight_dtype == getattr(torch, expected)
