@@ -148,7 +148,7 @@ def mode_in_forward(mode: str, device_type: str) -> str:
 
 def operand_mode(recipe: Recipe, mode: str) -> str:
     """Return the mode of a GEMM's operands: ``mode``, or "emulated" if tensor cores do not take their codes."""
-    formats = {recipe.format, recipe.gradient_format} - {None}
+    formats = [fmt for fmt in (recipe.format, recipe.gradient_format) if fmt is not None]
     if mode == MERGED:
         return MERGED if formats and all(fmt.merges for fmt in formats) else "emulated"
     takes_codes = all(fmt.is_native and not (fmt.gradients_of and fault_of(fmt)) for fmt in formats)
