@@ -8,11 +8,10 @@ from mxtrain.errors import ConfigError
 # (tokens, input features, output features), also in incomplete tiles of block scales.
 LAYER, EXPERTS = dict(shape=(256, 384, 224)), dict(shape=(200, 256, 128), counts=(57, 0, 143))
 E5M2, MIXED = "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
-# Triton compiles each kernel of four over six for 10 to 20 seconds.
-FOUR_OVER_SIX = "fprop=nvfp4_4over6, dgrad=nvfp4, wgrad=nvfp4"
 NORMS = [dict(p=p, estimator=estimator) for p, estimator in ((2, "pre_round"), (1, "pre_round"), (2, "exact"))]
-NORMED = ("mxfp8", NORMS), ("nvfp4", NORMS), ("nvfp4_row", NORMS[:1]), (FOUR_OVER_SIX, NORMS[:1])
-CASES = [dict(recipe=recipe, **LAYER) for recipe in ("mxfp8", "mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "mxfp4", MIXED)]
+NORMED = ("mxfp8", NORMS), ("nvfp4", NORMS), ("nvfp4_row", NORMS[:1]), ("nvfp4_4over6", NORMS[:1])
+LINEARS = ("mxfp8", "mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "nvfp4_4over6", "mxfp4", MIXED)
+CASES = [dict(recipe=recipe, **LAYER) for recipe in LINEARS]
 CASES += [dict(recipe=recipe, norm=norm, **LAYER) for recipe, norms in NORMED for norm in norms]
 CASES += [dict(recipe=recipe, **EXPERTS) for recipe in ("mxfp8", "mxfp8_2d", "nvfp4", MIXED)]
 """What the certificate of mxtrain covers: arguments of ``mxtrain.diagnostics.certificate.certified``"""

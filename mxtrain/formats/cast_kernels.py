@@ -20,7 +20,7 @@ MERGED_FORMS = ("merged_input", "merged_weight", "merged_gradient")
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
-# Inductor copies these functions, and no tuple that they name.
+# Inductor copies these functions into its own module, but not a tuple that they name.
 @triton.constexpr_function
 def is_merged(FORM):
     """Whether a group of 128 elements shares a scale."""

@@ -204,7 +204,7 @@ def _merged_kernel(
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
     rows_before, columns_before, expert_rows, all_expert_rows, all_rows, all_columns,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, HADAMARD: tl.constexpr, FORM: tl.constexpr,
+    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr,
     ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
@@ -302,11 +302,12 @@ def _launches(
         whole[0] = source.shape[0]
     results = empty_casts(STORAGE[element], *whole, along_rows, along_columns, form, parts[0].device, hadamard)
     rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form, tiles, hadamard)
+    kernel, own = (_merged_kernel, {}) if form in MERGED_FORMS else (_cast_kernel, {"HADAMARD": hadamard})
     launches, before = [], [0, 0]
     for x in parts:
         rows, columns = x.shape if source is None else whole
         launch = Launch(
-            _merged_kernel if form in MERGED_FORMS else _cast_kernel,
+            kernel,
             (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
             (
                 x, row_factor, column_factor, source, *map(as_bytes, results), rows, columns,
@@ -315,9 +316,9 @@ def _launches(
             dict(
                 ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
                 COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
-                TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, HADAMARD=hadamard,
+                TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1,
                 FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x), ROWS=rows_at_once,
-                COLUMNS=columns_at_once, TILES=tiles, num_warps=warps,
+                COLUMNS=columns_at_once, TILES=tiles, num_warps=warps, **own,
             ),
         )  # fmt: skip
         if rows * columns:

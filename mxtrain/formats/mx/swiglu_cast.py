@@ -129,9 +129,9 @@ def _swiglu_cast_kernel(
     rows, columns, gate_stride, up_stride,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK: rows at a time, 32 for a merged form."""
+    CHUNK: tl.constexpr = 32 if is_merged(FORM) else ROWS
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
     four_codes = tl.zeros((COLUMNS,), tl.int32)
@@ -167,9 +167,9 @@ def _swiglu_backward_cast_kernel(
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
     H_ELEMENT: tl.constexpr, H_FORM: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
-    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK: as above."""
+    CHUNK: tl.constexpr = 32 if is_merged(FORM) else ROWS
     first_row, column = tile_start(columns, ROWS, COLUMNS)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
     if JOINED:
@@ -255,7 +255,7 @@ def _launch(
     rows_at_once, columns_at_once, warps = _tile(along_columns, backward, form)
     constants |= dict(
         FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x),
-        ROWS=rows_at_once, COLUMNS=columns_at_once, CHUNK=min(rows_at_once, 32), num_warps=warps,
+        ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
     )  # fmt: skip
     grid = (cdiv(x.shape[0], rows_at_once) * cdiv(x.shape[1], columns_at_once),)
     return Launch(kernel, grid, (*tensors, *map(as_bytes, results), *x.shape, *numbers), constants)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mxtrain.formats.matrices import Codes, Operand
-from mxtrain.formats.mx.merged import codes_of, is_tiled, merge, merged_mm, values_of
+from mxtrain.formats.mx.merged import FARTHEST, codes_of, is_tiled, merge, merged_mm, values_of
 from mxtrain.formats.mx.reference import cast, dequantize
 from mxtrain.formats.mxfp8 import MXFP8
 from tests.support.kernel_checks import ugly
@@ -103,3 +103,12 @@ def test_product_without_rows_and_the_operands_of_the_op():
     a = merge(encoded(torch.ones(4, 128)), False)
     arguments = a.data, b.data.t(), a.scales, b.scales, torch.bfloat16
     torch.library.opcheck(merged_mm, arguments, test_utils="test_faketensor")
+
+
+def test_fp16_holds_what_the_second_rounding_needs():
+    """Kernels multiply E4M3 numbers by a power of two in fp16, which rounds those below 2^-20, and round to E4M3."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    factors = 2.0 ** -torch.arange(FARTHEST + 1).float()
+    in_fp16 = (codes.half() * factors.half()[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    in_fp32 = (codes.float() * factors[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(in_fp16, in_fp32)
