@@ -55,7 +55,7 @@ def test_all_operands_and_products_of_all_targets_are_compared():
         *(
             pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
-                *((recipe, LAYER) for recipe in ("mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "mxfp4")),
+                *((recipe, LAYER) for recipe in ("mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "nvfp4_4over6", "mxfp4")),
                 *((recipe, LAYER | {"norm": norm}) for recipe in ("mxfp8", "nvfp4") for norm in NORMS),
                 *((recipe, LAYER | {"norm": NORMS[0]}) for recipe in ("nvfp4_row", "nvfp4_4over6")),
                 *((recipe, EXPERTS) for recipe in ("mxfp8", "mxfp8_2d", "nvfp4", MIXED)),
