@@ -21,7 +21,6 @@ from torch._inductor import config
 from torch.fx import Graph, Node
 
 from mxtrain.compile.nodes import Chain, as_matrix, describe_call, final_users, that_depend_on_tangents, without_views
-from mxtrain.formats.matrices import form_of_input
 from mxtrain.formats.ops import Fusions
 from mxtrain.formats.recipe import FORMATS
 from mxtrain.formats.swiglu import swiglu, swiglu_backward
@@ -67,16 +66,16 @@ def _fuse(graph: Graph, block_size: int, ops: Fusions) -> None:
     done: set[Node] = set()
     for gradient in found:
         if isinstance(gradient, _Gradient) and len(gradient.factors & backward) == 1:
-            done |= _fuse_backward(graph, ops.swiglu_backward, gradient, products, backward, place)
+            done |= _fuse_backward(graph, ops, gradient, products, backward, place)
     for gate, factor, casts in products.values():
         for cast in casts:
-            if factor not in backward and cast not in done:
+            if factor not in backward and cast not in done and ops.is_fused(cast.args[-4], cast.args[-1]):
                 _replace(graph, ops.swiglu, (gate, factor), cast.args[-5:], [cast], cast)
     graph.eliminate_dead_code()
 
 
 def _fuse_backward(
-    graph: Graph, op: Callable, gradient: _Gradient, products: dict, backward: set[Node], place: dict
+    graph: Graph, ops: Fusions, gradient: _Gradient, products: dict, backward: set[Node], place: dict
 ) -> set[Node]:
     """Fuse the casts of dgate and dup, and the cast of h along columns if there is one; return the casts replaced."""
     (dh,) = gradient.factors & backward
@@ -89,19 +88,21 @@ def _fuse_backward(
     along_rows, along_columns, element, rounding, form = settings = cast.args[-5:]
     if gradient.dup is None and [c.args[-5:] for c in dup.casts] != [settings]:
         return set()
+    if not ops.is_fused(along_columns, form):
+        return set()
     # The kernel reads dh, so the cast of h must come after dh: nothing that leads to dh may need this cast.
     h = [
         c
         for c in (products[gate, up].casts if (gate, up) in products else ())
         # Its elements may be others than those of gradients.
-        if c.args[-5:] == (False, True, c.args[-3], rounding, form_of_input(form)) and place[c] > place[dh]
+        if c.args[-5:] == (False, True, c.args[-3], rounding, form) and place[c] > place[dh]
     ][:1]
     first = min([*casts, *h], key=place.__getitem__)
     if any(place[n] > place[first] for n in (dh, gate, up)):
         return set()
     h_element = h[0].args[-3] if h else element
     settings = (along_rows, along_columns, bool(h), gradient.dup is not None, h_element, element, rounding, form)
-    _replace(graph, op, (dh, gate, up), settings, [*casts, *h], first)
+    _replace(graph, ops.swiglu_backward, (dh, gate, up), settings, [*casts, *h], first)
     return {*casts, *h}
 
 

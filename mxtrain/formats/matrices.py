@@ -10,13 +10,6 @@ from mxtrain.launch.functions import define_op
 
 # The form of operand that the kernels write for each mode that uses them.
 KERNEL_FORM = {"native": "blocked", "emulated": "image"}
-
-
-def form_of_input(form: str) -> str:
-    """Return the form of a cast of an input, from the form of a cast of the output gradient in the same mode."""
-    return "merged_input" if form == "merged_gradient" else form
-
-
 # Of dtypes that hold several elements in a byte.
 ELEMENTS_PER_BYTE = {torch.float4_e2m1fn_x2: 2}
 

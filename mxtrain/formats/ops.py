@@ -31,11 +31,13 @@ class Fusions(NamedTuple):
         swiglu: casts silu(gate) * up: "(Tensor gate, Tensor up, bool along_rows, ...)", on like ``cast``.
         swiglu_backward: casts its gradients: "(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns,
             bool h_columns, bool joined, str h_element, str element, str scale_rounding, str form) -> Tensor[]".
+        is_fused: (along_columns, form) -> whether the two before make such casts.
     """
 
     cast: Callable
     swiglu: Callable
     swiglu_backward: Callable
+    is_fused: Callable[[bool, str], bool]
 
 
 class FormatOps:

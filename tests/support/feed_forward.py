@@ -77,7 +77,7 @@ def zeros(graph, *_):
     return [None if v is None else torch.zeros(v.shape, dtype=v.dtype, device=v.device) for v in values]
 
 
-def kept_for_backward(graph) -> int:
-    """Tensors with the size of h that the forward's graph returns."""
+def kept_for_backward(graph, times=1) -> int:
+    """Tensors with the size of h that the forward's graph returns; ``times`` as for the module."""
     (output,) = graph.find_nodes(op="output")
-    return sum(node.meta["val"].numel() == T * H for node in output.args[0])
+    return sum(node.meta["val"].numel() == T * H * times for node in output.args[0])

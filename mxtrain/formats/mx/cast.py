@@ -1,4 +1,4 @@
-"""Cast of a matrix to an MX format, along its rows, its columns, or both, from one read.
+"""Cast of a matrix to an MX format, along its rows, its columns, or both, from one read, of merged groups from two.
 
 Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
 W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
@@ -30,6 +30,7 @@ from mxtrain.formats.cast_kernels import (
     by_dim,
     empty_casts,
     flat,
+    is_merged,
     rounded,
     scale_offset,
     shares_tile,
@@ -37,7 +38,6 @@ from mxtrain.formats.cast_kernels import (
 )
 from mxtrain.formats.mx.arithmetic import (
     STORAGE,
-    code_in_group,
     codes_of_columns,
     codes_of_rows,
     element_codes,
@@ -48,14 +48,7 @@ from mxtrain.formats.mx.arithmetic import (
     scale_value,
     store_codes,
 )
-from mxtrain.formats.mx.merge import (
-    codes_of_32_rows,
-    merge_along_columns,
-    merge_along_rows,
-    rows_in_words,
-    store_group_scales,
-    store_groups_of_columns,
-)
+from mxtrain.formats.mx.merge import merge_along_columns, merge_along_rows, rows_held
 from mxtrain.formats.recipe import Recipe
 from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp8, register_op
 
@@ -176,7 +169,11 @@ def _cast_kernel(
     TILES: tl.constexpr,
 ):  # fmt: skip
     first_row, column = tile_start(columns, ROWS, COLUMNS)
-    row = first_row + tl.arange(0, ROWS)
+    AT_ONCE: tl.constexpr = 8 if ALONG_ROWS else 16
+    if is_merged(FORM) and ROWS == 128:
+        row = rows_held(first_row, AT_ONCE)
+    else:
+        row = first_row + tl.arange(0, ROWS)
     x, mask = _load(
         x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, row, column, rows, columns,
         ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, COLUMNS,
@@ -186,79 +183,35 @@ def _cast_kernel(
     )
     first_row, column = first_row + rows_before, column + columns_before
     offsets = ((row + rows_before) * all_columns)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
-    if ALONG_ROWS:
-        cast_along_rows(
-            x, first_row, column, offsets, mask, end_row, end_column, all_columns, row_data_ptr, row_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
-        )  # fmt: skip
-    if ALONG_COLUMNS:
-        cast_along_columns(
-            x, first_row, column, offsets, mask, end_row, end_column, all_rows, column_data_ptr, column_scales_ptr,
-            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES, HADAMARD,
-        )  # fmt: skip
-
-
-@triton.jit
-def _merged_kernel(
-    x_ptr, row_factor_ptr, column_factor_ptr, source_ptr,
-    row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, rows, columns,
-    rows_before, columns_before, expert_rows, all_expert_rows, all_rows, all_columns,
-    ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, ROW_FACTOR: tl.constexpr, COLUMN_FACTOR: tl.constexpr,
-    HAS_SOURCE: tl.constexpr, TO_BF16: tl.constexpr, IS_PART: tl.constexpr, FORM: tl.constexpr,
-    ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-):  # fmt: skip
-    """As ``_cast_kernel``, to a merged form: ROWS is 128, or 32 for groups along rows alone."""
-    first_row, column = tile_start(columns, ROWS, COLUMNS)
-    rows_before, columns_before, end_row, end_column, all_columns = _place(
-        first_row, rows, columns, rows_before, columns_before, expert_rows, all_expert_rows, all_columns, IS_PART
-    )
-    of_tile, of_columns = tl.full((), 1, tl.int32), tl.full((COLUMNS,), 1, tl.int32)
-    four_codes = tl.zeros((COLUMNS,), tl.int32)
-    if ROWS == 128:
-        for chunk in range(4):
-            x, _ = _load(
-                x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, rows_in_words(first_row + chunk * 32), column,
-                rows, columns, ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, COLUMNS,
-            )  # fmt: skip
-            if ALONG_ROWS and shares_tile(FORM, True):
-                code = codes_of_rows(tl.reshape(x, (32, COLUMNS // 32, 32)), ROUNDING, ELEMENT, TILES)
-                of_tile = tl.maximum(of_tile, tl.max(tl.max(code_in_group(code), 1), 0))
-            if ALONG_COLUMNS:
-                four_codes |= codes_of_32_rows(x, ROUNDING, TILES) << chunk * 8
-        if ALONG_ROWS and shares_tile(FORM, True):
-            place = tl.zeros((1, 1), tl.int64)
-            store_group_scales(
-                row_scales_ptr, of_tile, first_row + rows_before + place, (column + columns_before) // 128 + place,
-                all_rows, all_columns // 128, end_row, end_column // 128, FORM, True,
-            )  # fmt: skip
-        if ALONG_COLUMNS:
-            of_columns = store_groups_of_columns(
-                four_codes, first_row + rows_before, column + columns_before, end_row, end_column, all_rows,
-                all_columns, column_scales_ptr, FORM, COLUMNS,
-            )  # fmt: skip
-    for chunk in range(ROWS // 32):
-        row = rows_in_words(first_row + chunk * 32)
-        x, mask = _load(
-            x_ptr, row_factor_ptr, column_factor_ptr, source_ptr, row, column, rows, columns,
-            ROW_FACTOR, COLUMN_FACTOR, HAS_SOURCE, TO_BF16, COLUMNS,
-        )  # fmt: skip
+    if is_merged(FORM):
         if ALONG_ROWS:
             merge_along_rows(
-                x, of_tile, row + rows_before, column + columns_before, mask, end_row, end_column,
-                all_rows, all_columns, row_data_ptr, row_scales_ptr, FORM, ROUNDING, HARDWARE, COLUMNS, TILES,
+                x, row + rows_before, column, mask, first_row, end_row, end_column, all_rows, all_columns, row_data_ptr,
+                row_scales_ptr, FORM, ROUNDING, HARDWARE, COLUMNS, AT_ONCE, TILES,
             )  # fmt: skip
         if ALONG_COLUMNS:
             merge_along_columns(
-                x, (four_codes >> chunk * 8) & 255, of_columns, first_row + chunk * 32 + rows_before,
-                column + columns_before, end_row, end_column, all_rows, column_data_ptr, ROUNDING, HARDWARE, COLUMNS,
+                x, first_row, column, end_row, end_column, all_rows, all_columns, column_data_ptr, column_scales_ptr,
+                FORM, ROUNDING, HARDWARE, COLUMNS, AT_ONCE, TILES,
+            )  # fmt: skip
+    else:
+        if ALONG_ROWS:
+            cast_along_rows(
+                x, first_row, column, offsets, mask, end_row, end_column, all_columns, row_data_ptr, row_scales_ptr,
+                FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES,
+            )  # fmt: skip
+        if ALONG_COLUMNS:
+            cast_along_columns(
+                x, first_row, column, offsets, mask, end_row, end_column, all_rows, column_data_ptr, column_scales_ptr,
+                FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS, TILES, HADAMARD,
             )  # fmt: skip
 
 
 def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, hadamard: bool) -> tuple[int, int, int]:
     """Return (rows, columns, warps) per program: the fastest measured for E4M3 in blocks."""
-    if is_read_twice(along_columns, form):
-        return 128, 128, 1
+    if form in MERGED_FORMS and (along_columns or shares_tile(form, True)):
+        # Of 128 columns only for the scale of a tile: smaller programs keep more of the memory's bandwidth busy.
+        return (128, 64, 2) if form == "merged_gradient" else (128, 128, 4)
     if tiles and form == "image":
         # One warp holds whole tiles, so their maxima do not pass between warps.
         return 32, 64, 1
@@ -268,11 +221,6 @@ def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, ha
         return (32, 64, 2) if along_rows else (32, 128, 2)
     # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
     return 32, 128, 1
-
-
-def is_read_twice(along_columns: bool, form: str) -> bool:
-    """Return whether a cast needs the scales of 128 rows before it writes the first."""
-    return form in MERGED_FORMS and (along_columns or shares_tile(form, True))
 
 
 def _launches(
@@ -301,28 +249,32 @@ def _launches(
     if source is not None:
         whole[0] = source.shape[0]
     results = empty_casts(STORAGE[element], *whole, along_rows, along_columns, form, parts[0].device, hadamard)
-    rows_at_once, columns_at_once, warps = _cast_tile(along_rows, along_columns, form, tiles, hadamard)
-    kernel, own = (_merged_kernel, {}) if form in MERGED_FORMS else (_cast_kernel, {"HADAMARD": hadamard})
+    directions = [(along_rows, along_columns)]
+    if form in MERGED_FORMS and form != "merged_weight" and along_rows and along_columns:
+        # Two programs that each read x are faster than one that holds it for both casts (H200: 355 and 405 us).
+        directions = [(True, False), (False, True)]
     launches, before = [], [0, 0]
     for x in parts:
         rows, columns = x.shape if source is None else whole
-        launch = Launch(
-            kernel,
-            (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
-            (
-                x, row_factor, column_factor, source, *map(as_bytes, results), rows, columns,
-                *before, rows // experts, whole[0] // experts, *whole,
-            ),
-            dict(
-                ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, ROW_FACTOR=row_factor is not None,
-                COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
-                TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1,
-                FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x), ROWS=rows_at_once,
-                COLUMNS=columns_at_once, TILES=tiles, num_warps=warps, **own,
-            ),
-        )  # fmt: skip
-        if rows * columns:
-            launches.append(launch)
+        for by_rows, by_columns in directions if rows * columns else ():
+            rows_at_once, columns_at_once, warps = _cast_tile(by_rows, by_columns, form, tiles, hadamard)
+            launches.append(
+                Launch(
+                    _cast_kernel,
+                    (cdiv(rows, rows_at_once) * cdiv(columns, columns_at_once),),
+                    (
+                        x, row_factor, column_factor, source, *map(as_bytes, results), rows, columns,
+                        *before, rows // experts, whole[0] // experts, *whole,
+                    ),
+                    dict(
+                        ALONG_ROWS=by_rows, ALONG_COLUMNS=by_columns, ROW_FACTOR=row_factor is not None,
+                        COLUMN_FACTOR=column_factor is not None, HAS_SOURCE=source is not None,
+                        TO_BF16=to_bf16 and x.dtype == torch.float32, IS_PART=len(parts) > 1, HADAMARD=hadamard,
+                        FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x),
+                        ROWS=rows_at_once, COLUMNS=columns_at_once, TILES=tiles, num_warps=warps,
+                    ),
+                )
+            )  # fmt: skip
         before[axis] += x.shape[axis] // (experts if axis == 0 else 1)
     return flat(*results), launches
 

@@ -13,7 +13,7 @@ if HAS_TRITON:
     from mxtrain.formats.mx import cast as kernels
     from mxtrain.formats.mx.decode import decode_tiles
     from mxtrain.formats.mx.norm import NORM, mxnorm_cast
-    from mxtrain.formats.mx.swiglu_cast import swiglu_backward_cast, swiglu_cast
+    from mxtrain.formats.mx.swiglu_cast import is_fused, swiglu_backward_cast, swiglu_cast
     from mxtrain.launch.launch import converts_fp8
 
 
@@ -22,7 +22,7 @@ class MXKernelOps(MXOps):
 
     if HAS_TRITON:
         casts, norms, weight_casts = (kernels.CAST,), (NORM,), (kernels.CAST_TILES, JOIN_VALUES)
-        fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast)
+        fusions = Fusions(kernels.CAST, swiglu_cast, swiglu_backward_cast, is_fused)
 
     def _form(self, recipe, mode, role, device_type, columns, as_codes=False):
         """The form that kernels write, or None: plain PyTorch computes. ``columns`` are to be whole groups."""

@@ -20,16 +20,9 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import as_bytes, empty_casts, flat, is_merged, rounded, tile_start
-from mxtrain.formats.matrices import form_of_input
 from mxtrain.formats.mx.arithmetic import STORAGE
-from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows, is_read_twice
-from mxtrain.formats.mx.merge import (
-    codes_of_32_rows,
-    merge_along_columns,
-    merge_along_rows,
-    rows_in_words,
-    store_groups_of_columns,
-)
+from mxtrain.formats.mx.cast import cast_along_columns, cast_along_rows
+from mxtrain.formats.mx.merge import merge_along_rows
 from mxtrain.launch.launch import Launch, cdiv, converts_fp8, register_op
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -60,67 +53,35 @@ def _load(ptr, stride, row, across, mask):
 
 
 @triton.jit
-def _inputs(
-    gate_ptr, up_ptr, gate_stride, up_stride, first_row, column, rows, columns,
-    FORM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Rows, columns and mask of a tile, and its gate and up (fp32)."""
-    if is_merged(FORM):
-        row = rows_in_words(first_row)
-    else:
-        row = first_row + tl.arange(0, ROWS)
-    across = column + tl.arange(0, COLUMNS)
-    mask = (row < rows)[:, None] & (across < columns)[None, :]
-    gate = _load(gate_ptr, gate_stride, row, across, mask)
-    return row, across, mask, gate, _load(up_ptr, up_stride, row, across, mask)
-
-
-@triton.jit
 def _store_casts(
-    x, row, first_row, column, mask, rows, columns, left, width,
+    x, first_row, column, mask, rows, columns, left, width,
     row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr,
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, code=0, group_code=0,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the casts of a tile of a matrix [rows, columns], which begins in column ``left`` of [rows, width].
 
-    x as for ``cast_along_rows``; row: [ROWS]; code and group_code as for ``merge_along_columns``.
+    x as for ``cast_along_rows``.
     """
     column += left
+    row = first_row + tl.arange(0, ROWS)
+    offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
     if is_merged(FORM):
-        if ALONG_ROWS:
-            merge_along_rows(
-                x, 0, row, column, mask, rows, left + columns, rows, width, row_data_ptr, row_scales_ptr,
-                FORM, ROUNDING, HARDWARE, COLUMNS,
-            )  # fmt: skip
-        if ALONG_COLUMNS:
-            merge_along_columns(
-                x, code, group_code, first_row, column, rows, left + columns, rows, column_data_ptr,
-                ROUNDING, HARDWARE, COLUMNS,
-            )  # fmt: skip
-    else:
-        offsets = (row * width)[:, None] + (column + tl.arange(0, COLUMNS))[None, :]
-        if ALONG_ROWS:
-            cast_along_rows(
-                x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
-                FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
-            )  # fmt: skip
-        if ALONG_COLUMNS:
-            cast_along_columns(
-                x, first_row, column, offsets, mask, rows, left + columns, rows,
-                column_data_ptr, column_scales_ptr, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
-            )  # fmt: skip
-
-
-@triton.jit
-def _store_groups(
-    four_codes, first_row, column, rows, columns, left, width, scales_ptr, FORM: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """``store_groups_of_columns`` for a matrix as in ``_store_casts``."""
-    return store_groups_of_columns(
-        four_codes, first_row, left + column, rows, left + columns, rows, width, scales_ptr, FORM, COLUMNS
-    )
+        merge_along_rows(
+            x, row, column, mask, first_row, rows, left + columns, rows, width, row_data_ptr, row_scales_ptr,
+            FORM, ROUNDING, HARDWARE, COLUMNS, 1, False,
+        )  # fmt: skip
+    elif ALONG_ROWS:
+        cast_along_rows(
+            x, first_row, column, offsets, mask, rows, left + columns, width, row_data_ptr, row_scales_ptr,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
+    if ALONG_COLUMNS:
+        cast_along_columns(
+            x, first_row, column, offsets, mask, rows, left + columns, rows, column_data_ptr, column_scales_ptr,
+            FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -131,32 +92,18 @@ def _swiglu_cast_kernel(
     FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr, HARDWARE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = 32 if is_merged(FORM) else ROWS
     first_row, column = tile_start(columns, ROWS, COLUMNS)
+    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (across < columns)[None, :]
+    gate = _load(gate_ptr, gate_stride, row, across, mask)
+    up = _load(up_ptr, up_stride, row, across, mask)
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
-    four_codes = tl.zeros((COLUMNS,), tl.int32)
-    group_codes = four_codes
-    if is_merged(FORM) and ALONG_COLUMNS:
-        for chunk in range(ROWS // CHUNK):
-            row, across, mask, gate, up = _inputs(
-                gate_ptr, up_ptr, gate_stride, up_stride, first_row + chunk * CHUNK, column, rows, columns,
-                FORM, CHUNK, COLUMNS,
-            )  # fmt: skip
-            four_codes |= codes_of_32_rows(swiglu(gate * sigmoid(gate), up, DTYPE), ROUNDING) << chunk * 8
-        group_codes = _store_groups(
-            four_codes, first_row, column, rows, columns, 0, columns, column_scales_ptr, FORM, COLUMNS
-        )
-    for chunk in range(ROWS // CHUNK):
-        start = first_row + chunk * CHUNK
-        row, across, mask, gate, up = _inputs(
-            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, FORM, CHUNK, COLUMNS
-        )
-        h = swiglu(gate * sigmoid(gate), up, DTYPE)
-        _store_casts(
-            h, row, start, column, mask, rows, columns, 0, columns,
-            row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr, ALONG_ROWS, ALONG_COLUMNS,
-            FORM, ROUNDING, ELEMENT, HARDWARE, CHUNK, COLUMNS, (four_codes >> chunk * 8) & 255, group_codes,
-        )  # fmt: skip
+    h = swiglu(gate * sigmoid(gate), up, DTYPE)
+    _store_casts(
+        h, first_row, column, mask, rows, columns, 0, columns,
+        row_data_ptr, row_scales_ptr, column_data_ptr, column_scales_ptr,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -166,93 +113,55 @@ def _swiglu_backward_cast_kernel(
     dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
     h_data_ptr, h_scales_ptr, rows, columns, dh_stride, gate_stride, up_stride, dup_left, width,
     ALONG_ROWS: tl.constexpr, ALONG_COLUMNS: tl.constexpr, H_COLUMNS: tl.constexpr, JOINED: tl.constexpr,
-    H_ELEMENT: tl.constexpr, H_FORM: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
+    H_ELEMENT: tl.constexpr, FORM: tl.constexpr, ROUNDING: tl.constexpr, ELEMENT: tl.constexpr,
     HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    CHUNK: tl.constexpr = 32 if is_merged(FORM) else ROWS
     first_row, column = tile_start(columns, ROWS, COLUMNS)
+    row, across = first_row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (across < columns)[None, :]
     DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    # A thread's registers hold silu and one result at a time, so dh and up are loaded again, from the L1 cache.
+    gate = _load(gate_ptr, gate_stride, row, across, mask)
+    up = _load(up_ptr, up_stride, row, across, mask)
+    dh = _load(dh_ptr, dh_stride, row, across, mask)
+    s = sigmoid(gate)
+    silu = gate * s
+    _store_casts(
+        swiglu_dgate(silu, s, up, dh, DTYPE), first_row, column, mask, rows, columns, 0, width,
+        dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    dh = _load(dh_ptr, dh_stride, row, across, mask)
     if JOINED:
         dup_row_data_ptr, dup_row_scales_ptr = dgate_row_data_ptr, dgate_row_scales_ptr
         dup_column_data_ptr, dup_column_scales_ptr = dgate_column_data_ptr, dgate_column_scales_ptr
-    dgate_codes = tl.zeros((COLUMNS,), tl.int32)
-    dup_codes, h_codes = dgate_codes, dgate_codes
-    dgate_groups, dup_groups, h_groups = dgate_codes, dgate_codes, dgate_codes
-    if is_merged(FORM) and (ALONG_COLUMNS or H_COLUMNS):
-        for chunk in range(ROWS // CHUNK):
-            row, across, mask, gate, up = _inputs(
-                gate_ptr, up_ptr, gate_stride, up_stride, first_row + chunk * CHUNK, column, rows, columns,
-                FORM, CHUNK, COLUMNS,
-            )  # fmt: skip
-            s = sigmoid(gate)
-            silu = gate * s
-            if H_COLUMNS:
-                h_codes |= codes_of_32_rows(swiglu(silu, up, DTYPE), ROUNDING) << chunk * 8
-            if ALONG_COLUMNS:
-                dh = _load(dh_ptr, dh_stride, row, across, mask)
-                dup_codes |= codes_of_32_rows(swiglu(silu, dh, DTYPE), ROUNDING) << chunk * 8
-                dgate_codes |= codes_of_32_rows(swiglu_dgate(silu, s, up, dh, DTYPE), ROUNDING) << chunk * 8
-        if ALONG_COLUMNS:
-            dgate_groups = _store_groups(
-                dgate_codes, first_row, column, rows, columns, 0, width, dgate_column_scales_ptr, FORM, COLUMNS
-            )
-            dup_groups = _store_groups(
-                dup_codes, first_row, column, rows, columns, dup_left, width, dup_column_scales_ptr, FORM, COLUMNS
-            )
-        if H_COLUMNS:
-            h_groups = _store_groups(
-                h_codes, first_row, column, rows, columns, 0, columns, h_scales_ptr, H_FORM, COLUMNS
-            )
-    for chunk in range(ROWS // CHUNK):
-        start = first_row + chunk * CHUNK
-        row, across, mask, gate, up = _inputs(
-            gate_ptr, up_ptr, gate_stride, up_stride, start, column, rows, columns, FORM, CHUNK, COLUMNS
-        )
-        # A thread's registers hold silu and one result at a time, so dh and up are loaded again, from the L1 cache.
-        dh = _load(dh_ptr, dh_stride, row, across, mask)
-        s = sigmoid(gate)
-        silu = gate * s
+    _store_casts(
+        swiglu(silu, dh, DTYPE), first_row, column, mask, rows, columns, dup_left, width,
+        dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
+        ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, ROWS, COLUMNS,
+    )  # fmt: skip
+    if H_COLUMNS:
+        up = _load(up_ptr, up_stride, row, across, mask)
         _store_casts(
-            swiglu_dgate(silu, s, up, dh, DTYPE), row, start, column, mask, rows, columns, 0, width,
-            dgate_row_data_ptr, dgate_row_scales_ptr, dgate_column_data_ptr, dgate_column_scales_ptr,
-            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, CHUNK, COLUMNS,
-            (dgate_codes >> chunk * 8) & 255, dgate_groups,
+            swiglu(silu, up, DTYPE), first_row, column, mask, rows, columns, 0, columns,
+            None, None, h_data_ptr, h_scales_ptr, False, True, FORM, ROUNDING, H_ELEMENT, HARDWARE, ROWS, COLUMNS,
         )  # fmt: skip
-        dh = _load(dh_ptr, dh_stride, row, across, mask)
-        _store_casts(
-            swiglu(silu, dh, DTYPE), row, start, column, mask, rows, columns, dup_left, width,
-            dup_row_data_ptr, dup_row_scales_ptr, dup_column_data_ptr, dup_column_scales_ptr,
-            ALONG_ROWS, ALONG_COLUMNS, FORM, ROUNDING, ELEMENT, HARDWARE, CHUNK, COLUMNS,
-            (dup_codes >> chunk * 8) & 255, dup_groups,
-        )  # fmt: skip
-        if H_COLUMNS:
-            up = _load(up_ptr, up_stride, row, across, mask)
-            _store_casts(
-                swiglu(silu, up, DTYPE), row, start, column, mask, rows, columns, 0, columns,
-                None, None, h_data_ptr, h_scales_ptr, False, True,
-                H_FORM, ROUNDING, H_ELEMENT, HARDWARE, CHUNK, COLUMNS,
-                (h_codes >> chunk * 8) & 255, h_groups,
-            )  # fmt: skip
 
 
 def _tile(along_columns: bool, backward: bool, form: str) -> tuple[int, int, int]:
     """Return (rows, columns, warps) per program."""
     if not along_columns:
         return 32, 128, 8
-    if is_read_twice(along_columns, form):
-        return 128, 128, 4
     if form == "image":
         return (32, 64, 2)
     # One warp holds whole columns, so neither their maxima nor transposed codes pass between warps.
     return (32, 64, 1) if backward else (32, 128, 1)
 
 
-def _launch(
-    kernel, results, tensors, numbers, along_columns, backward, element, scale_rounding, form, **constants
-) -> Launch:
+def _launch(kernel, results, tensors, numbers, tile, element, scale_rounding, form, **constants) -> Launch:
     """The launch of ``kernel`` over tiles of the matrix that ``tensors`` begins with."""
     x = tensors[0]
-    rows_at_once, columns_at_once, warps = _tile(along_columns, backward, form)
+    rows_at_once, columns_at_once, warps = tile
     constants |= dict(
         FORM=form, ROUNDING=scale_rounding, ELEMENT=element, HARDWARE=converts_fp8(x),
         ROWS=rows_at_once, COLUMNS=columns_at_once, num_warps=warps,
@@ -280,7 +189,7 @@ def _forward(
         return flat(*results), None
     return flat(*results), _launch(
         _swiglu_cast_kernel, results, (gate, up), (gate.stride(0), up.stride(0)),
-        along_columns, False, element, scale_rounding, form,
+        _tile(along_columns, False, form), element, scale_rounding, form,
         ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns,
     )  # fmt: skip
 
@@ -303,23 +212,30 @@ def _backward(
     left, width = (columns, 2 * columns) if joined else (0, columns)
     dgate = _casts(gate, width, along_rows, along_columns, element, form)
     dup = (None,) * 4 if joined else _casts(gate, width, along_rows, along_columns, element, form)
-    h_form = form_of_input(form)
-    h = _casts(gate, columns, False, h_columns, h_element, h_form)[2:]
+    h = _casts(gate, columns, False, h_columns, h_element, form)[2:]
     results = flat(*dgate, *dup, *h)
     if gate.numel() == 0:
         return results, None
     return results, _launch(
         _swiglu_backward_cast_kernel, (*dgate, *dup, *h), (dh, gate, up),
         (dh.stride(0), gate.stride(0), up.stride(0), left, width),
-        along_columns or h_columns, True, element, scale_rounding, form,
+        _tile(along_columns or h_columns, True, form), element, scale_rounding, form,
         ALONG_ROWS=along_rows, ALONG_COLUMNS=along_columns, H_COLUMNS=h_columns, JOINED=joined, H_ELEMENT=h_element,
-        H_FORM=h_form,
     )  # fmt: skip
 
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:
     # Rows may lie at any distance: gate and up may be halves of one matrix.
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def is_fused(along_columns: bool, form: str) -> bool:
+    """Return whether the kernels write such casts.
+
+    Of merged forms along columns, whose groups have 128 rows, a program cannot hold the casts of three matrices: from
+    matrices that are stored in between they took 1.7 ms, in one kernel 4.1 (16384 x 14336, H200).
+    """
+    return not (along_columns and is_merged(form))
 
 
 swiglu_cast = register_op(
@@ -329,7 +245,8 @@ swiglu_cast = register_op(
 )
 """The casts of h = silu(gate) * up along its rows and along its columns, in this order where they are wanted.
 
-gate, up: bf16 or fp32 [T, H], H a multiple of 32, both of one dtype, with any distance between rows.
+gate, up: bf16 or fp32 [T, H], H a multiple of 32, both of one dtype, with any distance between rows. For merged forms
+H is a multiple of 128, and casts are along rows.
 """
 swiglu_backward_cast = register_op(
     "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, bool along_rows, bool along_columns, bool h_columns,"
@@ -338,6 +255,5 @@ swiglu_backward_cast = register_op(
 )
 """The casts of dgate, then of dup, then of h along its columns if ``h_columns``. dh: like gate.
 
-``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two. ``element`` and ``form`` are those of the
-gradients.
+``joined`` casts [dgate, dup], [T, 2 H], as one matrix instead of two. ``element`` is that of the gradients.
 """
