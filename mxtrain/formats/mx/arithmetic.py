@@ -235,18 +235,57 @@ def code_in_group(code):
 
 
 @triton.jit
+def _merge_factor(code, group):
+    """Factor (fp32) from the grid of a block's scale ``code`` to that of ``group``; NaN for a block with a NaN."""
+    shift = tl.minimum(tl.maximum(code - group, -_FARTHEST), 0)
+    return tl.where(code == 255, 0x7FC00000, (shift + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def merged_codes(y, code, group, HARDWARE: tl.constexpr):
     """Codes of y (fp32), rounded to E4M3 for a block with scale ``code``, then once more for the scale ``group``.
 
     ``code`` and ``group`` (int32) broadcast to y. See ``mxtrain.formats.mx.merged.merge``.
     """
-    shift = tl.minimum(tl.maximum(code - group, -_FARTHEST), 0)
-    factor = tl.where(code == 255, 0x7FC00000, (shift + 127) << 23).to(tl.float32, bitcast=True)
+    factor = _merge_factor(code, group)
     if HARDWARE:
         # fp16 holds E4M3. Products that it rounds are below 2^-20, and E4M3 rounds them to zero.
         return (y.to(tl.float8e4nv).to(tl.float16) * factor.to(tl.float16)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         return element_codes(round_to_element(y, "e4m3") * factor, "e4m3", False)
+
+
+@triton.jit
+def merged_words(y0, y1, y2, y3, code, group, HARDWARE: tl.constexpr):
+    """``merged_codes`` of four rows in one word (int32), those of y0 in its lowest byte."""
+    if HARDWARE:
+        # Triton 3.6 makes words of bytes with halves of registers that are undefined, and ptxas miscompiles them.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            .reg .b32 first, last, factor;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 last, high;
+            cvt.rn.f16x2.f32 factor, $5, $5;
+            mul.f16x2 first, first, factor;
+            mul.f16x2 last, last, factor;
+            cvt.rn.satfinite.e4m3x2.f16x2 low, first;
+            cvt.rn.satfinite.e4m3x2.f16x2 high, last;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f,f",
+            [y0, y1, y2, y3, _merge_factor(code, group)],
+            tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        words = merged_codes(y0, code, group, False).to(tl.int32)
+        words |= merged_codes(y1, code, group, False).to(tl.int32) << 8
+        words |= merged_codes(y2, code, group, False).to(tl.int32) << 16
+        return words | (merged_codes(y3, code, group, False).to(tl.int32) << 24)
 
 
 @triton.jit

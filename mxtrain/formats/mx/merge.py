@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from mxtrain.formats.cast_kernels import block_amax, shares_tile
-from mxtrain.formats.mx.arithmetic import code_in_group, codes_of_columns, inverse_scale, merged_codes, scale_code
+from mxtrain.formats.mx.arithmetic import (
+    code_in_group,
+    codes_of_columns,
+    inverse_scale,
+    merged_codes,
+    merged_words,
+    scale_code,
+)
 
 
 @triton.jit
@@ -70,10 +77,15 @@ def merge_along_columns(
         _store_group_scales(scales_ptr, of_column, out_row, group, columns, groups, end_column, end_group, FORM, False)
     held: tl.constexpr = (AT_ONCE, 4, 32 // AT_ONCE, COLUMNS)
     # Axes come back in the order opposite to that of the maxima, which costs no exchange between threads.
-    y = tl.reshape(x, held) * inverse_scale(code, ROUNDING)[:, None, :][None]
-    codes = merged_codes(y, code[:, None, :][None], of_groups[None, :][:, None, :][None], HARDWARE)
-    codes = tl.reshape(codes, (AT_ONCE // 4, 4, 128 // AT_ONCE, COLUMNS)).to(tl.int32)
-    words = tl.sum(codes << (tl.arange(0, 4) * 8)[None, :, None, None], 1)
+    code, of_groups = code[:, None, :][None], of_groups[None, :][:, None, :][None]
+    y = tl.reshape(x, held) * inverse_scale(code, ROUNDING)
+    even, odd = tl.split(tl.permute(tl.reshape(y, (AT_ONCE // 4, 2, 2, 128 // AT_ONCE, COLUMNS)), (0, 3, 4, 1, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    of_words: tl.constexpr = (AT_ONCE // 4, 4, 32 // AT_ONCE, COLUMNS)
+    code = tl.reshape(tl.broadcast_to(code, of_words), first.shape)
+    of_groups = tl.reshape(tl.broadcast_to(of_groups, of_words), first.shape)
+    words = merged_words(first, second, third, fourth, code, of_groups, HARDWARE)
     words = tl.reshape(tl.permute(words, (2, 1, 0)), (COLUMNS, 32))
     word = (first_row // 4 + tl.arange(0, 32))[None, :]
     # The last group is padded with zeros.
