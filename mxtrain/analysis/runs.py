@@ -207,7 +207,7 @@ def _load_text(path: Path) -> dict[str, str]:
         own = kept["identity"] | {"validation": kept.get("validation_text")}
         return {name: str(value) for name, value in own.items() if value is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # an earlier version wrote none
+        return {}  # the file is missing or damaged
 
 
 def names(runs: list[Run]) -> list[str]:

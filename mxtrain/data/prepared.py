@@ -12,7 +12,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 from heapq import heappop, heappush
@@ -200,9 +200,7 @@ def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
     """
     try:
         summary = read_json(folder / SUMMARY)
-        known = {field.name for field in fields(TextReport)}  # an earlier version wrote more
-        found = {name: value for name, value in summary["report"].items() if name in known}
-        report = TextReport(**found | {"folder": str(folder)})
+        report = TextReport(**summary["report"] | {"folder": str(folder)})
         tokens, rows = {}, _rows(folder) if (folder / TOKENS).exists() else None
         for split, facts in summary["tokens"].items():
             tokens[split] = open_parts(folder, facts) if rows is None else _column(rows, split, **facts)

@@ -9,12 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from mxtrain.checkpoints.run_folder import CONFIG_FILE, FACTS_FILE
 from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Field, Known, Settings, flat
-from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.titan import known_fields, require_all_fields, unknown
 
 HELP_ALL = "--help-all"
@@ -22,10 +20,10 @@ HELP_FLAGS = ("-h", "--help", HELP_ALL)
 OWN_MODULE = "mxtrain.titan.job_config"
 
 
-def read_settings(arguments: list[str], trains: bool = True) -> Settings:
+def read_settings(arguments: list[str]) -> Settings:
     """Read and check the settings in ``arguments``: TorchTitan's flags, with ``--job.config_file`` among them.
 
-    Flags override the TOML file, which may extend others. ``trains``: see ``removed.in_this_version``.
+    Flags override the TOML file, which may extend others.
 
     Raises:
         ConfigError: for a mistake that shows without the machine and the model. It names the setting, and the file and
@@ -34,8 +32,6 @@ def read_settings(arguments: list[str], trains: bool = True) -> Settings:
     require_all_fields()
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
-    if path is not None and Path(path).name == CONFIG_FILE and (Path(path).parent / FACTS_FILE).exists():
-        config = in_this_version(config, trains)  # a run's own, which an earlier version may have written
     search_beside(path)
     with places(arguments):
         module = _custom_module(arguments, config)

@@ -17,7 +17,6 @@ from typing import Literal
 from mxtrain.errors import ConfigError, closest
 from mxtrain.settings.fields import Field, Known, classes_in, declarations, fields_of
 from mxtrain.settings.releases import lacks, package_folder, release
-from mxtrain.settings.removed import SETTINGS
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.types import (
     Amount,
@@ -160,13 +159,9 @@ def known_fields(custom: type | None = None) -> Known:
 
 def unknown(name: str, known: Mapping[str, Field], is_table: bool = False) -> ConfigError:
     """The error for a setting or a table that does not exist, with what to do instead, or the closest name."""
-    for table, why in (
-        (SETTINGS, "no longer exists"),
-        (release().gone, f"is not a setting of TorchTitan {version('torchtitan')}"),
-    ):
-        for gone, instead in table.items():
-            if f"{name}.".startswith(f"{gone}."):
-                return ConfigError(f"{name} {why}: {instead}")
+    for gone, instead in release().gone.items():
+        if f"{name}.".startswith(f"{gone}."):
+            return ConfigError(f"{name} is not a setting of TorchTitan {version('torchtitan')}: {instead}")
     if is_table:
         tables = {other if known[other].kind == "table" else other.rpartition(".")[0] for other in known}
         close = closest(name, tables)

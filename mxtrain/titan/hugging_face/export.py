@@ -26,8 +26,7 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import places, read_settings
-from mxtrain.settings.removed import in_this_version
-from mxtrain.settings.resume import other_defaults, with_own_rounding
+from mxtrain.settings.resume import other_defaults
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.job_config import check_model
@@ -112,17 +111,17 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     config = folder / CONFIG_FILE
     if not os.path.isfile(config):  # False for a name that is too long, too
         raise ConfigError(f"RUN = {str(folder)!r} {no_run(folder)}")
-    own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"], trains=False)
+    own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"])
     checkpoint, manifest = find_checkpoint(folder, own["checkpoint.folder"], step)
     # The checkpoint's settings: the run may have resumed with others since, and this version may have other defaults.
     with TemporaryDirectory() as temporary:
         config, defaults = Path(temporary, CONFIG_FILE), Path(temporary, "defaults.toml")
         dump_config(other_defaults(own.known, manifest.defaults), defaults)
-        dump_config({"extends": defaults.name, **in_this_version(manifest.settings, trains=False)}, config)
+        dump_config({"extends": defaults.name, **manifest.settings}, config)
         # This machine may lack the mode of the training. Other modes have the same codes, "fp8_merged" before merging.
         arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
         with places(arguments):
-            settings = with_own_rounding(read_settings(arguments), manifest.versions)
+            settings = read_settings(arguments)
             check_model(settings.values)
     model, weights = engine().SizedModel.of_job(settings.values), SavedWeights(checkpoint)
     # In TorchTitan 0.2.2 one process has no FSDP.
