@@ -53,10 +53,6 @@ def load_config(path: str | os.PathLike) -> dict:
     ``path`` and the path in ``extends`` may also be the name of a preset (see ``config_path``). The path in ``extends``
     is relative to the file that contains it. The base file may extend another file.
     Tables are merged key by key. Any other value, lists included, replaces the value in the base file.
-
-    Raises:
-        ConfigError: a file is missing, unreadable or not TOML (the message gives line and column), or files
-            extend each other in a circle.
     """
     return _load(config_path(path), ())
 

@@ -137,10 +137,7 @@ def rendered(figure, form: str) -> bytes:
 
 
 def save_picture(figure, path: str | os.PathLike) -> Path:
-    """Write ``figure`` to ``path`` at once, or leave the file as it was, and return ``path``.
-
-    Raises ConfigError if ``path`` is no PNG, SVG or PDF, or cannot be written.
-    """
+    """Write ``figure`` to ``path`` at once, or leave the file as it was, and return ``path``."""
     path = Path(path)
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"the picture {str(path)!r} is not a PNG, SVG or PDF; end its name in .png, .svg or .pdf")
@@ -169,8 +166,6 @@ def plot(
         smooth: number of neighboring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
             of the longest curve. The plot states it.
         x: the x-axis.
-
-    Raises ConfigError if ``path`` is no PNG, SVG or PDF, or cannot be written, or if a run has not logged ``x``.
     """
     found = [curves(run, x) for run in runs]
     points = window(max((losses for losses, *_ in found), key=len), smooth)

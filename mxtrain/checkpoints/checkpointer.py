@@ -98,9 +98,6 @@ class Checkpointer:
 
         Args:
             step: not used; ``start`` follows from the same setting.
-
-        Raises:
-            ConfigError: as ``mxtrain.checkpoints.storage.load``, for a checkpoint of another model too.
         """
         settings, checkpoint = self._settings, self._run.start.checkpoint
         if not settings.enable:

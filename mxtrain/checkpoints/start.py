@@ -61,10 +61,7 @@ class Start:
 
 
 def require_folder(name: object) -> Path:
-    """Return ``job.dump_folder`` as a path, with the user's home for "~".
-
-    Raises ConfigError if it is not a name, for example empty.
-    """
+    """Return ``job.dump_folder`` as a path, with the user's home for "~"."""
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise ConfigError(f"job.dump_folder = {name!r} is not the name of a folder; write one such as outputs/a")
     return Path(os.path.expanduser(name))
@@ -87,12 +84,7 @@ def resumed_step(folder: Path, checkpoint) -> int:
 
 
 def find_start(folder: Path, checkpoint, processes: int) -> Start:
-    """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
-
-    Raises:
-        ConfigError: if the run would replace results, start at step 1 although the folder holds checkpoints, fail to
-            load its checkpoint, or ignore a setting; and if all checkpoints are damaged, or the folder cannot be read.
-    """
+    """Return where a run with these settings and this number of processes starts in ``folder``, which may not exist."""
     try:
         saved = Checkpoints(folder / checkpoint.folder)
         if checkpoint.create_seed_checkpoint:

@@ -165,8 +165,6 @@ def variant_of(words: str) -> tuple[str, str, list[str]]:
     """Return name, config and flags of ``[NAME=]CONFIG [FLAGS]``, which is one word of the command line.
 
     Without NAME, the name is that of the config file, followed by the flags.
-
-    Raises ConfigError if CONFIG is missing, or a quote is not closed.
     """
     try:
         first, *flags = shlex.split(words) or [""]
@@ -190,8 +188,6 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
         seeds: number of seeds: 0, 1, ...
         rates: learning rates; empty for that of each config.
         flags: for every run; those of a variant override them.
-
-    Raises ConfigError for two runs of one name, and for a flag that the comparison sets itself.
     """
     found = [variant_of(words) for words in variants]
     own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
@@ -209,10 +205,7 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
 
 
 def device_shares(devices: int) -> list[str | None]:
-    """Cut the machine into shares of ``devices`` GPUs: values of CUDA_VISIBLE_DEVICES; one None on a CPU.
-
-    Raises ConfigError if there are too few GPUs.
-    """
+    """Cut the machine into shares of ``devices`` GPUs: values of CUDA_VISIBLE_DEVICES; one None on a CPU."""
     from mxtrain.cli.launch import accelerator_count
 
     count = accelerator_count()
@@ -226,7 +219,7 @@ def device_shares(devices: int) -> list[str | None]:
 
 
 def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True) -> "dict[str, Settings]":
-    """Return the settings of all runs by name. Raises ConfigError for a mistake in them."""
+    """Return the settings of all runs by name."""
     from mxtrain.settings.machine import Machine
     from mxtrain.settings.read import places, read_settings
     from mxtrain.titan.job_config import check_job  # takes seconds
@@ -340,10 +333,7 @@ def _say(text: str) -> None:
 
 
 def show(rows: list[dict], notes: list[str], folder: Path, baseline: str | None, variants: Sequence[str] = ()) -> None:
-    """Print the tables of ``rows`` with ``notes``, and write them and the figures into ``folder``.
-
-    Raises ConfigError if nothing can be compared, or a file cannot be written.
-    """
+    """Print the tables of ``rows`` with ``notes``, and write them and the figures into ``folder``."""
     from mxtrain.analysis.comparison import compare
     from mxtrain.analysis.comparison_figures import differences_svg, markdown
 

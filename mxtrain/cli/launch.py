@@ -91,10 +91,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
 
 
 def process_count(environment: Mapping[str, str], devices: int) -> int:
-    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU.
-
-    Raises ConfigError if NGPU is not a positive integer, or more than there are accelerators.
-    """
+    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU."""
     text = environment.get("NGPU") or str(max(devices, 1))
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ConfigError(f"NGPU = {text!r} is not a number of processes; allowed is 1, 2, ...")

@@ -46,9 +46,6 @@ class Converter(ABC):
 
     Attributes:
         filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None keeps none.
-
-    Raises:
-        ConfigError: for a wrong setting.
     """
 
     name: ClassVar[str]
@@ -70,12 +67,7 @@ class Converter(ABC):
 
     @abstractmethod
     def plan(self, survey: Survey) -> Plan:
-        """Return what every module that this converter looks at becomes, or why it stays.
-
-        Raises:
-            ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
-                nothing to convert.
-        """
+        """Return what every module that this converter looks at becomes, or why it stays."""
 
     def _kept(self, survey: Survey) -> dict[str, str]:
         """The modules that the user named, and those that no converter can swap -> the reason to keep them."""
@@ -450,11 +442,7 @@ CONVERTERS = {
 
 
 def get_converter(name: str, settings: Mapping) -> Converter:
-    """The converter of this name with these settings; None stands for a setting's default.
-
-    Raises:
-        ConfigError: for an unknown name, a setting that the converter does not have, or a wrong value.
-    """
+    """The converter of this name with these settings; None stands for a setting's default."""
     require_one_of("converter", name, CONVERTERS)
     known = [setting.name for setting in fields(CONVERTERS[name])]
     for setting, value in settings.items():

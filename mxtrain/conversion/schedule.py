@@ -36,10 +36,6 @@ def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entrie
         model: a model whose modules are swapped, before it is split or wrapped.
         feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
         entries: of the schedule.
-
-    Raises:
-        ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
-            its patterns selects, two entries change the same thing at the same step, or a layer does not take a recipe.
     """
     layers = _Layers(model, feeds)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]

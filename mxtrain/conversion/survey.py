@@ -112,11 +112,7 @@ def matches(fqn: str, pattern: str) -> bool:
 
 
 def selected(fqns: Collection[str], pattern: str, field: str) -> list[str]:
-    """The modules among ``fqns`` that ``pattern`` matches.
-
-    Raises:
-        ConfigError: with the name of the setting, ``field``, if there are none.
-    """
+    """The modules among ``fqns`` that ``pattern`` matches."""
     if not isinstance(pattern, str):
         raise ConfigError(f"{field}: {pattern!r} is not the name of a module: write a string such as 'layers.0'")
     hits = [fqn for fqn in fqns if matches(fqn, pattern)]
@@ -146,10 +142,6 @@ def survey(
 
     Args:
         example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids.
-
-    Raises:
-        ConfigError: if the model is wrapped, sharded or compiled, or the forward pass fails, or for ``example_inputs``
-            that are neither a tuple nor a mapping.
     """
     _refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.

@@ -60,9 +60,6 @@ class TokenDataset(IterableDataset):
         infinite: continue with the next epoch after the first. False stops before it, and leaves out the chunks that do
             not fill a batch on every rank, so that all ranks get the same number of batches.
         section: TOML section of the settings, for error messages.
-
-    Raises:
-        ConfigError: the text is too short for one batch per rank.
     """
 
     def __init__(
@@ -160,7 +157,7 @@ class RunData:
     def keep(self) -> None:
         """Write ``data.json`` and the tokenizer, unless a checkpoint will be loaded, whose data is compared first.
 
-        A loader that starts anew loads no such state. Raises ConfigError if it has another tokenizer than the run.
+        A loader that starts anew loads no such state.
         """
         checkpoint = self._job.checkpoint
         found = (self._folder / checkpoint.folder).glob("step-*")
@@ -291,12 +288,7 @@ class RunLoader(Loader):
         return {"samples": self._samples, "data": json.dumps(data), "streams": streams}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue at the state of a checkpoint.
-
-        Raises:
-            ConfigError: the checkpoint is of a run with other data or in another order, or of a stream that other
-                numbers of workers or, with workers, of data-parallel ranks read.
-        """
+        """Continue at the state of a checkpoint."""
         kept = json.loads(state["data"])
         self._data.go_on(kept)
         if self._is_stream:

@@ -147,9 +147,6 @@ def prepare(
         progress: called with a line at every stage of a build, and not called when loading.
         stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
             Streamed text is not tokenized here.
-
-    Raises:
-        ConfigError: the text or the tokenizer is missing, unreadable or empty, or the cache cannot be written.
     """
     if stream is None:
         require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
@@ -194,9 +191,6 @@ def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
     """Load the prepared text in ``folder``.
 
     ``tokenizer_path`` is the folder of the tokenizer; "" stands for the one with which the text was tokenized.
-
-    Raises:
-        ConfigError: files are missing or damaged, or the text was tokenized with another tokenizer.
     """
     try:
         summary = read_json(folder / SUMMARY)

@@ -49,9 +49,6 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
     Returns:
         The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
         local files' names and times; None where it is not known.
-
-    Raises:
-        ConfigError: ``path`` is empty, or the dataset, configuration or split cannot be opened.
     """
     if not path:
         raise ConfigError(
@@ -238,10 +235,7 @@ class FirstSequences(IterableDataset):
 
 
 def training_stream(job_config, tokenizer, rank: tuple[int, int]) -> tuple[Stream, str | None]:
-    """Return one rank's part of the training stream, without the documents held out for validation, and its version.
-
-    Raises ConfigError if some of the data loader's workers would have nothing to read.
-    """
+    """Return one rank's part of the training stream, without the documents held out for validation, and its version."""
     path = job_config.training.dataset_path or ""
     return _open(job_config, "training", path, "train", held_out_share(job_config), tokenizer, rank, infinite=True)
 
@@ -252,11 +246,6 @@ def validation_stream(
     """Return one rank's part of the documents held out of the training stream, or of another stream's validation split.
 
     ``note`` is called with a line when the documents are read.
-
-    Raises:
-        ConfigError: with ``validation.steps = -1``, if the end of the stream is too far away, or reached by ranks at
-            different steps; if no document is held out; and if some of the data loader's workers would have nothing
-            to read.
     """
     training, settings, share = job_config.training, job_config.validation, job_config.data.validation_share
     path = settings.dataset_path or (training.dataset_path if training.dataset == "hf" else "") or ""

@@ -27,9 +27,6 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
         run: the run's folder.
         folder: the folder of its checkpoints, in ``run``.
         step: None takes the newest whole checkpoint.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it is damaged.
     """
     saved = Checkpoints(run / folder)
     if not saved.whole:
@@ -53,11 +50,7 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
 
 
 class SavedWeights:
-    """The weights in a checkpoint of any layout, read one at a time on the CPU.
-
-    Raises:
-        ConfigError: the checkpoint's list of its tensors cannot be read.
-    """
+    """The weights in a checkpoint of any layout, read one at a time on the CPU."""
 
     def __init__(self, checkpoint: Path):
         self._checkpoint = checkpoint

@@ -40,9 +40,6 @@ class ImportedWeights:
     Args:
         saved: the model's tensors.
         places: name of every parameter -> its place in the model.
-
-    Raises:
-        ConfigError: the tensors are not those of the model.
     """
 
     def __init__(self, saved: SavedTensors, places: Mapping[str, Parameter]):
@@ -57,7 +54,7 @@ class ImportedWeights:
         """Number of parameters. A weight with two names counts once"""
 
     def __getitem__(self, fqn: str) -> torch.Tensor:
-        """Return a parameter, fp32. Raises ConfigError if it is not finite."""
+        """Return a parameter, fp32."""
         place = self._places[fqn]
         if not place.names:  # the head, which has the embedding's weight
             return self._saved[EMBEDDING]
@@ -76,9 +73,6 @@ def run_settings(config: Path | None, own: dict[str, object], positions: int, ta
         positions: the model's number of positions.
         target: the run's folder.
         longer_than: the sequences of DEFAULTS get longer than this.
-
-    Raises:
-        ConfigError: the file says another model than the one that is imported.
     """
     length = f"{SECTION}.max_seq_len"
     if config is None:

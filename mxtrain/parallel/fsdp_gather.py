@@ -113,9 +113,6 @@ class CodeGather:
         parts: the model, or its stages on this process, after ``fully_shard``.
         shards: number of FSDP's shards of a weight.
         expert_shards: the same for the weights of experts.
-
-    Raises:
-        ConfigError: no weight can be gathered as codes.
     """
 
     def __init__(self, parts: Sequence[nn.Module], shards: int, expert_shards: int):

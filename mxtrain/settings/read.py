@@ -23,11 +23,8 @@ OWN_MODULE = "mxtrain.titan.job_config"
 def read_settings(arguments: list[str]) -> Settings:
     """Read and check the settings in ``arguments``: TorchTitan's flags, with ``--job.config_file`` among them.
 
-    Flags override the TOML file, which may extend others.
-
-    Raises:
-        ConfigError: for a mistake that shows without the machine and the model. It names the setting, and the file and
-            line where it stands.
+    Flags override the TOML file, which may extend others. Finds every mistake that shows without the machine and the
+    model.
     """
     require_all_fields()
     path = config_file(arguments)
@@ -42,11 +39,7 @@ def read_settings(arguments: list[str]) -> Settings:
 
 
 def settings_in(tables: Mapping, known: Known, flags: Mapping[str, object] = MappingProxyType({})) -> Settings:
-    """Check the settings in nested ``tables``, as a TOML file has them, and in ``flags``, by full name.
-
-    Raises:
-        ConfigError: for a mistake that shows without the machine and the model. It names the setting.
-    """
+    """Check the settings in nested ``tables``, as a TOML file has them, and in ``flags``, by full name."""
     values = {name: _checked(name, value, known) for name, value in flat(tables, known)}
     values |= flags
     if older := values.get("model.tokenizer_path"):
@@ -64,9 +57,6 @@ def flag_values(words: list[str], known: Mapping[str, Field]) -> dict:
 
     The rules are those of TorchTitan: the last of two flags counts, "-" and "_" in names are the same,
     ``--section.no-name`` is false. ``Field.from_words`` reads the words after a flag.
-
-    Raises:
-        ConfigError: for an unknown flag, a missing, wrong or additional value, or a word that belongs to no flag.
     """
     values = {}
     while words:
@@ -117,11 +107,7 @@ def config_file(arguments: list[str]) -> str | None:
 
 
 def import_own(setting: str, module: str) -> ModuleType:
-    """Import a user's ``module``, which ``setting`` names.
-
-    Raises:
-        ConfigError: the import fails. The message has the error, and the file and line that raised it.
-    """
+    """Import a user's ``module``, which ``setting`` names."""
     try:
         return import_module(module)
     except Exception as error:  # whatever the user's module raises

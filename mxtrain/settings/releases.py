@@ -145,7 +145,7 @@ RELEASES = {
 
 
 def release_of(found: str) -> str:
-    """Return the release among RELEASES that a version of TorchTitan belongs to. Raises ConfigError if none fits."""
+    """Return the release among RELEASES that a version of TorchTitan belongs to."""
     for name, release in RELEASES.items():
         if SpecifierSet(release.versions).contains(found, prereleases=True):
             return name

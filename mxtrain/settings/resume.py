@@ -48,11 +48,7 @@ def separated(arguments: list[str]) -> list[str]:
 
 
 def resolved(arguments: list[str]) -> list[str]:
-    """Return TorchTitan's flags for a worker's ``arguments``, which may hold ``--resume RUN``.
-
-    Raises:
-        ConfigError: as ``resumed``.
-    """
+    """Return TorchTitan's flags for a worker's ``arguments``, which may hold ``--resume RUN``."""
     words = separated(arguments)
     if FLAG not in words:
         return arguments
@@ -66,10 +62,6 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
 
     Args:
         flags: override the settings that the run had.
-
-    Raises:
-        ConfigError: ``run`` is no run's folder or holds no checkpoints, or ``flags`` name a config or a folder, or
-            hold a mistake.
     """
     if not run or run.startswith("--"):
         raise ConfigError(f"{FLAG} needs the folder of a run; write {FLAG} outputs/NAME")
@@ -96,7 +88,7 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
 def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
     """Return where a run with these settings starts in ``folder``, and what changes since then.
 
-    Arguments as for ``find_start``. Raises ConfigError as ``find_start`` and ``check_resume``.
+    Arguments as for ``find_start``.
     """
     checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes)
@@ -119,9 +111,6 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
 
     Returns:
         One line for the user for every setting, and number of processes, that changes.
-
-    Raises:
-        ConfigError: for a change that ``checkpoint.may_change`` would have to name.
     """
     if start.step == 0:
         return []

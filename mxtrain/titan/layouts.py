@@ -104,8 +104,6 @@ def build_pipeline(build: Callable[[], tuple], parallel_dims, device: torch.devi
     """Return the schedule, parts and ends that TorchTitan's ``pipelining_fn`` gives, here called as ``build``.
 
     Its stages are ``Stage``. Every rank counts as the last one, because the schedule gives all of them its loss.
-
-    Raises ConfigError for layers that TorchTitan cannot divide into stages for the schedule.
     """
     with patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage):
         try:

@@ -63,9 +63,6 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
     Rank 0 also writes ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers
     are enabled. The config of a wandb run receives ``run_facts``. If wandb cannot start, a warning is logged and
     training continues.
-
-    Raises:
-        ConfigError: if the run would replace the metrics of another.
     """
     is_first = torch.distributed.get_rank() == 0
     wants_wandb = job_config.metrics.enable_wandb and (is_first or job_config.metrics.save_for_all_ranks)

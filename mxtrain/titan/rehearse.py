@@ -51,9 +51,6 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
 
     Returns:
         Lines for the user.
-
-    Raises:
-        ConfigError: for a wrong setting, and a run without such a checkpoint.
     """
     run = open_run(source, step) if (source / CONFIG_FILE).is_file() else None
     if run is None:

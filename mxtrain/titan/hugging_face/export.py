@@ -103,11 +103,7 @@ class SavedRun:
 
 
 def open_run(folder: Path, step: int | None = None) -> SavedRun:
-    """Find the checkpoint of ``step`` in the run's folder (None: the newest whole one), and read its settings.
-
-    Raises:
-        ConfigError: the folder is no run, its settings are wrong now, or it has no such checkpoint, or a damaged one.
-    """
+    """Find the checkpoint of ``step`` in the run's folder (None: the newest whole one), and read its settings."""
     config = folder / CONFIG_FILE
     if not os.path.isfile(config):  # False for a name that is too long, too
         raise ConfigError(f"RUN = {str(folder)!r} {no_run(folder)}")
@@ -130,7 +126,7 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
 
 
 def _trained(run: SavedRun, where: str) -> Trained:
-    """Return the run's checkpoint as an export sees it. Raises ConfigError, beginning with ``where``, as ``export``."""
+    """Return the run's checkpoint as an export sees it."""
     job_config = run.settings.values
     model, training = run.model, job_config.training
     require_computed_alike(model, where)

@@ -117,9 +117,6 @@ def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_m
         module: None for a name of the plan that the model does not have.
         style: the plan's.
         device_mesh: of the processes that split the module.
-
-    Raises:
-        ConfigError: for a swapped module with a style that has no counterpart here.
     """
     if isinstance(module, MXNorm | QuantizedLinear):
         for own in (GatheringNorm, Columnwise, Rowwise):
