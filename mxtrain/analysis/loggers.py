@@ -22,6 +22,7 @@ from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.runs import variant_of
 from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.checkpoints.terminal import note, show_line
+from mxtrain.errors import one_line
 from mxtrain.files import read_json, reason
 
 logger = logging.getLogger()  # TorchTitan's
@@ -229,7 +230,7 @@ class WandbLogger:
             action()
         except Exception as error:  # TimeoutError if the server does not take everything in time
             if not self.has_failed:
-                logger.warning(f"wandb failed: {first_line(error)}; training goes on, and writes metrics.jsonl")
+                logger.warning(f"wandb failed: {one_line(error)}; training goes on, and writes metrics.jsonl")
             self.has_failed = True
 
 
@@ -265,10 +266,6 @@ def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str
     found |= {f"WANDB_{name}": metrics[f"wandb_{key}"] for name, key in given.items() if metrics.get(f"wandb_{key}")}
     words = env("WANDB_RUN_TAGS") if tags is None else ",".join(tags)
     return found | ({"WANDB_TAGS": words} if words else {})
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def sync_command(folder: Path, run_id: str) -> str:

@@ -47,7 +47,6 @@ class Manifest:
     settings: dict = field(default_factory=dict)
     """The run's settings that are not defaults, as the nested tables of its config.toml"""
     versions: dict[str, str | None] = field(default_factory=dict)
-    tokenizer_sha256: str | None = None
     processes: int = 1
     defaults: dict = field(default_factory=dict)
     """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""

@@ -50,9 +50,6 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     Returns:
         0 for success, 2 for a mistake in the settings that a worker found, 1 for another failure of a worker, and
         128 + n for a stop by signal n.
-
-    Raises:
-        ConfigError: for mistakes found before any worker starts: in the config file, NGPU or the run's folder.
     """
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file is set by the first argument of 'mxtrain train'; leave the flag out")

@@ -260,7 +260,6 @@ class RunLoader(Loader):
 
     def __init__(self, dataset, rank: tuple[int, int], training, data: RunData):
         super().__init__(dataset, training)
-        self.tokenizer_sha256 = data.prepared.tokenizer_sha256
         self._rank, self._ranks = rank
         self._name, self._data = training.dataset, data
         self._samples = 0

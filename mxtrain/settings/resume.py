@@ -172,16 +172,6 @@ def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
     return {name: to_jsonable_python(field.default) for name, field in known.items() if field.resume is not None}
 
 
-def other_defaults(known: Mapping[str, Field], defaults: Mapping[str, object]) -> dict:
-    """Return the ``defaults`` that this version no longer has, by full name, as nested tables for a TOML file.
-
-    Arguments as for ``settings_before``. What was unset by default, which a file cannot say, is left out.
-    """
-    had = settings_before({}, known, defaults)
-    other = {name: value for name, value in had.given.items() if value not in (None, known[name].default)}
-    return Settings(known, other).tables()
-
-
 def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[SettingChange]:
     """Return every setting that differs, in the order of the tables, except those whose change has no effect.
 

@@ -23,7 +23,6 @@ from mxtrain.analysis.loggers import (
     ProgressLogger,
     WandbLogger,
     earlier_wandb_run,
-    first_line,
     overview,
     wandb_facts,
 )
@@ -32,7 +31,7 @@ from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.checkpoints.terminal import go_on_without, note
 from mxtrain.diagnostics.recording import Numerics
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, one_line
 from mxtrain.files import replace_file
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.model_settings import given_in
@@ -116,7 +115,7 @@ def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
         start = partial(engine().wandb_logger, place, job_config)
         to_wandb = WandbLogger(start, job_config.to_dict(), facts, earlier)
     except Exception as error:  # wandb's, for wrong settings of wandb
-        logger.warning(f"wandb did not start: {first_line(error)}; training goes on, and writes metrics.jsonl")
+        logger.warning(f"wandb did not start: {one_line(error)}; training goes on, and writes metrics.jsonl")
         return
     loggers.to_wandb = to_wandb
     loggers.add_logger(to_wandb)

@@ -39,7 +39,7 @@ def test_a_manifest_reads_back_as_written(tmp_path):
     (tmp_path / "data").write_bytes(LARGE)
     settings = {"optimizer": {"lr": 1e-3}, "model": {"converters": ["mxnorm"]}}
     record = FileRecord(len(LARGE), sha256(LARGE).hexdigest())
-    manifest = Manifest(7, True, {"data": record}, settings, {"torch": None}, "ab" * 32, 2, {"mxnorm.p": 2})
+    manifest = Manifest(7, True, {"data": record}, settings, {"torch": None}, 2, {"mxnorm.p": 2})
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest and hash_file(tmp_path / "data") == record
 

@@ -10,7 +10,7 @@ import torch
 from mxtrain.checkpoints.folder import package_versions
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER
 from mxtrain.config import dump_config
-from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer, tokenizer_hash
+from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.checkpoint import save_weights
 from mxtrain.hugging_face.import_model import EMBEDDING, HEAD, SEED, ImportedWeights, run_settings
@@ -81,8 +81,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
                 f"{where}: training.seq_len = {job_config.training.seq_len} is too short for TorchTitan to scale the "
                 f"rotation as config.json says; allowed is more than {longer_than}"
             )
-        facts = {"settings": settings, "versions": package_versions(), "tokenizer_sha256": tokenizer_hash(tokenizer)}
-        save_weights(folder / SEED, weights, weights.shapes, **facts)
+        save_weights(folder / SEED, weights, weights.shapes, settings=settings, versions=package_versions())
     return "\n".join(
         [
             f"imported  {source} as {model.name} {flavor}{f' with [{SECTION}]' if model_args else ''}, "
