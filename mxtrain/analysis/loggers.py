@@ -190,8 +190,6 @@ class WandbLogger:
 
         Args:
             start: makes TorchTitan's logger, which starts a wandb run.
-            job: the sections of the job config.
-            facts: of the run, as in run.json.
             earlier: of ``earlier_wandb_run``, which this run continues unless the user has chosen another one.
         """
         import wandb
@@ -269,11 +267,7 @@ def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str
 
 
 def sync_command(folder: Path, run_id: str) -> str:
-    """Return the command that uploads all local folders of a wandb run, in their order.
-
-    Args:
-        folder: of the training run.
-    """
+    """Return the command that uploads all local folders of a wandb run, in their order."""
     found = folder.glob(f"**/offline-run-*/run-{glob.escape(run_id)}.wandb")
     # A name begins with the second of a start, and two starts within a second differ at the end.
     places = sorted((file.resolve().parent for file in found), key=lambda place: (place.name, place))

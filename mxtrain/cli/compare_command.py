@@ -184,8 +184,6 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
     """Return the runs by name, seed after seed: after the first ones, every variant has a result.
 
     Args:
-        variants: see ``variant_of``.
-        seeds: number of seeds: 0, 1, ...
         rates: learning rates; empty for that of each config.
         flags: for every run; those of a variant override them.
     """

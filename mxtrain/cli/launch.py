@@ -43,10 +43,6 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder. What is checked here, the
     workers trust.
 
-    Args:
-        flags: TorchTitan's flags.
-        worker_flags: other flags for the workers.
-
     Returns:
         0 for success, 2 for a mistake in the settings that a worker found, 1 for another failure of a worker, and
         128 + n for a stop by signal n.

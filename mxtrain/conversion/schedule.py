@@ -35,7 +35,6 @@ def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entrie
     Args:
         model: a model whose modules are swapped, before it is split or wrapped.
         feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
-        entries: of the schedule.
     """
     layers = _Layers(model, feeds)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]
@@ -78,7 +77,6 @@ class RecipeSwitch:
     Every rank decides by the number of the step, so no rank waits.
 
     Args:
-        entries: of the run's schedule.
         model_parts: modules with the timelines of ``attach_schedule``.
         log_event: (step, text) logs the beginning or end of a change.
     """

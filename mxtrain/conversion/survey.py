@@ -138,11 +138,7 @@ def survey(
     *,
     watch_norms: bool = False,
 ) -> Survey:
-    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data.
-
-    Args:
-        example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids.
-    """
+    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data."""
     _refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.
     if not isinstance(example_inputs, tuple | list | Mapping | None):
@@ -211,9 +207,6 @@ def find_weights(modules: Mapping[str, nn.Module]) -> dict[str, WeightFacts]:
     - A token uses only top_k of E experts, so top_k / E of the elements of stacked experts [E, in, out] count, and of
       the weights in an ``nn.ModuleList`` called "experts". Without a known top_k all elements count.
     - Products without a weight, such as attention scores, are left out.
-
-    Args:
-        modules: every module of a model by FQN, the model itself ("") included.
     """
     holders: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for fqn, module in modules.items():

@@ -53,10 +53,8 @@ class TokenDataset(IterableDataset):
     ``start`` before they start.
 
     Args:
-        tokens: the text.
         settings: has ``seq_len``, the tokens per sample, and ``local_batch_size``.
         rank: this rank, and the number of ranks that read different data.
-        seed: seed of the order.
         infinite: continue with the next epoch after the first. False stops before it, and leaves out the chunks that do
             not fill a batch on every rank, so that all ranks get the same number of batches.
         section: TOML section of the settings, for error messages.

@@ -143,7 +143,6 @@ def prepare(
     With ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
-        config: the text and the tokenizer.
         progress: called with a line at every stage of a build, and not called when loading.
         stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
             Streamed text is not tokenized here.

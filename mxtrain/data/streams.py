@@ -96,12 +96,8 @@ class Stream(IterableDataset):
 
     Args:
         rows: a ``Dataset`` or an ``IterableDataset`` of the library ``datasets``.
-        text_of: returns the text of a row.
         tokenizer: its ``encode(text, add_bos=True, add_eos=True)`` returns the ids of a document.
-        seq_len: tokens per sample.
         rank: this data-parallel rank, and the number of ranks that read different data.
-        infinite: begin again at the end of the stream.
-        name: names the stream in warnings.
         keeps: whether a row is read; None: all are. Not ``rows.filter``: ``datasets`` 4 resumes it behind the Arrow
             table in which it was, and the rest of the table is lost.
     """

@@ -23,10 +23,7 @@ from mxtrain.errors import ConfigError
 def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Manifest]:
     """Return a checkpoint of a run, whose files have the sizes and hashes of its manifest, and the manifest.
 
-    Args:
-        run: the run's folder.
-        folder: the folder of its checkpoints, in ``run``.
-        step: None takes the newest whole checkpoint.
+    A step of None takes the newest whole checkpoint.
     """
     saved = Checkpoints(run / folder)
     if not saved.whole:

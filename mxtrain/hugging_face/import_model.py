@@ -35,12 +35,7 @@ EXAMPLE = "asyncio/*.py"
 
 
 class ImportedWeights:
-    """The weights of a Hugging Face model as TorchTitan's parameters, read one at a time.
-
-    Args:
-        saved: the model's tensors.
-        places: name of every parameter -> its place in the model.
-    """
+    """The weights of a Hugging Face model as TorchTitan's parameters, read one at a time."""
 
     def __init__(self, saved: SavedTensors, places: Mapping[str, Parameter]):
         self._saved = saved
@@ -68,10 +63,7 @@ def run_settings(config: Path | None, own: dict[str, object], positions: int, ta
     """Return the tables of the run's config.toml.
 
     Args:
-        config: the user's file; None for DEFAULTS.
         own: the settings that the model decides on, by full name.
-        positions: the model's number of positions.
-        target: the run's folder.
         longer_than: the sequences of DEFAULTS get longer than this.
     """
     length = f"{SECTION}.max_seq_len"

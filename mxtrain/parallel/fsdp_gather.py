@@ -217,7 +217,6 @@ def gathered_bytes(model: nn.Module, shards: int, itemsize: int) -> tuple[float,
 
     Args:
         model: before ``fully_shard``.
-        shards: number of FSDP's shards of every weight.
         itemsize: bytes of a weight in high precision.
     """
     plain, saved = sum(parameter.numel() for parameter in model.parameters()) * itemsize, 0.0

@@ -58,11 +58,7 @@ def resolved(arguments: list[str]) -> list[str]:
 
 
 def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
-    """Return the config and TorchTitan's flags that continue the run in the folder ``run``.
-
-    Args:
-        flags: override the settings that the run had.
-    """
+    """Return the config and TorchTitan's flags that continue the run in the folder ``run``."""
     if not run or run.startswith("--"):
         raise ConfigError(f"{FLAG} needs the folder of a run; write {FLAG} outputs/NAME")
     for flag in flags:
@@ -106,8 +102,6 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
 
     Args:
         start: where the run starts. At step 0 it does not resume, and nothing is compared.
-        settings: of the run's continuation.
-        processes: their number in its continuation.
 
     Returns:
         One line for the user for every setting, and number of processes, that changes.
@@ -178,8 +172,6 @@ def changes(before: Settings, now: Settings, batch_before: int | None, batch_now
     A setting of the user's own module is reported.
 
     Args:
-        before: the settings of the run so far (see ``settings_before``).
-        now: the settings of its continuation.
         batch_before, batch_now: sequences per step, over all processes and microbatches; None if unknown.
     """
     found = []

@@ -146,11 +146,7 @@ def _fields_in(file: str, name: str, section: str = "") -> Iterator[tuple[str, t
 
 @cache
 def known_fields(custom: type | None = None) -> Known:
-    """Every setting by full name.
-
-    Args:
-        custom: a job config with other settings, such as the user's.
-    """
+    """Every setting by full name, also those of the user's job config, ``custom``."""
     known = titan_fields() | own_fields()
     others = fields_of(custom) if custom is not None else {}
     same = {name: replace(field, resume=known[name].resume) for name, field in others.items() if name in known}

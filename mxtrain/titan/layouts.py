@@ -117,14 +117,7 @@ def build_pipeline(build: Callable[[], tuple], parallel_dims, device: torch.devi
 
 
 class SharedLoss:
-    """A pipeline schedule that reports the loss of the last stage on the ranks of all stages.
-
-    Args:
-        schedule: PyTorch's schedule.
-        has_last_stage: whether the last stage is on this rank.
-        group: the ranks of one pipeline.
-        device: where the loss is.
-    """
+    """A pipeline schedule, PyTorch's, that reports the loss of the last stage on the ranks of all stages, ``group``."""
 
     def __init__(self, schedule, has_last_stage: bool, group: dist.ProcessGroup, device: torch.device):
         self._schedule, self._has_last_stage, self._group, self._device = schedule, has_last_stage, group, device

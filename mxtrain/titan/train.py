@@ -37,10 +37,6 @@ FIRST_WORD_SECONDS, LAST_WORD_SECONDS = 3.0, 1.0
 def train(args: list[str], verbose: bool) -> Stop | None:
     """Train a model, and end with a summary of the run. Return how a signal stopped it, or None.
 
-    Args:
-        args: TorchTitan's command-line flags, with ``--job.config_file`` among them.
-        verbose: show all lines of TorchTitan's log on the terminal.
-
     Raises:
         ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".

@@ -46,9 +46,7 @@ def export(
     read and written one after another. The folder appears under its name when it is complete.
 
     Args:
-        run: the run's folder.
         target: a folder that does not exist, or is empty.
-        step: the step of the checkpoint; None takes the newest complete one.
         format, fold_gain, dtype: as for ``Exporter``.
 
     Returns:

@@ -30,15 +30,13 @@ from mxtrain.titan.job_config import parse_job_config
 def import_model(source: Path, target: Path, config: Path | None = None) -> str:
     """Make a run's folder with the weights, the tokenizer and a config. The folder appears when it is complete.
 
-    Weights are read and written one after another, and stored in fp32, in which a run trains them.
+    Weights are read and written one after another, and stored in fp32, in which a run trains them. Returns lines for
+    the user.
 
     Args:
         source: folder of a Hugging Face model: config.json, safetensors and tokenizer.json.
         target: a folder that does not exist, or is empty.
         config: TOML file with the settings of the run. The model, its weights and its tokenizer replace those in it.
-
-    Returns:
-        Lines for the user.
 
     Raises:
         ConfigError: for a wrong argument, and a model that cannot be imported. Nothing is written then.

@@ -97,7 +97,6 @@ class Flavors(UserDict):
     Args:
         model: TorchTitan's name of the model; None for a model of the user's own, whose sizes ``[model_args]`` does
             not set.
-        flavors: its model arguments by flavor.
     """
 
     def __init__(self, model: str | None, flavors: Mapping):
