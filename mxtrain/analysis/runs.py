@@ -100,7 +100,6 @@ class Run:
 
     @property
     def first_nonfinite_step(self) -> int | None:
-        """The first logged step whose loss is NaN or infinite."""
         return next((row["step"] for row in self.training if not math.isfinite(row["loss"])), None)
 
     @property

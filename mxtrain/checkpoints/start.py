@@ -49,7 +49,6 @@ class Start:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest of ``checkpoint``."""
         return read_manifest(self.checkpoint)
 
     def to_json(self) -> dict:
@@ -68,7 +67,6 @@ def require_folder(name: object) -> Path:
 
 
 def latest_checkpoint(folder: Path, checkpoint) -> Path | None:
-    """Return the newest whole checkpoint of the run in ``folder``."""
     return Checkpoints(folder / checkpoint.folder).newest if checkpoint.enable else None
 
 

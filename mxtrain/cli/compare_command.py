@@ -54,7 +54,6 @@ COMPARED = ("job.", "model.converters", "mxnorm.", "fused_norm.", "decompose_k_r
 
 
 def add(commands) -> None:
-    """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "compare",
         help="train variants with the same seeds, and show how their losses differ",
@@ -217,7 +216,6 @@ def device_shares(devices: int) -> list[str | None]:
 
 
 def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True) -> "dict[str, Settings]":
-    """Return the settings of all runs by name."""
     from mxtrain.settings.machine import Machine
     from mxtrain.settings.read import places, read_settings
     from mxtrain.titan.job_config import check_job  # takes seconds

@@ -20,7 +20,6 @@ _NOT_TESTED = "; not tested"
 
 
 def add(commands) -> None:
-    """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "doctor",
         help="show what this machine runs, or what the model of a config takes",

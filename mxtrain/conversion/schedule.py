@@ -137,7 +137,6 @@ class _Layers:
         self._norm_of = {fqn: norm for norm, fed in feeds.items() for fqn in fed if not are_experts[fqn]}
 
     def changed_by(self, entry: ScheduleEntry) -> Values:
-        """What an entry sets."""
         change, values = entry.change, {}
         for where, hits in self._selections(entry):
             of_hits = {(gemm, fqn): new for gemm, new in change.gemms.items() for fqn in self._layers if fqn in hits}

@@ -95,7 +95,6 @@ class Survey:
         return {**self.linears, **self.experts}
 
     def norms_of(self, *kinds: NormKind) -> dict[str, NormFacts]:
-        """The norms of these kinds."""
         return {fqn: norm for fqn, norm in self.norms.items() if norm.kind in kinds}
 
 

@@ -64,7 +64,6 @@ class DataConfig:
         return {name: value for name, value in asdict(self).items() if name not in omitted}
 
     def cache_path(self) -> Path:
-        """Return the path of the cache folder."""
         return (Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else cache_folder()).absolute()
 
 

@@ -285,7 +285,6 @@ class RunLoader(Loader):
         return {"samples": self._samples, "data": json.dumps(data), "streams": streams}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue at the state of a checkpoint."""
         kept = json.loads(state["data"])
         self._data.go_on(kept)
         if self._is_stream:

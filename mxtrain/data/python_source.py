@@ -65,7 +65,6 @@ class PythonSource:
         return kept
 
     def documents(self) -> Iterator[Document]:
-        """Yield the files that are kept."""
         for file in self._kept:
             yield Document(file.key, Path(file.path).read_bytes().decode())
 

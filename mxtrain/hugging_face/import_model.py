@@ -49,7 +49,6 @@ class ImportedWeights:
         """Number of parameters. A weight with two names counts once"""
 
     def __getitem__(self, fqn: str) -> torch.Tensor:
-        """Return a parameter, fp32."""
         place = self._places[fqn]
         if not place.names:  # the head, which has the embedding's weight
             return self._saved[EMBEDDING]

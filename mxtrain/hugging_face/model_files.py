@@ -170,7 +170,6 @@ class SavedTensors:
         return tensor
 
     def _names(self, folder: Path) -> list[str]:
-        """Return the names of the files."""
         if (folder / SINGLE_FILE).is_file():
             return [SINGLE_FILE]
         if (folder / INDEX_FILE).is_file():

@@ -93,7 +93,6 @@ class Field:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that set it."""
         section, _, last = self.name.rpartition(".")
         return [f"--{self.name}", *([f"--{section}.no_{last}"] if self.kind == "switch" else [])]
 
@@ -183,7 +182,6 @@ class Settings:
         return Settings(self.known, {**self.given, **values})
 
     def changed(self, name: str) -> bool:
-        """Whether a value is another than the default."""
         return self[name] != self.known[name].default
 
     def tables(self) -> dict:

@@ -97,12 +97,10 @@ def places(arguments: list[str]):
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Whether a flag of ``HELP_FLAGS`` is among the arguments."""
     return any(word in HELP_FLAGS for word in arguments)
 
 
 def config_file(arguments: list[str]) -> str | None:
-    """The path after ``--job.config_file``; None without that flag."""
     return _word_after("job.config_file", arguments)
 
 

@@ -158,7 +158,6 @@ def lacks(names: str) -> ConfigError:
 
 
 def package_folder() -> Path:
-    """Where TorchTitan's source is."""
     (folder,) = find_spec("torchtitan").submodule_search_locations
     return Path(folder)
 
@@ -171,5 +170,4 @@ def release_name() -> str:
 
 
 def release() -> Release:
-    """The installed release."""
     return RELEASES[release_name()]

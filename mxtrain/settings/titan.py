@@ -94,7 +94,6 @@ def own_fields() -> dict[str, Field]:
 
 @cache
 def titan_fields() -> dict[str, Field]:
-    """TorchTitan's settings by full name."""
     rules = sorted((section, rule) for rule, names in RULES.items() for section in names.split())
     narrower = {name: kind for kind, names in NARROWER.items() for name in names.split()}
     names = {**vars(typing), "field": lambda default_factory: default_factory()}

@@ -109,7 +109,6 @@ def _note_epochs(training, chunks: int, ranks: int) -> None:
 
 
 def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: tuple[int, int]) -> Loader:
-    """Return the loader of held-out text of one rank."""
     name, validation = validation_dataset(job_config), job_config.validation
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, rank, note)

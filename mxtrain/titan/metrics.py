@@ -42,8 +42,6 @@ from mxtrain.titan.releases import engine
 
 
 class Loggers(LoggerContainer):
-    """The loggers of a run on this rank."""
-
     to_file: MetricsFileLogger | None = None
     to_wandb: WandbLogger | None = None
     knows_peak = True

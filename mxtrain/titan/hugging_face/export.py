@@ -83,8 +83,6 @@ def export(
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run and one of its checkpoints."""
-
     folder: Path
     checkpoint: Path
     step: int
@@ -118,7 +116,6 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
 
 
 def _trained(run: SavedRun, where: str) -> Trained:
-    """Return the run's checkpoint as an export sees it."""
     job_config = run.settings.values
     model, training = run.model, job_config.training
     require_computed_alike(model, where)
