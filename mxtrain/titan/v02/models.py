@@ -152,7 +152,6 @@ def _configured(model: str | None, args):
 
 
 def sizes_of(job) -> dict[str, object]:
-    """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len"."""
     name, size, flavors = job.model.name, job.data.vocab_size, get_train_spec(job.model.name).model_args
     require_one_of("model.flavor", job.model.flavor, flavors)
     args = flavors[job.model.flavor]

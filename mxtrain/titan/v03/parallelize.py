@@ -65,7 +65,6 @@ def name_in_022(name: str) -> str:
 
 @contextmanager
 def convertible(model: nn.Module) -> Iterator[None]:
-    """Context in which converters know the modules of ``model``, under the names of TorchTitan 0.2.2."""
     model.named_modules, model.get_submodule = MethodType(_named_modules, model), MethodType(_get_submodule, model)
     try:
         with plain_modules(model):
