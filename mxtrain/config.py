@@ -32,11 +32,7 @@ def presets() -> dict[str, Path]:
 
 
 def config_path(config: str | os.PathLike, folder: Path | None = None) -> Path:
-    """Return the file that ``config`` names: a path, or a preset if there is no such file.
-
-    Args:
-        folder: the path is relative to it; None for the current folder.
-    """
+    """Return the file that ``config`` names: a path, relative to ``folder``, or a preset if there is no such file."""
     path = Path(config) if folder is None else folder / config
     return path if os.path.isfile(path) else presets().get(str(config), path)
 

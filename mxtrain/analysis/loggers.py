@@ -248,7 +248,6 @@ def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str
 
     Args:
         job: the sections of the job config. Without mxtrain's config module, [metrics] has no settings of wandb.
-        facts: of the run, as in run.json.
         run_id: of the wandb run that goes on, if any.
     """
     env, metrics = os.environ.get, job["metrics"]

@@ -67,11 +67,7 @@ def curves(run: Run, x: XAxis = "step") -> "tuple[pd.Series, pd.Series, pd.Serie
 
 
 def window(losses: "pd.Series", points: int | None) -> int:
-    """Return over how many points the mean goes: an odd number; 1 is no smoothing.
-
-    Args:
-        points: the number, rounded up to an odd one. None: about 4 % of a curve of 50 or more, else 1.
-    """
+    """Return over how many points the mean goes, an odd number. None: about 4 % of a curve of 50 or more, else 1."""
     return 2 * (len(losses) // 50 if points is None else points // 2) + 1
 
 

@@ -82,9 +82,7 @@ def save_weights(checkpoint: Path, weights: Mapping[str, torch.Tensor], shapes: 
     """Write a checkpoint of step 0, from which a run starts.
 
     Args:
-        checkpoint: a folder that does not exist.
-        weights: the weights, fp32, each read when it is written.
-        shapes: name of every weight -> its shape.
+        weights: fp32, each read when it is written.
         facts: fields of the ``Manifest``.
 
     Raises:
