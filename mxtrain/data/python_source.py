@@ -150,10 +150,7 @@ def package_limit(standard: int, sizes: list[int], share: float) -> float:
     If the k largest packages are cut to c, then c = share * (standard + rest + k * c).
     """
     sizes = sorted(sizes, reverse=True)
-    for count in range(len(sizes) + 1):
-        if count * share >= 1:
-            break
+    for count, size in enumerate([*sizes, 0]):
         limit = share * (standard + sum(sizes[count:])) / (1 - count * share)
-        if count == len(sizes) or sizes[count] <= limit:
+        if size <= limit:  # at the latest before count * share reaches 1
             return limit
-    return float("inf")
