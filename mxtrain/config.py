@@ -32,11 +32,7 @@ def presets() -> dict[str, Path]:
 
 
 def config_path(config: str | os.PathLike, folder: Path | None = None) -> Path:
-    """Return the file that ``config`` names: a path, or a preset if there is no such file.
-
-    Args:
-        folder: the path is relative to it; None for the current folder.
-    """
+    """Return the file that ``config`` names: a path, relative to ``folder``, or a preset if there is no such file."""
     path = Path(config) if folder is None else folder / config
     return path if os.path.isfile(path) else presets().get(str(config), path)
 
@@ -53,10 +49,6 @@ def load_config(path: str | os.PathLike) -> dict:
     ``path`` and the path in ``extends`` may also be the name of a preset (see ``config_path``). The path in ``extends``
     is relative to the file that contains it. The base file may extend another file.
     Tables are merged key by key. Any other value, lists included, replaces the value in the base file.
-
-    Raises:
-        ConfigError: a file is missing, unreadable or not TOML (the message gives line and column), or files
-            extend each other in a circle.
     """
     return _load(config_path(path), ())
 

@@ -82,10 +82,7 @@ def row_of(run: Run, variant: str | None = None) -> dict:
 
 
 def read_results(path: Path) -> list[dict]:
-    """Return the rows of a CSV with COLUMNS, in any order.
-
-    Raises ConfigError if the file cannot be read, lacks a column of REQUIRED, or has a row that cannot be used.
-    """
+    """Return the rows of a CSV with COLUMNS, in any order."""
     try:
         with os_errors_as(f"{path} cannot be read"), path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
@@ -174,8 +171,6 @@ def compare(rows: list[dict], baseline: str | None = None, variants: Sequence[st
     Args:
         baseline: name of a variant; None for the first one.
         variants: all names in their order, also of variants without a row.
-
-    Raises ConfigError if no row counts, or no variant has the name ``baseline``.
     """
     names = list(dict.fromkeys([*variants, *(row["variant"] for row in rows)]))
     if baseline is not None and baseline not in names:

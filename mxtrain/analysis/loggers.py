@@ -22,6 +22,7 @@ from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.runs import variant_of
 from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.checkpoints.terminal import note, show_line
+from mxtrain.errors import one_line
 from mxtrain.files import read_json, reason
 
 logger = logging.getLogger()  # TorchTitan's
@@ -189,8 +190,6 @@ class WandbLogger:
 
         Args:
             start: makes TorchTitan's logger, which starts a wandb run.
-            job: the sections of the job config.
-            facts: of the run, as in run.json.
             earlier: of ``earlier_wandb_run``, which this run continues unless the user has chosen another one.
         """
         import wandb
@@ -229,7 +228,7 @@ class WandbLogger:
             action()
         except Exception as error:  # TimeoutError if the server does not take everything in time
             if not self.has_failed:
-                logger.warning(f"wandb failed: {first_line(error)}; training goes on, and writes metrics.jsonl")
+                logger.warning(f"wandb failed: {one_line(error)}; training goes on, and writes metrics.jsonl")
             self.has_failed = True
 
 
@@ -249,7 +248,6 @@ def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str
 
     Args:
         job: the sections of the job config. Without mxtrain's config module, [metrics] has no settings of wandb.
-        facts: of the run, as in run.json.
         run_id: of the wandb run that goes on, if any.
     """
     env, metrics = os.environ.get, job["metrics"]
@@ -267,16 +265,8 @@ def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str
     return found | ({"WANDB_TAGS": words} if words else {})
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def sync_command(folder: Path, run_id: str) -> str:
-    """Return the command that uploads all local folders of a wandb run, in their order.
-
-    Args:
-        folder: of the training run.
-    """
+    """Return the command that uploads all local folders of a wandb run, in their order."""
     found = folder.glob(f"**/offline-run-*/run-{glob.escape(run_id)}.wandb")
     # A name begins with the second of a start, and two starts within a second differ at the end.
     places = sorted((file.resolve().parent for file in found), key=lambda place: (place.name, place))

@@ -59,8 +59,7 @@ def _decoded(lines: Iterable[bytes]) -> Iterator[dict | ValueError]:
 def read_metrics(path: str | os.PathLike) -> list[dict]:
     """Return all rows of a metrics file.
 
-    A damaged last line is dropped: a process that dies while it writes leaves one. Raises ConfigError if the file is
-    missing or cannot be read, or if any other line is damaged.
+    A damaged last line is dropped: a process that dies while it writes leaves one.
     """
     path = Path(path)
     try:

@@ -126,8 +126,7 @@ def trend(bad: "pd.Series") -> str:
 def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, str]:
     """Draw the worst modules over steps, and heat maps of all modules: by steps, and by figures of the last step.
 
-    Returns ``path`` and a table of the worst modules. Raises ConfigError if the run has no figures, if ``path`` is no
-    PNG, SVG or PDF, or if it cannot be written.
+    Returns ``path`` and a table of the worst modules.
     """
     if not run.numerics:
         raise ConfigError(

@@ -67,11 +67,7 @@ def curves(run: Run, x: XAxis = "step") -> "tuple[pd.Series, pd.Series, pd.Serie
 
 
 def window(losses: "pd.Series", points: int | None) -> int:
-    """Return over how many points the mean goes: an odd number; 1 is no smoothing.
-
-    Args:
-        points: the number, rounded up to an odd one. None: about 4 % of a curve of 50 or more, else 1.
-    """
+    """Return over how many points the mean goes, an odd number. None: about 4 % of a curve of 50 or more, else 1."""
     return 2 * (len(losses) // 50 if points is None else points // 2) + 1
 
 
@@ -137,10 +133,7 @@ def rendered(figure, form: str) -> bytes:
 
 
 def save_picture(figure, path: str | os.PathLike) -> Path:
-    """Write ``figure`` to ``path`` at once, or leave the file as it was, and return ``path``.
-
-    Raises ConfigError if ``path`` is no PNG, SVG or PDF, or cannot be written.
-    """
+    """Write ``figure`` to ``path`` at once, or leave the file as it was, and return ``path``."""
     path = Path(path)
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"the picture {str(path)!r} is not a PNG, SVG or PDF; end its name in .png, .svg or .pdf")
@@ -169,8 +162,6 @@ def plot(
         smooth: number of neighboring points in a mean, rounded up to an odd number; 1 draws none. None takes about 4 %
             of the longest curve. The plot states it.
         x: the x-axis.
-
-    Raises ConfigError if ``path`` is no PNG, SVG or PDF, or cannot be written, or if a run has not logged ``x``.
     """
     found = [curves(run, x) for run in runs]
     points = window(max((losses for losses, *_ in found), key=len), smooth)

@@ -77,7 +77,7 @@ def write_toml(recipes: Mapping[str, str], path: Path) -> None:
 
 @in_own_style
 def draw(errors: "pd.DataFrame", title: str, path: Path) -> None:
-    """Draw errors as a heat map, layers by recipes, with the names of the worst layers. Raises ConfigError."""
+    """Draw errors as a heat map, layers by recipes, with the names of the worst layers."""
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
 

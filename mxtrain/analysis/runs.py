@@ -100,7 +100,6 @@ class Run:
 
     @property
     def first_nonfinite_step(self) -> int | None:
-        """The first logged step whose loss is NaN or infinite."""
         return next((row["step"] for row in self.training if not math.isfinite(row["loss"])), None)
 
     @property
@@ -207,7 +206,7 @@ def _load_text(path: Path) -> dict[str, str]:
         own = kept["identity"] | {"validation": kept.get("validation_text")}
         return {name: str(value) for name, value in own.items() if value is not None}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # an earlier version wrote none
+        return {}  # the file is missing or damaged
 
 
 def names(runs: list[Run]) -> list[str]:

@@ -46,10 +46,7 @@ def titled(title: str, rows: list[tuple[str, ...]]) -> str:
 
 
 def summary(folder: str | os.PathLike) -> str:
-    """Draw ``folder/loss.png`` and return a few lines on how the run went.
-
-    Raises ConfigError if the folder holds no run (see ``load_run``).
-    """
+    """Draw ``folder/loss.png`` and return a few lines on how the run went."""
     run = load_run(folder)
     details = ", ".join(word for word in (run.variant, run.facts.get("mode")) if word)
     lines = [("run", f"{run.name} ({details})" if details else run.name)]

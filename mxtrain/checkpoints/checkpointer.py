@@ -53,9 +53,7 @@ class Checkpointer:
             before_save(): called before a checkpoint is saved.
             is_stopping(): whether training ends after this step, whose checkpoint is then due.
             after_load(): called when a checkpoint has been loaded.
-        checkpoint_config: the section ``[checkpoint]``.
         sd_adapter: converts weights to the names of Hugging Face and back; None if the model has no such adapter.
-        base_folder: the run's folder.
 
     Attributes:
         states: what a checkpoint holds beside the weights, by name.
@@ -94,14 +92,7 @@ class Checkpointer:
                 self._stager = kept_stager(StagingOptions(use_shared_memory=shared, use_async_staging=shared))
 
     def load(self, step: int = -1) -> bool:
-        """Load the checkpoint from which the run starts, and return whether there is one.
-
-        Args:
-            step: not used; ``start`` follows from the same setting.
-
-        Raises:
-            ConfigError: as ``mxtrain.checkpoints.storage.load``, for a checkpoint of another model too.
-        """
+        """Load the checkpoint from which the run starts, whatever ``step`` is. Return whether there is one."""
         settings, checkpoint = self._settings, self._run.start.checkpoint
         if not settings.enable:
             return False

@@ -43,7 +43,6 @@ class LossWatch:
     """Looks at the loss of every step and of every rank, and at the stop signals that the ranks have got.
 
     Args:
-        device: where the losses are.
         stops: raise NonFiniteError; otherwise warn, and again only after a finite loss.
 
     Attributes:

@@ -28,8 +28,8 @@ SAVING, REMOVING, SET_ASIDE = ".saving", ".removing", "set_aside"
 MANIFEST_FILE = "manifest.json"
 DCP_METADATA = ".metadata"
 """File with the index of a checkpoint in PyTorch's format"""
-FORMATS = (1, 2)
-"""Formats of the manifest that this version reads. It writes the last one. Format 1 always has hashes of all files"""
+FORMAT = 2
+"""Of the manifest"""
 
 
 class DamagedCheckpoint(Exception):
@@ -47,7 +47,6 @@ class Manifest:
     settings: dict = field(default_factory=dict)
     """The run's settings that are not defaults, as the nested tables of its config.toml"""
     versions: dict[str, str | None] = field(default_factory=dict)
-    tokenizer_sha256: str | None = None
     processes: int = 1
     defaults: dict = field(default_factory=dict)
     """Full name of each setting -> its default when the checkpoint was saved, which a later version may change"""
@@ -62,7 +61,7 @@ _MANIFEST = TypeAdapter(Manifest)
 
 def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
     """Write the manifest into the folder ``checkpoint``, through to the disk. Raises OSError."""
-    content = {"format": FORMATS[-1], **asdict(manifest)}
+    content = {"format": FORMAT, **asdict(manifest)}
     content["sha256"] = _own_hash(content)
     with (checkpoint / MANIFEST_FILE).open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
@@ -80,8 +79,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content = read_json(checkpoint / MANIFEST_FILE, MANIFEST_FILE)
         if content.pop("sha256", None) != _own_hash(content):
             raise DamagedCheckpoint(f"{MANIFEST_FILE} is damaged")
-        if (found := content.get("format")) not in FORMATS:
-            raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {found}, and this version reads 1 to {FORMATS[-1]}")
+        if (found := content.get("format")) != FORMAT:
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {found}, and this version reads {FORMAT}")
         return _MANIFEST.validate_python(content)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None

@@ -47,8 +47,6 @@ def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | Non
 
     Args:
         setting: what the user gave the folder to, for messages.
-
-    Raises ConfigError if another run holds the lock, or the folder cannot be written.
     """
     path = folder / LOCK_FILE
     not_writable = f"{setting} = {str(folder)!r} cannot be written: {path}"

@@ -9,7 +9,7 @@ with the results of another run. ``find_start`` looks first and stops such a run
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -46,12 +46,9 @@ class Start:
     """Checkpoints of later steps, whole or not, which the run sets aside"""
     changes: tuple[str, ...] = ()
     """Lines for the user and for the run's record: what differs from the run so far"""
-    settings: dict[str, str] = field(default_factory=dict)
-    """Full name -> value of settings that the run keeps, whatever its config and flags say"""
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest of ``checkpoint``."""
         return read_manifest(self.checkpoint)
 
     def to_json(self) -> dict:
@@ -63,17 +60,13 @@ class Start:
 
 
 def require_folder(name: object) -> Path:
-    """Return ``job.dump_folder`` as a path, with the user's home for "~".
-
-    Raises ConfigError if it is not a name, for example empty.
-    """
+    """Return ``job.dump_folder`` as a path, with the user's home for "~"."""
     if not isinstance(name, str) or not name.strip() or "\0" in name:
         raise ConfigError(f"job.dump_folder = {name!r} is not the name of a folder; write one such as outputs/a")
     return Path(os.path.expanduser(name))
 
 
 def latest_checkpoint(folder: Path, checkpoint) -> Path | None:
-    """Return the newest whole checkpoint of the run in ``folder``."""
     return Checkpoints(folder / checkpoint.folder).newest if checkpoint.enable else None
 
 
@@ -89,12 +82,7 @@ def resumed_step(folder: Path, checkpoint) -> int:
 
 
 def find_start(folder: Path, checkpoint, processes: int) -> Start:
-    """Return where a run with these settings and this number of processes starts in ``folder``, which need not exist.
-
-    Raises:
-        ConfigError: if the run would replace results, start at step 1 although the folder holds checkpoints, fail to
-            load its checkpoint, or ignore a setting; and if all checkpoints are damaged, or the folder cannot be read.
-    """
+    """Return where a run with these settings and this number of processes starts in ``folder``, which may not exist."""
     try:
         saved = Checkpoints(folder / checkpoint.folder)
         if checkpoint.create_seed_checkpoint:

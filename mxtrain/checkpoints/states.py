@@ -80,7 +80,6 @@ class TokenCount:
 
     Args:
         ranks: number of ranks whose counts TorchTitan adds up.
-        rank: this rank among them.
     """
 
     def __init__(self, ranks: int, rank: int):
@@ -105,7 +104,6 @@ def apply_settings(optimizers, lr_schedulers) -> tuple[float, float]:
     Values that are the same as in the checkpoint stay the same to the last bit.
 
     Args:
-        optimizers: TorchTitan's ``OptimizersContainer``.
         lr_schedulers: TorchTitan's ``LRSchedulersContainer``, with one ``LambdaLR`` per optimizer.
 
     Returns:

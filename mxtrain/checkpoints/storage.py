@@ -158,7 +158,7 @@ def cause(error: CheckpointException) -> str:
 
 
 def read_index(checkpoint: Path) -> Metadata:
-    """Return what PyTorch has written about a checkpoint. Raises ConfigError if it is missing, and as ``unpickle``."""
+    """Return what PyTorch has written about a checkpoint."""
     path = checkpoint / DCP_METADATA
     try:
         content = path.read_bytes()

@@ -46,8 +46,6 @@ def start(folder: Path, verbose: bool) -> None:
     """Send TorchTitan's log to files in ``folder``, and to the terminal either all of it or what a person reads.
 
     Comes after TorchTitan's ``init_logger``, which lets the log go to the terminal.
-
-    Raises ConfigError if the files cannot be written.
     """
     global _shows, _folder
     _shows, _folder = False, None

@@ -7,7 +7,6 @@ from mxtrain import __version__
 from mxtrain.cli import certify, compare_command, doctor, hub_commands, plot_command, rehearse_command, train_command
 from mxtrain.cli.console import PathParser, open_closed_streams
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError, closest
-from mxtrain.settings.removed import refuse_removed_command
 from mxtrain.settings.resume import separated
 
 __all__ = ["main"]
@@ -23,7 +22,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         open_closed_streams()
         words = separated(sys.argv[1:] if arguments is None else arguments)
-        refuse_removed_command(words)
         parser = _parser()
         if words and not words[0].startswith("-") and words[0] not in parser.commands:
             close = closest(words[0], parser.commands)

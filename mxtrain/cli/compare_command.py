@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mxtrain.checkpoints.run_folder import CONFIG_FILE, FACTS_FILE, locked
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, locked
 from mxtrain.cli.console import PathParser, positive
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.files import os_errors_as, read_json, read_toml, reason, replace_file
@@ -54,7 +54,6 @@ COMPARED = ("job.", "model.converters", "mxnorm.", "fused_norm.", "decompose_k_r
 
 
 def add(commands) -> None:
-    """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "compare",
         help="train variants with the same seeds, and show how their losses differ",
@@ -165,8 +164,6 @@ def variant_of(words: str) -> tuple[str, str, list[str]]:
     """Return name, config and flags of ``[NAME=]CONFIG [FLAGS]``, which is one word of the command line.
 
     Without NAME, the name is that of the config file, followed by the flags.
-
-    Raises ConfigError if CONFIG is missing, or a quote is not closed.
     """
     try:
         first, *flags = shlex.split(words) or [""]
@@ -186,12 +183,8 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
     """Return the runs by name, seed after seed: after the first ones, every variant has a result.
 
     Args:
-        variants: see ``variant_of``.
-        seeds: number of seeds: 0, 1, ...
         rates: learning rates; empty for that of each config.
         flags: for every run; those of a variant override them.
-
-    Raises ConfigError for two runs of one name, and for a flag that the comparison sets itself.
     """
     found = [variant_of(words) for words in variants]
     own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
@@ -209,10 +202,7 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
 
 
 def device_shares(devices: int) -> list[str | None]:
-    """Cut the machine into shares of ``devices`` GPUs: values of CUDA_VISIBLE_DEVICES; one None on a CPU.
-
-    Raises ConfigError if there are too few GPUs.
-    """
+    """Cut the machine into shares of ``devices`` GPUs: values of CUDA_VISIBLE_DEVICES; one None on a CPU."""
     from mxtrain.cli.launch import accelerator_count
 
     count = accelerator_count()
@@ -226,7 +216,6 @@ def device_shares(devices: int) -> list[str | None]:
 
 
 def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True) -> "dict[str, Settings]":
-    """Return the settings of all runs by name. Raises ConfigError for a mistake in them."""
     from mxtrain.settings.machine import Machine
     from mxtrain.settings.read import places, read_settings
     from mxtrain.titan.job_config import check_job  # takes seconds
@@ -271,19 +260,15 @@ def finished_runs(folder: Path) -> set[str]:
 
 def require_same_settings(folder: Path, settings: "Settings") -> None:
     """Raise ConfigError if the finished run in ``folder`` had other settings that change what is trained."""
-    from mxtrain.settings.removed import removed_in_effect
-    from mxtrain.settings.resume import settings_before, with_own_rounding
+    from mxtrain.settings.resume import settings_before
     from mxtrain.settings.types import Resume
 
-    tables = read_toml(folder / CONFIG_FILE)
-    before = settings_before(tables, settings.known)
-    if (facts := folder / FACTS_FILE).exists():
-        before = with_own_rounding(before, read_json(facts).get("versions") or {})
-    other = {name: before[name] for name, field in settings.known.items() if field.resume is not Resume.FREE}
-    for name, value in (other | removed_in_effect(tables)).items():
-        now = settings[name] if name in settings.known else None
-        if value != now:
-            raise ConfigError(f"{name} = {now!r}, but the run in {folder} has {value!r}; choose another --output")
+    before = settings_before(read_toml(folder / CONFIG_FILE), settings.known)
+    for name, field in settings.known.items():
+        if field.resume is not Resume.FREE and before[name] != settings[name]:
+            raise ConfigError(
+                f"{name} = {settings[name]!r}, but the run in {folder} has {before[name]!r}; choose another --output"
+            )
 
 
 def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], processes: int, finished: set[str]) -> bool:
@@ -344,10 +329,7 @@ def _say(text: str) -> None:
 
 
 def show(rows: list[dict], notes: list[str], folder: Path, baseline: str | None, variants: Sequence[str] = ()) -> None:
-    """Print the tables of ``rows`` with ``notes``, and write them and the figures into ``folder``.
-
-    Raises ConfigError if nothing can be compared, or a file cannot be written.
-    """
+    """Print the tables of ``rows`` with ``notes``, and write them and the figures into ``folder``."""
     from mxtrain.analysis.comparison import compare
     from mxtrain.analysis.comparison_figures import differences_svg, markdown
 

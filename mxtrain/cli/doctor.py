@@ -20,7 +20,6 @@ _NOT_TESTED = "; not tested"
 
 
 def add(commands) -> None:
-    """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "doctor",
         help="show what this machine runs, or what the model of a config takes",
@@ -131,9 +130,6 @@ def model_report(arguments: list[str]) -> str:
     """Return the report on the model of a config file, which ``arguments`` name before the flags of training.
 
     The model is built on the meta device, without its memory.
-
-    Raises ConfigError for mistakes in the settings, a layout that does not fit the model, and a model that cannot be
-    converted.
     """
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("--model needs a CONFIG: name a TOML file or a preset, and write any flags after it")

@@ -60,7 +60,6 @@ To compare models with different tokenizers, use bits per byte: perplexity is pe
 
 
 def add(commands) -> None:
-    """Add the four commands to argparse's subcommands."""
     new = "which must be empty or not exist"
     command = _command(commands, "export", _export, "write a run's weights as a Hugging Face model", EXPORT)
     command("source", metavar="RUN", type=Path, help="folder of a run, with config.toml and checkpoints")
@@ -187,7 +186,6 @@ def _nats(model, tokens: list[int], seq_len: int) -> float:
 
 
 def _read(file: Path) -> str:
-    """Read a text file. Raises ConfigError if it cannot be read, is empty or is not UTF-8."""
     try:
         with os_errors_as(f"FILE = {str(file)!r} cannot be read"):
             text = file.read_text(encoding="utf-8-sig")
@@ -200,10 +198,7 @@ def _read(file: Path) -> str:
 
 @contextmanager
 def _pretrained(options) -> Iterator[tuple]:
-    """Yield the model in the argument RUN, its tokenizer, and a function from a text to its tokens after bos.
-
-    Raises ConfigError if RUN cannot be exported or loaded, or a step of a model is asked for.
-    """
+    """Yield the model in the argument RUN, its tokenizer, and a function from a text to its tokens after bos."""
     hide_library_warnings()
     from mxtrain.hugging_face.text import load, require_transformers
 

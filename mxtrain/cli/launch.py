@@ -43,16 +43,9 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder. What is checked here, the
     workers trust.
 
-    Args:
-        flags: TorchTitan's flags.
-        worker_flags: other flags for the workers.
-
     Returns:
         0 for success, 2 for a mistake in the settings that a worker found, 1 for another failure of a worker, and
         128 + n for a stop by signal n.
-
-    Raises:
-        ConfigError: for mistakes found before any worker starts: in the config file, NGPU or the run's folder.
     """
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file is set by the first argument of 'mxtrain train'; leave the flag out")
@@ -91,10 +84,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
 
 
 def process_count(environment: Mapping[str, str], devices: int) -> int:
-    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU.
-
-    Raises ConfigError if NGPU is not a positive integer, or more than there are accelerators.
-    """
+    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU."""
     text = environment.get("NGPU") or str(max(devices, 1))
     if not re.fullmatch(r"0*[1-9][0-9]*", text):
         raise ConfigError(f"NGPU = {text!r} is not a number of processes; allowed is 1, 2, ...")

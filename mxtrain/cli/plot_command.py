@@ -8,7 +8,6 @@ from mxtrain.errors import ConfigError
 
 
 def add(commands) -> None:
-    """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "plot",
         help="draw the loss curves of runs and compare the runs in a table",
@@ -83,7 +82,6 @@ def _plot(options) -> int:
 
 
 def _plot_numerics(options) -> int:
-    """Draw the figures of a run's diagnostics, and print the worst modules."""
     from mxtrain.analysis.numerics import draw_numerics
     from mxtrain.analysis.runs import load_run
     from mxtrain.checkpoints.run_folder import NUMERICS_FILE

@@ -7,7 +7,6 @@ from mxtrain.errors import ConfigError
 
 
 def add(commands) -> None:
-    """Add the command to argparse's subcommands."""
     parser = commands.add_parser(
         "rehearse",
         help="measure the errors of every recipe in every layer of a model",

@@ -16,7 +16,6 @@ SLURM = "train.sbatch"
 
 
 def add(commands) -> None:
-    """Add the four commands to the command line's ``commands``."""
     parser = commands.add_parser(
         "train",
         help="train the model of a config",

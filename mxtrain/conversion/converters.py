@@ -38,7 +38,6 @@ from mxtrain.nn.mxnorm import MXNormLinear
 from mxtrain.nn.three_gemms import check_features
 from mxtrain.norms import FUSED_NORMS
 from mxtrain.norms.row_norm import WHEN_COMPILED, WhenCompiled
-from mxtrain.settings.removed import CONVERTERS as REMOVED_CONVERTERS
 
 
 @dataclass(kw_only=True)
@@ -47,9 +46,6 @@ class Converter(ABC):
 
     Attributes:
         filter_fqns: patterns of modules to keep (``survey.matches``); each must match a module. None keeps none.
-
-    Raises:
-        ConfigError: for a wrong setting.
     """
 
     name: ClassVar[str]
@@ -71,12 +67,7 @@ class Converter(ABC):
 
     @abstractmethod
     def plan(self, survey: Survey) -> Plan:
-        """Return what every module that this converter looks at becomes, or why it stays.
-
-        Raises:
-            ConfigError: for a pattern that matches nothing, a setting that the model rules out, or a model with
-                nothing to convert.
-        """
+        """Return what every module that this converter looks at becomes, or why it stays."""
 
     def _kept(self, survey: Survey) -> dict[str, str]:
         """The modules that the user named, and those that no converter can swap -> the reason to keep them."""
@@ -450,20 +441,9 @@ CONVERTERS = {
 }
 
 
-def require_converter(setting: str, name: str) -> None:
-    """Raise ConfigError unless a converter has this name."""
-    if name in REMOVED_CONVERTERS:
-        raise ConfigError(f"{setting} = {name!r} no longer exists: {REMOVED_CONVERTERS[name]}")
-    require_one_of(setting, name, CONVERTERS)
-
-
 def get_converter(name: str, settings: Mapping) -> Converter:
-    """The converter of this name with these settings; None stands for a setting's default.
-
-    Raises:
-        ConfigError: for an unknown name, a setting that the converter does not have, or a wrong value.
-    """
-    require_converter("converter", name)
+    """The converter of this name with these settings; None stands for a setting's default."""
+    require_one_of("converter", name, CONVERTERS)
     known = [setting.name for setting in fields(CONVERTERS[name])]
     for setting, value in settings.items():
         if setting not in known:

@@ -66,9 +66,6 @@ def watch(
         linears: FQNs of the linears that may become MXNormLinear: plain ones that share no weight.
         mixtures: FQNs of the mixtures of experts whose use of their input is known.
         example_inputs: arguments of the model, in their order or by name; None stands for one row of 32 token ids.
-
-    Raises:
-        ConfigError: if the model's own forward fails.
     """
     where = "without data"
     if example_inputs is None:

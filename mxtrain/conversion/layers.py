@@ -260,8 +260,7 @@ def find_norms(
 ) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
     """Every norm; and for each kind, modules that are only named like this kind -> what they are, in words.
 
-    Args:
-        modules: every module of a model by FQN. The model itself, "", is left out: nothing can replace it.
+    The model itself is left out: nothing can replace it.
     """
     norms, lookalikes = {}, {kind: {} for kind in FUSED_NORMS}
     for fqn, module in modules.items():

@@ -35,11 +35,6 @@ def attach_schedule(model: nn.Module, feeds: Mapping[str, Sequence[str]], entrie
     Args:
         model: a model whose modules are swapped, before it is split or wrapped.
         feeds: FQN of every MXNorm -> FQNs of the linears and experts that it feeds (``Plan.feeds``).
-        entries: of the schedule.
-
-    Raises:
-        ConfigError: a pattern matches no module or no swapped one, an entry has nothing to change in what one of
-            its patterns selects, two entries change the same thing at the same step, or a layer does not take a recipe.
     """
     layers = _Layers(model, feeds)
     changes = [(entry, layers.changed_by(entry)) for entry in entries]
@@ -82,7 +77,6 @@ class RecipeSwitch:
     Every rank decides by the number of the step, so no rank waits.
 
     Args:
-        entries: of the run's schedule.
         model_parts: modules with the timelines of ``attach_schedule``.
         log_event: (step, text) logs the beginning or end of a change.
     """
@@ -143,7 +137,6 @@ class _Layers:
         self._norm_of = {fqn: norm for norm, fed in feeds.items() for fqn in fed if not are_experts[fqn]}
 
     def changed_by(self, entry: ScheduleEntry) -> Values:
-        """What an entry sets."""
         change, values = entry.change, {}
         for where, hits in self._selections(entry):
             of_hits = {(gemm, fqn): new for gemm, new in change.gemms.items() for fqn in self._layers if fqn in hits}

@@ -95,7 +95,6 @@ class Survey:
         return {**self.linears, **self.experts}
 
     def norms_of(self, *kinds: NormKind) -> dict[str, NormFacts]:
-        """The norms of these kinds."""
         return {fqn: norm for fqn, norm in self.norms.items() if norm.kind in kinds}
 
 
@@ -112,11 +111,7 @@ def matches(fqn: str, pattern: str) -> bool:
 
 
 def selected(fqns: Collection[str], pattern: str, field: str) -> list[str]:
-    """The modules among ``fqns`` that ``pattern`` matches.
-
-    Raises:
-        ConfigError: with the name of the setting, ``field``, if there are none.
-    """
+    """The modules among ``fqns`` that ``pattern`` matches."""
     if not isinstance(pattern, str):
         raise ConfigError(f"{field}: {pattern!r} is not the name of a module: write a string such as 'layers.0'")
     hits = [fqn for fqn in fqns if matches(fqn, pattern)]
@@ -142,15 +137,7 @@ def survey(
     *,
     watch_norms: bool = False,
 ) -> Survey:
-    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data.
-
-    Args:
-        example_inputs: as for ``mxtrain.convert``; None stands for one row of 32 token ids.
-
-    Raises:
-        ConfigError: if the model is wrapped, sharded or compiled, or the forward pass fails, or for ``example_inputs``
-            that are neither a tuple nor a mapping.
-    """
+    """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data."""
     _refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.
     if not isinstance(example_inputs, tuple | list | Mapping | None):
@@ -219,9 +206,6 @@ def find_weights(modules: Mapping[str, nn.Module]) -> dict[str, WeightFacts]:
     - A token uses only top_k of E experts, so top_k / E of the elements of stacked experts [E, in, out] count, and of
       the weights in an ``nn.ModuleList`` called "experts". Without a known top_k all elements count.
     - Products without a weight, such as attention scores, are left out.
-
-    Args:
-        modules: every module of a model by FQN, the model itself ("") included.
     """
     holders: dict[nn.Parameter, list[tuple[str, str]]] = {}
     for fqn, module in modules.items():

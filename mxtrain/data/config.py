@@ -22,9 +22,6 @@ class DataConfig:
     Fields without a line of their own are described in ``[data]`` of ``mxtrain.settings.sections``, which also checks
     types and ranges. Error messages use the names of the TOML settings: ``dataset`` and ``path`` are
     ``training.dataset`` and ``training.dataset_path``, ``tokenizer_path`` is ``model.hf_assets_path``.
-
-    Raises:
-        ConfigError: the vocabulary is too small, or a stream has a limit.
     """
 
     dataset: str = "python"
@@ -67,7 +64,6 @@ class DataConfig:
         return {name: value for name, value in asdict(self).items() if name not in omitted}
 
     def cache_path(self) -> Path:
-        """Return the path of the cache folder."""
         return (Path(os.path.expanduser(self.cache_dir)) if self.cache_dir else cache_folder()).absolute()
 
 
@@ -88,7 +84,7 @@ def config_of(job_config, model_vocab_size: int) -> DataConfig:
 
 
 def path_of(job_config, section: str, dataset: str) -> str:
-    """Return ``dataset_path`` in "training" or "validation". Raises ConfigError if the dataset takes none."""
+    """Return ``dataset_path`` in "training" or "validation"."""
     path = getattr(job_config, section).dataset_path or ""
     if path and dataset == "python":
         raise ConfigError(

@@ -114,11 +114,7 @@ class TextColumn:
 
 
 class LocalFiles:
-    """The files that match ``config.path``. They can be read more than once.
-
-    Raises:
-        ConfigError: no files are found, formats are mixed, a file is unreadable, or no row has text in ``text_key``.
-    """
+    """The files that match ``config.path``. They can be read more than once."""
 
     listing: list[tuple[str, int, int]]
     """All files found, before any is read: path, bytes and time of the last change in ns, for the cache key"""

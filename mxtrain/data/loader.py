@@ -53,16 +53,11 @@ class TokenDataset(IterableDataset):
     ``start`` before they start.
 
     Args:
-        tokens: the text.
         settings: has ``seq_len``, the tokens per sample, and ``local_batch_size``.
         rank: this rank, and the number of ranks that read different data.
-        seed: seed of the order.
         infinite: continue with the next epoch after the first. False stops before it, and leaves out the chunks that do
             not fill a batch on every rank, so that all ranks get the same number of batches.
         section: TOML section of the settings, for error messages.
-
-    Raises:
-        ConfigError: the text is too short for one batch per rank.
     """
 
     def __init__(
@@ -160,7 +155,7 @@ class RunData:
     def keep(self) -> None:
         """Write ``data.json`` and the tokenizer, unless a checkpoint will be loaded, whose data is compared first.
 
-        A loader that starts anew loads no such state. Raises ConfigError if it has another tokenizer than the run.
+        A loader that starts anew loads no such state.
         """
         checkpoint = self._job.checkpoint
         found = (self._folder / checkpoint.folder).glob("step-*")
@@ -263,7 +258,6 @@ class RunLoader(Loader):
 
     def __init__(self, dataset, rank: tuple[int, int], training, data: RunData):
         super().__init__(dataset, training)
-        self.tokenizer_sha256 = data.prepared.tokenizer_sha256
         self._rank, self._ranks = rank
         self._name, self._data = training.dataset, data
         self._samples = 0
@@ -291,12 +285,6 @@ class RunLoader(Loader):
         return {"samples": self._samples, "data": json.dumps(data), "streams": streams}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue at the state of a checkpoint.
-
-        Raises:
-            ConfigError: the checkpoint is of a run with other data or in another order, or of a stream that other
-                numbers of workers or, with workers, of data-parallel ranks read.
-        """
         kept = json.loads(state["data"])
         self._data.go_on(kept)
         if self._is_stream:

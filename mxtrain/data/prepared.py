@@ -12,7 +12,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from hashlib import sha256
 from heapq import heappop, heappush
@@ -143,13 +143,9 @@ def prepare(
     With ``config.prepared`` exactly that text is loaded and no source is read.
 
     Args:
-        config: the text and the tokenizer.
         progress: called with a line at every stage of a build, and not called when loading.
         stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
             Streamed text is not tokenized here.
-
-    Raises:
-        ConfigError: the text or the tokenizer is missing, unreadable or empty, or the cache cannot be written.
     """
     if stream is None:
         require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
@@ -194,15 +190,10 @@ def load_text(folder: Path, tokenizer_path: str = "") -> Prepared:
     """Load the prepared text in ``folder``.
 
     ``tokenizer_path`` is the folder of the tokenizer; "" stands for the one with which the text was tokenized.
-
-    Raises:
-        ConfigError: files are missing or damaged, or the text was tokenized with another tokenizer.
     """
     try:
         summary = read_json(folder / SUMMARY)
-        known = {field.name for field in fields(TextReport)}  # an earlier version wrote more
-        found = {name: value for name, value in summary["report"].items() if name in known}
-        report = TextReport(**found | {"folder": str(folder)})
+        report = TextReport(**summary["report"] | {"folder": str(folder)})
         tokens, rows = {}, _rows(folder) if (folder / TOKENS).exists() else None
         for split, facts in summary["tokens"].items():
             tokens[split] = open_parts(folder, facts) if rows is None else _column(rows, split, **facts)

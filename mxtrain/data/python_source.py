@@ -65,7 +65,6 @@ class PythonSource:
         return kept
 
     def documents(self) -> Iterator[Document]:
-        """Yield the files that are kept."""
         for file in self._kept:
             yield Document(file.key, Path(file.path).read_bytes().decode())
 
@@ -151,10 +150,7 @@ def package_limit(standard: int, sizes: list[int], share: float) -> float:
     If the k largest packages are cut to c, then c = share * (standard + rest + k * c).
     """
     sizes = sorted(sizes, reverse=True)
-    for count in range(len(sizes) + 1):
-        if count * share >= 1:
-            break
+    for count, size in enumerate([*sizes, 0]):
         limit = share * (standard + sum(sizes[count:])) / (1 - count * share)
-        if count == len(sizes) or sizes[count] <= limit:
+        if size <= limit:  # at the latest before count * share reaches 1
             return limit
-    return float("inf")

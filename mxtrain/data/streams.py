@@ -49,9 +49,6 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
     Returns:
         The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
         local files' names and times; None where it is not known.
-
-    Raises:
-        ConfigError: ``path`` is empty, or the dataset, configuration or split cannot be opened.
     """
     if not path:
         raise ConfigError(
@@ -99,12 +96,8 @@ class Stream(IterableDataset):
 
     Args:
         rows: a ``Dataset`` or an ``IterableDataset`` of the library ``datasets``.
-        text_of: returns the text of a row.
         tokenizer: its ``encode(text, add_bos=True, add_eos=True)`` returns the ids of a document.
-        seq_len: tokens per sample.
         rank: this data-parallel rank, and the number of ranks that read different data.
-        infinite: begin again at the end of the stream.
-        name: names the stream in warnings.
         keeps: whether a row is read; None: all are. Not ``rows.filter``: ``datasets`` 4 resumes it behind the Arrow
             table in which it was, and the rest of the table is lost.
     """
@@ -238,10 +231,7 @@ class FirstSequences(IterableDataset):
 
 
 def training_stream(job_config, tokenizer, rank: tuple[int, int]) -> tuple[Stream, str | None]:
-    """Return one rank's part of the training stream, without the documents held out for validation, and its version.
-
-    Raises ConfigError if some of the data loader's workers would have nothing to read.
-    """
+    """Return one rank's part of the training stream, without the documents held out for validation, and its version."""
     path = job_config.training.dataset_path or ""
     return _open(job_config, "training", path, "train", held_out_share(job_config), tokenizer, rank, infinite=True)
 
@@ -252,11 +242,6 @@ def validation_stream(
     """Return one rank's part of the documents held out of the training stream, or of another stream's validation split.
 
     ``note`` is called with a line when the documents are read.
-
-    Raises:
-        ConfigError: with ``validation.steps = -1``, if the end of the stream is too far away, or reached by ranks at
-            different steps; if no document is held out; and if some of the data loader's workers would have nothing
-            to read.
     """
     training, settings, share = job_config.training, job_config.validation, job_config.data.validation_share
     path = settings.dataset_path or (training.dataset_path if training.dataset == "hf" else "") or ""

@@ -81,8 +81,7 @@ def link_tokens(source: LocalFiles, folder: Path, config: DataConfig) -> tuple[d
     """Link a source's files into ``folder``, and read their tokens, on all cores, for their hashes.
 
     The last documents of every Megatron file and the last tokens of every flat file are held out. Returns what
-    ``open_parts`` takes by split, and counts of a ``TextReport``. Raises ConfigError for a damaged file, for an id
-    outside the vocabulary, and if all files are empty.
+    ``open_parts`` takes by split, and counts of a ``TextReport``.
     """
     found, hashes, dtypes = {split: [] for split in SPLITS}, {split: [] for split in SPLITS}, set()
     counts = Counter()

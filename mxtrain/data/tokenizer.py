@@ -111,10 +111,6 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     """Load ``tokenizer.json`` from ``folder``, with the bos and eos tokens of ``special_tokens``.
 
     The file's truncation, padding and added tokens are left out, as transformers does unless a call asks for them.
-
-    Raises:
-        ConfigError: ``tokenizer.json`` is missing, unreadable or empty, or does not contain the bos or eos token; or
-            as ``special_tokens``.
     """
     from tokenizers import Tokenizer, processors
 
@@ -148,9 +144,6 @@ def special_tokens(folder: Path, setting: str) -> dict[str, str | None]:
 
     They stand in ``tokenizer_config.json`` or in ``special_tokens_map.json``; or they follow from the tokenizer's class
     as GPT-2's do, which takes transformers. ``setting`` begins error messages.
-
-    Raises:
-        ConfigError: a file is damaged or names something that is not text, or transformers does not know the class.
     """
     said, more, model = (_read(folder / name, setting) for name in (FILES[1], SPECIAL_TOKENS_FILE, "config.json"))
     has_class = "tokenizer_class" in said or model.keys() & {"tokenizer_class", "model_type"}

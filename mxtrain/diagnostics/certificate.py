@@ -103,7 +103,6 @@ def certified(recipe: str, shape: tuple[int, int, int], norm: dict | None = None
 
 
 def write(path: Path, cases: Sequence[dict]) -> None:
-    """Write a certificate of ``certified`` cases. Raises ConfigError if that fails."""
     content = {"version": VERSION, "cases": list(cases)}
     text = json.dumps(content | {"sha256": _checksum(content)}).replace('{"name"', '\n{"name"')  # a line for each case
     with os_errors_as(f"{path} cannot be written"):
@@ -111,7 +110,6 @@ def write(path: Path, cases: Sequence[dict]) -> None:
 
 
 def read(path: Path) -> list[dict]:
-    """Return the cases of a certificate. Raises ConfigError if it is missing, damaged or of another version."""
     try:
         content = read_json(path)
     except FileNotFoundError:

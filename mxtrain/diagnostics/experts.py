@@ -171,7 +171,6 @@ def _exact_logits(gate: nn.Linear, x: NormedInput) -> torch.Tensor:
 
 
 def router_figures(totals: Totals) -> dict[str, float]:
-    """Return the figures of a router by name."""
     counts = [count for name, count in totals.sums.items() if name.startswith("expert ")]
     figures = {
         "busiest_expert": ratio(max(counts), sum(counts)),

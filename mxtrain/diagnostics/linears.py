@@ -241,7 +241,6 @@ def linear_casts(
 
 
 def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
-    """The cast of fprop's input."""
     fprop, estimate = gemms.recipe.fprop, given.estimate
     if estimate is None:
         operand, scale = gemms.quantize_activation(given.x), None

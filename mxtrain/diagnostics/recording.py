@@ -70,7 +70,6 @@ class Numerics:
     """Measures a model every ``every`` steps.
 
     Args:
-        every: number of steps, at least 1.
         fqns: patterns of the modules to measure; None for all that a converter has swapped.
         tokens: number of tokens to measure per process.
         model_parts: the trainer's: the model, or the stages of a pipeline on this process.

@@ -23,13 +23,7 @@ from mxtrain.errors import ConfigError
 def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Manifest]:
     """Return a checkpoint of a run, whose files have the sizes and hashes of its manifest, and the manifest.
 
-    Args:
-        run: the run's folder.
-        folder: the folder of its checkpoints, in ``run``.
-        step: None takes the newest whole checkpoint.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it is damaged.
+    A step of None takes the newest whole checkpoint.
     """
     saved = Checkpoints(run / folder)
     if not saved.whole:
@@ -53,11 +47,7 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
 
 
 class SavedWeights:
-    """The weights in a checkpoint of any layout, read one at a time on the CPU.
-
-    Raises:
-        ConfigError: the checkpoint's list of its tensors cannot be read.
-    """
+    """The weights in a checkpoint of any layout, read one at a time on the CPU."""
 
     def __init__(self, checkpoint: Path):
         self._checkpoint = checkpoint
@@ -92,9 +82,7 @@ def save_weights(checkpoint: Path, weights: Mapping[str, torch.Tensor], shapes: 
     """Write a checkpoint of step 0, from which a run starts.
 
     Args:
-        checkpoint: a folder that does not exist.
-        weights: the weights, fp32, each read when it is written.
-        shapes: name of every weight -> its shape.
+        weights: fp32, each read when it is written.
         facts: fields of the ``Manifest``.
 
     Raises:

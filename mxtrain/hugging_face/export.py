@@ -100,10 +100,6 @@ class Exporter:
             to ``model.weight_dtype``, and the gains of ``model.merged_norms`` are folded.
         fold_gain: with "hf", fold the gains of all norms that feed only linears, and write gains of one.
         dtype: of all tensors in high precision; None takes fp32 for "hf" and bf16 for the other formats.
-
-    Raises:
-        ConfigError: a format to which training cast no weight, ``fold_gain`` with a block format, or a damaged
-            generation_config.json.
     """
 
     def __init__(self, model: Trained, format: str, fold_gain: bool = False, dtype: torch.dtype | None = None):

@@ -35,15 +35,7 @@ EXAMPLE = "asyncio/*.py"
 
 
 class ImportedWeights:
-    """The weights of a Hugging Face model as TorchTitan's parameters, read one at a time.
-
-    Args:
-        saved: the model's tensors.
-        places: name of every parameter -> its place in the model.
-
-    Raises:
-        ConfigError: the tensors are not those of the model.
-    """
+    """The weights of a Hugging Face model as TorchTitan's parameters, read one at a time."""
 
     def __init__(self, saved: SavedTensors, places: Mapping[str, Parameter]):
         self._saved = saved
@@ -57,7 +49,6 @@ class ImportedWeights:
         """Number of parameters. A weight with two names counts once"""
 
     def __getitem__(self, fqn: str) -> torch.Tensor:
-        """Return a parameter, fp32. Raises ConfigError if it is not finite."""
         place = self._places[fqn]
         if not place.names:  # the head, which has the embedding's weight
             return self._saved[EMBEDDING]
@@ -71,14 +62,8 @@ def run_settings(config: Path | None, own: dict[str, object], positions: int, ta
     """Return the tables of the run's config.toml.
 
     Args:
-        config: the user's file; None for DEFAULTS.
         own: the settings that the model decides on, by full name.
-        positions: the model's number of positions.
-        target: the run's folder.
         longer_than: the sequences of DEFAULTS get longer than this.
-
-    Raises:
-        ConfigError: the file says another model than the one that is imported.
     """
     length = f"{SECTION}.max_seq_len"
     if config is None:

@@ -271,11 +271,7 @@ def read_generation(folder: Path) -> dict:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Read a model's shape from config.json, as transformers reads it.
-
-    Raises:
-        ConfigError: transformers cannot read config.json, or TorchTitan does not compute such a model.
-    """
+    """Read a model's shape from config.json, as transformers reads it."""
     where = f"MODEL_DIR = {str(folder)!r}"
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{where}: {CONFIG_FILE} is missing; name the folder of a Hugging Face model")

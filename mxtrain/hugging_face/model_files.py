@@ -121,9 +121,6 @@ class SavedTensors:
     Args:
         folder: holds ``model.safetensors``, or an index and the files that it names. Of both, transformers reads the
             single file, and so does this.
-
-    Raises:
-        ConfigError: files are missing, truncated or damaged.
     """
 
     def __init__(self, folder: Path):
@@ -165,7 +162,7 @@ class SavedTensors:
                 raise self._error(f"{name} has {shapes}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a tensor in fp32. Raises ConfigError if it is not finite."""
+        """Return a tensor in fp32."""
         file, stored, part = self._places[name]
         tensor = (file.get_slice(stored)[part] if part else file.get_tensor(stored)).float()
         if not tensor.isfinite().all():
@@ -173,7 +170,6 @@ class SavedTensors:
         return tensor
 
     def _names(self, folder: Path) -> list[str]:
-        """Return the names of the files."""
         if (folder / SINGLE_FILE).is_file():
             return [SINGLE_FILE]
         if (folder / INDEX_FILE).is_file():

@@ -35,11 +35,7 @@ def in_one_line(problem: str) -> Iterator[None]:
 
 
 def from_pretrained(kind: str, folder: Path, where: str, **options):
-    """Load ``folder`` with a class of transformers, such as "AutoConfig". Runs no code from it, and asks no server.
-
-    Raises:
-        ConfigError: transformers is not installed or cannot load the folder. The message begins with ``where``.
-    """
+    """Load ``folder`` with a class of transformers, such as "AutoConfig". Runs no code from it, and asks no server."""
     require_transformers()
     import transformers
 
@@ -69,9 +65,6 @@ def load(folder: Path) -> tuple:
     Returns:
         The ``transformers.PreTrainedModel`` in evaluation mode, its tokenizer, and a function from a text to its
         tokens. They begin with bos; without a bos token with eos, which in training stands before the next document.
-
-    Raises:
-        ConfigError: as ``from_pretrained``; it has experts in a block format; or weights are missing.
     """
     where = f"RUN = {str(folder)!r}"
     config = from_pretrained("AutoConfig", folder, where)

@@ -45,5 +45,4 @@ _REGISTERED: dict[str, Keyed] = {}
 
 
 def from_key(key: str):
-    """Return the object with this key."""
     return _REGISTERED[key]

@@ -18,11 +18,7 @@ def define_op(schema: str, run: Callable, fake: Callable, device_types: Iterable
 
     ``torch.library.custom_op`` would do the same, but its checks take longer than a small product.
 
-    Args:
-        schema: the op's name, arguments and results.
-        run: computes the results.
-        fake: the same for fake tensors: allocates the results.
-        device_types: of the tensors that ``run`` takes.
+    ``run`` computes the results, and ``fake`` allocates them for fake tensors.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

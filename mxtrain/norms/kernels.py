@@ -383,9 +383,6 @@ def row_norm(
     """Return (y, mean, rstd, total) as ``mxtrain.norms.reference.row_norm``, whose arguments these are.
 
     x and residual [T, D], weight and bias [D]: bf16, fp16 or fp32. The arithmetic is fp32, and y is rounded once.
-
-    Raises:
-        ValueError: for rows of more than 65536 elements.
     """
     check_row_length(x)
     y, rstd, *others = _forward(*contiguous(x, residual, weight, bias), eps, centered)

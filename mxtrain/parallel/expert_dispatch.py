@@ -46,11 +46,7 @@ class SentRows(torch.autograd.Function):
 
 
 def choose_exchange(model: nn.Module, dispatch: str) -> None:
-    """Tell norms before experts what they send ("mxnorm.dispatch").
-
-    Raises:
-        ConfigError: codes are asked for, and quantized experts have none to send.
-    """
+    """Tell norms before experts what they send ("mxnorm.dispatch")."""
     for experts in model.modules():
         if not isinstance(experts, QuantizedExperts):
             continue

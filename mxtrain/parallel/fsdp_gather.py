@@ -113,9 +113,6 @@ class CodeGather:
         parts: the model, or its stages on this process, after ``fully_shard``.
         shards: number of FSDP's shards of a weight.
         expert_shards: the same for the weights of experts.
-
-    Raises:
-        ConfigError: no weight can be gathered as codes.
     """
 
     def __init__(self, parts: Sequence[nn.Module], shards: int, expert_shards: int):
@@ -220,7 +217,6 @@ def gathered_bytes(model: nn.Module, shards: int, itemsize: int) -> tuple[float,
 
     Args:
         model: before ``fully_shard``.
-        shards: number of FSDP's shards of every weight.
         itemsize: bytes of a weight in high precision.
     """
     plain, saved = sum(parameter.numel() for parameter in model.parameters()) * itemsize, 0.0

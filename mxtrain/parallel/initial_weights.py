@@ -70,8 +70,6 @@ class DrawsByName(TorchDispatchMode):
     The default generators keep their states.
 
     Args:
-        model: the model whose parameters are drawn.
-        seed: seed of all parameters.
         device: where to draw. CPU and GPU generators differ, so this is the device that trains, also while the weights
             are on a CPU.
         renamed: FQN of a parameter in ``model`` -> the name that counts.

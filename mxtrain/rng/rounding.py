@@ -58,10 +58,6 @@ def set_rounding_chunk(chunk: int, chunks: int) -> None:
 
     A chunk of a microbatch is then a microbatch of its own: number ``microbatch * chunks + chunk``. Does nothing while
     no step is set.
-
-    Args:
-        chunk: from 0 to ``chunks`` - 1.
-        chunks: number of chunks of every microbatch.
     """
     if _numbers:
         step, microbatch, rank = _numbers

@@ -10,11 +10,7 @@ HADAMARD_SIZE = 16
 
 
 def hadamard_signs(seed: int, fqn: str) -> tuple[int, ...]:
-    """Return the 16 signs, +1 or -1, of the random Hadamard transform on both wgrad operands of layer ``fqn``.
-
-    Raises:
-        ValueError: if ``seed`` is not an integer, or ``fqn`` not a string.
-    """
+    """Return the 16 signs, +1 or -1, of the random Hadamard transform on both wgrad operands of layer ``fqn``."""
     bits = _hash(b"hadamard signs", seed, fqn)
     return tuple(1 - 2 * (bits >> i & 1) for i in range(HADAMARD_SIZE))
 
@@ -28,19 +24,12 @@ def rounding_key(seed: int, fqn: str) -> int:
     """Return the Philox key for stochastic rounding of the output gradient of layer ``fqn``.
 
     The key is between 0 and 2^63 - 1, so it fits a signed integer.
-
-    Raises:
-        ValueError: if ``seed`` is not an integer, or ``fqn`` not a string.
     """
     return _hash(b"rounding", seed, fqn) >> 1
 
 
 def weight_seed(seed: int, fqn: str, draw: int) -> int:
-    """Return the seed, 64 bits, of a generator for draw number ``draw`` of the initial values of parameter ``fqn``.
-
-    Raises:
-        ValueError: if ``seed`` is not an integer.
-    """
+    """Return the seed, 64 bits, of a generator for draw number ``draw`` of the initial values of parameter ``fqn``."""
     return _hash(b"initial weights", seed, f"{draw}:{fqn}")
 
 

@@ -8,7 +8,6 @@ from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.model_settings import model_problems
 from mxtrain.settings.mxnorm_section import check_recipes, quantizing_among
 from mxtrain.settings.releases import release
-from mxtrain.settings.removed import CONVERTERS
 from mxtrain.settings.titan import unknown
 
 ROUTER_CONVERTER = "decompose_k_router"
@@ -25,8 +24,6 @@ def check_settings(settings: Settings) -> None:
 
 def conflict_of_converters(names: list[str]) -> str | None:
     """What is wrong with these converters, or with one beside another; None if all is well."""
-    if removed := next((name for name in names if name in CONVERTERS), None):
-        return f"has {removed!r}, which no longer exists: {CONVERTERS[removed]}"
     if twice := next((name for name in names if names.count(name) > 1), None):
         return f"has {twice!r} twice; name it once"
     ours = quantizing_among(names)

@@ -41,9 +41,6 @@ class Field:
 
         An integer may stand for a float, and what TOML lacks is written as in JSON: a list stands for a tuple or a
         set, and a string for a path or an enumeration's value.
-
-        Raises:
-            ConfigError: says what is allowed.
         """
         result = self._check(lambda: _strictly(TypeAdapter(self.type), value))
         if isinstance(value, (bool, float)) and isinstance(result, int) and type(result) is not type(value):
@@ -51,7 +48,7 @@ class Field:
         return result
 
     def from_words(self, words: list[str]):
-        """Return the value of the words after its flag; raises as ``checked`` does.
+        """Return the value of the words after its flag.
 
         A list of names is one word with commas, any other list is words, a table is words in pairs, and a switch needs
         no word.
@@ -93,7 +90,6 @@ class Field:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that set it."""
         section, _, last = self.name.rpartition(".")
         return [f"--{self.name}", *([f"--{section}.no_{last}"] if self.kind == "switch" else [])]
 
@@ -183,7 +179,6 @@ class Settings:
         return Settings(self.known, {**self.given, **values})
 
     def changed(self, name: str) -> bool:
-        """Whether a value is another than the default."""
         return self[name] != self.known[name].default
 
     def tables(self) -> dict:

@@ -36,9 +36,6 @@ def settings_help(arguments: list[str]) -> str:
     Args:
         arguments: TorchTitan's flags, with ``--job.config_file`` and a help flag among them; without a config and
             other flags, values are the defaults.
-
-    Raises:
-        ConfigError: for a mistake in the settings.
     """
     given = [word for word in arguments if word not in HELP_FLAGS]
     settings = read_settings(given) if given else Settings(known_fields(), {})

@@ -23,8 +23,6 @@ NEED_A_GPU = "profiling.enable_profiling profiling.enable_memory_snapshot traini
 
 
 class Machine(NamedTuple):
-    """What a job runs on."""
-
     processes: int
     has_gpus: bool
 

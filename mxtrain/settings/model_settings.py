@@ -59,11 +59,7 @@ Misfits = Iterator[tuple[tuple[str, ...], str]]
 
 
 def given_in(job_config) -> dict[str, object]:
-    """Return the settings of ``[model_args]`` that are set, by their names without the table.
-
-    Args:
-        job_config: TorchTitan's job config, or ``Settings.values``.
-    """
+    """Return the settings of ``[model_args]`` that are set, by their names without the table."""
     section = getattr(job_config, SECTION, None)  # plain -m torchtitan.train may declare other sections
     return {} if section is None else {name: value for name, value in vars(section).items() if value is not None}
 

@@ -13,7 +13,6 @@ QUANTIZING_CONVERTERS = ("mxnorm", "mx_linear")
 
 
 def quantizing_among(converters: Iterable[str]) -> list[str]:
-    """Return the names of mxtrain's quantizing converters among ``converters``."""
     return [name for name in converters if name in QUANTIZING_CONVERTERS]
 
 

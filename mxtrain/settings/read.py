@@ -9,12 +9,10 @@ from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from mxtrain.checkpoints.run_folder import CONFIG_FILE, FACTS_FILE
 from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Field, Known, Settings, flat
-from mxtrain.settings.removed import in_this_version
 from mxtrain.settings.titan import known_fields, require_all_fields, unknown
 
 HELP_ALL = "--help-all"
@@ -22,20 +20,15 @@ HELP_FLAGS = ("-h", "--help", HELP_ALL)
 OWN_MODULE = "mxtrain.titan.job_config"
 
 
-def read_settings(arguments: list[str], trains: bool = True) -> Settings:
+def read_settings(arguments: list[str]) -> Settings:
     """Read and check the settings in ``arguments``: TorchTitan's flags, with ``--job.config_file`` among them.
 
-    Flags override the TOML file, which may extend others. ``trains``: see ``removed.in_this_version``.
-
-    Raises:
-        ConfigError: for a mistake that shows without the machine and the model. It names the setting, and the file and
-            line where it stands.
+    Flags override the TOML file, which may extend others. Finds every mistake that shows without the machine and the
+    model.
     """
     require_all_fields()
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
-    if path is not None and Path(path).name == CONFIG_FILE and (Path(path).parent / FACTS_FILE).exists():
-        config = in_this_version(config, trains)  # a run's own, which an earlier version may have written
     search_beside(path)
     with places(arguments):
         module = _custom_module(arguments, config)
@@ -46,11 +39,7 @@ def read_settings(arguments: list[str], trains: bool = True) -> Settings:
 
 
 def settings_in(tables: Mapping, known: Known, flags: Mapping[str, object] = MappingProxyType({})) -> Settings:
-    """Check the settings in nested ``tables``, as a TOML file has them, and in ``flags``, by full name.
-
-    Raises:
-        ConfigError: for a mistake that shows without the machine and the model. It names the setting.
-    """
+    """Check the settings in nested ``tables``, as a TOML file has them, and in ``flags``, by full name."""
     values = {name: _checked(name, value, known) for name, value in flat(tables, known)}
     values |= flags
     if older := values.get("model.tokenizer_path"):
@@ -68,9 +57,6 @@ def flag_values(words: list[str], known: Mapping[str, Field]) -> dict:
 
     The rules are those of TorchTitan: the last of two flags counts, "-" and "_" in names are the same,
     ``--section.no-name`` is false. ``Field.from_words`` reads the words after a flag.
-
-    Raises:
-        ConfigError: for an unknown flag, a missing, wrong or additional value, or a word that belongs to no flag.
     """
     values = {}
     while words:
@@ -111,21 +97,15 @@ def places(arguments: list[str]):
 
 
 def asks_for_help(arguments: list[str]) -> bool:
-    """Whether a flag of ``HELP_FLAGS`` is among the arguments."""
     return any(word in HELP_FLAGS for word in arguments)
 
 
 def config_file(arguments: list[str]) -> str | None:
-    """The path after ``--job.config_file``; None without that flag."""
     return _word_after("job.config_file", arguments)
 
 
 def import_own(setting: str, module: str) -> ModuleType:
-    """Import a user's ``module``, which ``setting`` names.
-
-    Raises:
-        ConfigError: the import fails. The message has the error, and the file and line that raised it.
-    """
+    """Import a user's ``module``, which ``setting`` names."""
     try:
         return import_module(module)
     except Exception as error:  # whatever the user's module raises

@@ -145,7 +145,7 @@ RELEASES = {
 
 
 def release_of(found: str) -> str:
-    """Return the release among RELEASES that a version of TorchTitan belongs to. Raises ConfigError if none fits."""
+    """Return the release among RELEASES that a version of TorchTitan belongs to."""
     for name, release in RELEASES.items():
         if SpecifierSet(release.versions).contains(found, prereleases=True):
             return name
@@ -158,7 +158,6 @@ def lacks(names: str) -> ConfigError:
 
 
 def package_folder() -> Path:
-    """Where TorchTitan's source is."""
     (folder,) = find_spec("torchtitan").submodule_search_locations
     return Path(folder)
 
@@ -171,5 +170,4 @@ def release_name() -> str:
 
 
 def release() -> Release:
-    """The installed release."""
     return RELEASES[release_name()]

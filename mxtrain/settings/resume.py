@@ -14,17 +14,13 @@ from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANG
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
-from mxtrain.formats.parse import parse_gemms
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import global_batch_size
-from mxtrain.settings.mxnorm_section import SCHEDULE, quantizing_among
 from mxtrain.settings.read import asks_for_help, read_settings
-from mxtrain.settings.removed import SCHEDULE_KEYS, in_this_version, removed_in_effect
 from mxtrain.settings.types import Resume
 
 FLAG = "--resume"
 BATCH = "training.global_batch_size"
-ROUNDING, OLD_RCEIL, TILES = "mxnorm.scale_rounding", "rceil_0_18", "mxnorm.weight_tiles"
 
 _ONCE = (
     "--checkpoint.load_step=-1",
@@ -52,11 +48,7 @@ def separated(arguments: list[str]) -> list[str]:
 
 
 def resolved(arguments: list[str]) -> list[str]:
-    """Return TorchTitan's flags for a worker's ``arguments``, which may hold ``--resume RUN``.
-
-    Raises:
-        ConfigError: as ``resumed``.
-    """
+    """Return TorchTitan's flags for a worker's ``arguments``, which may hold ``--resume RUN``."""
     words = separated(arguments)
     if FLAG not in words:
         return arguments
@@ -66,15 +58,7 @@ def resolved(arguments: list[str]) -> list[str]:
 
 
 def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
-    """Return the config and TorchTitan's flags that continue the run in the folder ``run``.
-
-    Args:
-        flags: override the settings that the run had.
-
-    Raises:
-        ConfigError: ``run`` is no run's folder or holds no checkpoints, or ``flags`` name a config or a folder, or
-            hold a mistake.
-    """
+    """Return the config and TorchTitan's flags that continue the run in the folder ``run``."""
     if not run or run.startswith("--"):
         raise ConfigError(f"{FLAG} needs the folder of a run; write {FLAG} outputs/NAME")
     for flag in flags:
@@ -100,25 +84,17 @@ def resumed(run: str, flags: list[str]) -> tuple[str, list[str]]:
 def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
     """Return where a run with these settings starts in ``folder``, and what changes since then.
 
-    Arguments as for ``find_start``. Raises ConfigError as ``find_start`` and ``check_resume``.
+    Arguments as for ``find_start``.
     """
     checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes)
-    kept = []
-    if start.step and settings[ROUNDING] in (None, "rceil") and ROUNDING not in (checkpoint.may_change or []):
-        before = with_own_rounding(settings_before(start.manifest.settings, settings.known), start.manifest.versions)
-        if before[ROUNDING] == OLD_RCEIL and _rounds(settings):
-            start = replace(start, settings={ROUNDING: OLD_RCEIL})
-            kept = [f"{ROUNDING} stays {OLD_RCEIL!r}, as before; --checkpoint.may_change {ROUNDING} allows another"]
-    lines = check_resume(start, settings.replaced(start.settings), processes) + kept
-    recorded = [line for line in lines if SETTING_CHANGES in line]
+    recorded = check_resume(start, settings, processes)
     if start.step and checkpoint.exclude_from_loading:
         parts = " and ".join(checkpoint.exclude_from_loading)
         recorded.append(
             f"checkpoint.exclude_from_loading: step {start.step + 1} begins without the checkpoint's {parts}"
         )
-    notes = (*start.notes, *(line for line in lines if line not in recorded))
-    return replace(start, notes=notes, changes=tuple(recorded))
+    return replace(start, changes=tuple(recorded))
 
 
 def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
@@ -126,20 +102,14 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
 
     Args:
         start: where the run starts. At step 0 it does not resume, and nothing is compared.
-        settings: of the run's continuation.
-        processes: their number in its continuation.
 
     Returns:
         One line for the user for every setting, and number of processes, that changes.
-
-    Raises:
-        ConfigError: for a change that ``checkpoint.may_change`` would have to name.
     """
     if start.step == 0:
         return []
     manifest = start.manifest
     before = settings_before(manifest.settings, settings.known, manifest.defaults)
-    before = with_own_rounding(before, manifest.versions)
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
     may_change = settings["checkpoint.may_change"] or []
@@ -154,38 +124,9 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         raise _refusal(refused, may_change, start.checkpoint)
     step = f"at step {start.step + 1}"
     lines = [f"{change.name}{SETTING_CHANGES}{change.old!r} to {change.new!r} {step}" for change in found]
-    gone = removed_in_effect(manifest.settings)
-    lines += [f"{name}{SETTING_CHANGES}{value!r} to none {step}" for name, value in gone.items()]
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
     return lines
-
-
-def with_own_rounding(settings: Settings, versions: Mapping[str, str | None]) -> Settings:
-    """Return a run's settings with the rule by which it rounded scales, and with its tiles.
-
-    Until 0.1.0, "rceil", also the default, was what "rceil_0_18" is now, and ``weight_tiles`` was NVFP4's alone, whose
-    recipes all have tiles.
-
-    Args:
-        versions: of packages, as the run kept them.
-    """
-    if (versions.get("mxtrain") or "0.1.0") != "0.1.0" or not _rounds(settings):
-        return settings
-    own = {ROUNDING: OLD_RCEIL} if settings[ROUNDING] in (None, "rceil") else {}
-    return settings.replaced(own | ({TILES: None} if settings[TILES] else {}))
-
-
-def _rounds(settings: Settings) -> bool:
-    """Whether a job has scales that ``ROUNDING`` is for, in the recipes of its schedule, too."""
-    scheduled = [entry["recipe"] for entry in settings["mxnorm.schedule"] if "recipe" in entry]
-    specs = [settings["mxnorm.recipe"], *settings["mxnorm.recipes"].values(), *scheduled]
-    try:
-        gemms = [gemm for spec in specs for gemm in parse_gemms("mxnorm.recipe", spec).values()]
-    except ConfigError:
-        return False
-    has_scales = any(gemm.format is not None and gemm.has("scale_rounding") for gemm in gemms)
-    return has_scales and bool(quantizing_among(settings["model.converters"]))
 
 
 def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path) -> ConfigError:
@@ -197,11 +138,8 @@ def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Pa
     if first.old is None:
         trained, back = "without it", "leave it unset"
     in_effect = " in effect" if first.name == BATCH else ""
-    advice = f"; {back}, or"
-    if first.name == SCHEDULE and any(SCHEDULE_KEYS.keys() & entry for entry in first.old or ()):
-        advice = ", which this version cannot repeat;"
     return ConfigError(
-        f"{first.name} = {first.new!r}{in_effect}, but {checkpoint} was trained {trained}{advice} allow the change "
+        f"{first.name} = {first.new!r}{in_effect}, but {checkpoint} was trained {trained}; {back}, or allow the change "
         f"with --checkpoint.may_change {names}{also}"
     )
 
@@ -216,7 +154,7 @@ def settings_before(
     Args:
         defaults: the defaults that the run had, by full name. Of other settings it had those of this version.
     """
-    had = {**defaults, **dict(flat(in_this_version(tables), known))}
+    had = {**defaults, **dict(flat(tables, known))}
     return Settings(known, {name: _as_checked(known[name], value) for name, value in had.items() if name in known})
 
 
@@ -228,24 +166,12 @@ def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
     return {name: to_jsonable_python(field.default) for name, field in known.items() if field.resume is not None}
 
 
-def other_defaults(known: Mapping[str, Field], defaults: Mapping[str, object]) -> dict:
-    """Return the ``defaults`` that this version no longer has, by full name, as nested tables for a TOML file.
-
-    Arguments as for ``settings_before``. What was unset by default, which a file cannot say, is left out.
-    """
-    had = settings_before({}, known, defaults)
-    other = {name: value for name, value in had.given.items() if value not in (None, known[name].default)}
-    return Settings(known, other).tables()
-
-
 def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[SettingChange]:
     """Return every setting that differs, in the order of the tables, except those whose change has no effect.
 
     A setting of the user's own module is reported.
 
     Args:
-        before: the settings of the run so far (see ``settings_before``).
-        now: the settings of its continuation.
         batch_before, batch_now: sequences per step, over all processes and microbatches; None if unknown.
     """
     found = []

@@ -17,7 +17,6 @@ from typing import Literal
 from mxtrain.errors import ConfigError, closest
 from mxtrain.settings.fields import Field, Known, classes_in, declarations, fields_of
 from mxtrain.settings.releases import lacks, package_folder, release
-from mxtrain.settings.removed import SETTINGS
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.types import (
     Amount,
@@ -95,7 +94,6 @@ def own_fields() -> dict[str, Field]:
 
 @cache
 def titan_fields() -> dict[str, Field]:
-    """TorchTitan's settings by full name."""
     rules = sorted((section, rule) for rule, names in RULES.items() for section in names.split())
     narrower = {name: kind for kind, names in NARROWER.items() for name in names.split()}
     names = {**vars(typing), "field": lambda default_factory: default_factory()}
@@ -147,11 +145,7 @@ def _fields_in(file: str, name: str, section: str = "") -> Iterator[tuple[str, t
 
 @cache
 def known_fields(custom: type | None = None) -> Known:
-    """Every setting by full name.
-
-    Args:
-        custom: a job config with other settings, such as the user's.
-    """
+    """Every setting by full name, also those of the user's job config, ``custom``."""
     known = titan_fields() | own_fields()
     others = fields_of(custom) if custom is not None else {}
     same = {name: replace(field, resume=known[name].resume) for name, field in others.items() if name in known}
@@ -160,13 +154,9 @@ def known_fields(custom: type | None = None) -> Known:
 
 def unknown(name: str, known: Mapping[str, Field], is_table: bool = False) -> ConfigError:
     """The error for a setting or a table that does not exist, with what to do instead, or the closest name."""
-    for table, why in (
-        (SETTINGS, "no longer exists"),
-        (release().gone, f"is not a setting of TorchTitan {version('torchtitan')}"),
-    ):
-        for gone, instead in table.items():
-            if f"{name}.".startswith(f"{gone}."):
-                return ConfigError(f"{name} {why}: {instead}")
+    for gone, instead in release().gone.items():
+        if f"{name}.".startswith(f"{gone}."):
+            return ConfigError(f"{name} is not a setting of TorchTitan {version('torchtitan')}: {instead}")
     if is_table:
         tables = {other if known[other].kind == "table" else other.rpartition(".")[0] for other in known}
         close = closest(name, tables)

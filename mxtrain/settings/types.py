@@ -17,7 +17,6 @@ from tyro.constructors import PrimitiveConstructorSpec
 from mxtrain.data.config import LARGEST_VOCABULARY
 from mxtrain.files import local_path, parse
 from mxtrain.formats.schedule import RMSNORM
-from mxtrain.settings.removed import SCHEDULE_KEYS
 
 
 class Resume(Enum):
@@ -98,8 +97,6 @@ def _entry(value):
             raise ValueError(f"is not an inline table of TOML, such as {example} ({error})") from None
     keys = ScheduleEntry.__annotations__
     if unknown := [key for key in value if key not in keys] if isinstance(value, dict) else []:
-        if unknown[0] in SCHEDULE_KEYS:
-            raise ValueError(f"has the key {unknown[0]}, which no longer exists; {SCHEDULE_KEYS[unknown[0]]}")
         raise ValueError(f"has the key {unknown[0]}, which does not exist; allowed are {', '.join(keys)}")
     return value
 

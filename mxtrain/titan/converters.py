@@ -37,9 +37,6 @@ def active_settings(job_config) -> dict[str, str | int | float | dict[str, str] 
     """The numerics of a run, with ``mode`` resolved for this hardware. In high precision, all but "converter" are None.
 
     "recipes" (by pattern) and "schedule" (entries in words) are present only if the run has any.
-
-    Raises:
-        ConfigError: for any wrong setting in the section of a converter of this run.
     """
     names = job_config.model.converters
     if problem := conflict_of_converters(names):
@@ -69,9 +66,6 @@ class TitanConverter:
 
     The settings are the TOML table [mxnorm] for converters of linears, and the table with the converter's name for
     others. They have the names of the converter's fields.
-
-    Raises:
-        ConfigError: for a wrong setting.
     """
 
     def __init__(self, name: str, job_config, parallel_dims=None):
@@ -161,11 +155,7 @@ def titan_converter(name: str, job_config, parallel_dims=None) -> TitanConverter
 
 
 def convert_on_meta(job_config, model: nn.Module) -> dict[str, Plan | None]:
-    """Apply a job's converters to its model in order. Return their plans by name; TorchTitan's own are skipped, None.
-
-    Raises:
-        ConfigError: a converter refuses the model.
-    """
+    """Apply a job's converters to its model in order. Return their plans by name; None for TorchTitan's own."""
     with engine().convertible(model):
         return {
             name: titan_converter(name, job_config).apply_to(model) if name in CONVERTERS else None

@@ -28,10 +28,7 @@ from mxtrain.titan.releases import engine
 
 
 def build_tokenizer(job_config) -> HuggingFaceTokenizer:
-    """Return the tokenizer in ``model.hf_assets_path``, or a tokenizer built from the training text.
-
-    Raises ConfigError as ``prepare_from_job``, and for a tokenizer with more tokens than the model.
-    """
+    """Return the tokenizer in ``model.hf_assets_path``, or a tokenizer built from the training text."""
     folder, given = prepare_from_job(job_config).tokenizer, job_config.model.hf_assets_path
     # A prepared text may have a larger tokenizer than the model.
     setting = f"model.hf_assets_path = {given!r}" if given else f"data.prepared = {job_config.data.prepared!r}"
@@ -66,9 +63,6 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTok
     """Return the training data loader of one rank. A batch is ({"input": int64 [B, S]}, labels int64 [B, S]).
 
     Rank 0 keeps the identity of the data and the tokenizer in the run's folder.
-
-    Raises ConfigError as ``prepare_from_job``, for too little text for one batch per rank, and for a run's folder with
-    checkpoints of other data.
     """
     training, rank = job_config.training, (dp_rank, dp_world_size)
     data = RunData(job_config, prepare_from_job(job_config))
@@ -115,14 +109,6 @@ def _note_epochs(training, chunks: int, ranks: int) -> None:
 
 
 def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: tuple[int, int]) -> Loader:
-    """Return the loader of held-out text of one rank.
-
-    Args:
-        rank: the rank among those that read different text, and their number.
-
-    Raises ConfigError as ``prepare_from_job`` and ``validation_stream``, and for too little held-out text for one batch
-    per rank.
-    """
     name, validation = validation_dataset(job_config), job_config.validation
     if name == "hf":
         dataset = validation_stream(job_config, tokenizer, rank, note)
@@ -141,9 +127,7 @@ def prepare_from_job(job_config, progress: Callable[[str], None] = note) -> Prep
 
     Under torch.distributed all ranks must call it. One rank of each node builds, and all check that they agree.
 
-    ``progress`` is called with a line of text every few seconds while something is built. Raises ConfigError for an
-    unknown dataset, a missing file, column or tokenizer, no text, or a value out of range; and if nodes have different
-    data.
+    ``progress`` is called with a line of text every few seconds while something is built.
     """
     check_datasets(job_config)
     return _prepare(_data_of(job_config), progress)

@@ -23,11 +23,7 @@ TENSOR, PIPELINE, EXPERT = (f"parallelism.{kind}_parallel_degree" for kind in ("
 
 
 def parse_job_config(args: list[str]):
-    """Parse command-line arguments into a job's settings as attributes, and check them.
-
-    Raises:
-        ConfigError: for every mistake that shows without the machine, building the model or reading data.
-    """
+    """Return a job's settings as attributes, after all checks that need no machine, no built model and no data."""
     job = read_settings(args).values
     check_model(job)
     return job
@@ -54,11 +50,7 @@ def check_model(job) -> None:
 
 
 def check_job(settings: Settings, machine: Machine) -> None:
-    """Check what ``read_settings`` has read against the machine and the model.
-
-    Raises:
-        ConfigError: for every mistake that shows without the model's weights and the content of its text.
-    """
+    """Find all mistakes that show without the model's weights and the content of its text."""
     job = settings.values
     check_machine(settings, machine)
     check_model(job)

@@ -104,8 +104,6 @@ def build_pipeline(build: Callable[[], tuple], parallel_dims, device: torch.devi
     """Return the schedule, parts and ends that TorchTitan's ``pipelining_fn`` gives, here called as ``build``.
 
     Its stages are ``Stage``. Every rank counts as the last one, because the schedule gives all of them its loss.
-
-    Raises ConfigError for layers that TorchTitan cannot divide into stages for the schedule.
     """
     with patch("torchtitan.distributed.pipeline_parallel.PipelineStage", Stage):
         try:
@@ -119,14 +117,7 @@ def build_pipeline(build: Callable[[], tuple], parallel_dims, device: torch.devi
 
 
 class SharedLoss:
-    """A pipeline schedule that reports the loss of the last stage on the ranks of all stages.
-
-    Args:
-        schedule: PyTorch's schedule.
-        has_last_stage: whether the last stage is on this rank.
-        group: the ranks of one pipeline.
-        device: where the loss is.
-    """
+    """A pipeline schedule, PyTorch's, that reports the loss of the last stage on the ranks of all stages, ``group``."""
 
     def __init__(self, schedule, has_last_stage: bool, group: dist.ProcessGroup, device: torch.device):
         self._schedule, self._has_last_stage, self._group, self._device = schedule, has_last_stage, group, device

@@ -23,7 +23,6 @@ from mxtrain.analysis.loggers import (
     ProgressLogger,
     WandbLogger,
     earlier_wandb_run,
-    first_line,
     overview,
     wandb_facts,
 )
@@ -32,7 +31,7 @@ from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
 from mxtrain.checkpoints.start import require_no_other_run, resumed_step
 from mxtrain.checkpoints.terminal import go_on_without, note
 from mxtrain.diagnostics.recording import Numerics
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, one_line
 from mxtrain.files import replace_file
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.model_settings import given_in
@@ -43,8 +42,6 @@ from mxtrain.titan.releases import engine
 
 
 class Loggers(LoggerContainer):
-    """The loggers of a run on this rank."""
-
     to_file: MetricsFileLogger | None = None
     to_wandb: WandbLogger | None = None
     knows_peak = True
@@ -63,9 +60,6 @@ def build_metrics_processor(job_config, parallel_dims, model_args=None) -> Metri
     Rank 0 also writes ``metrics.jsonl`` and ``run.json`` into ``job.dump_folder`` and shows progress, whatever loggers
     are enabled. The config of a wandb run receives ``run_facts``. If wandb cannot start, a warning is logged and
     training continues.
-
-    Raises:
-        ConfigError: if the run would replace the metrics of another.
     """
     is_first = torch.distributed.get_rank() == 0
     wants_wandb = job_config.metrics.enable_wandb and (is_first or job_config.metrics.save_for_all_ranks)
@@ -119,7 +113,7 @@ def _add_wandb(loggers: Loggers, job_config, facts: dict, earlier) -> None:
         start = partial(engine().wandb_logger, place, job_config)
         to_wandb = WandbLogger(start, job_config.to_dict(), facts, earlier)
     except Exception as error:  # wandb's, for wrong settings of wandb
-        logger.warning(f"wandb did not start: {first_line(error)}; training goes on, and writes metrics.jsonl")
+        logger.warning(f"wandb did not start: {one_line(error)}; training goes on, and writes metrics.jsonl")
         return
     loggers.to_wandb = to_wandb
     loggers.add_logger(to_wandb)

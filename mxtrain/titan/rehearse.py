@@ -43,17 +43,11 @@ def cost(recipe: LinearRecipe) -> float:
 def rehearse(source: Path, folder: Path | None, bound: float, step: int | None = None) -> str:
     """Measure all recipes on the first sequences of the training text; write table, picture and TOML to ``folder``.
 
+    Returns lines for the user.
+
     Args:
         source: a run's folder, or a config, whose model is then new.
         folder: None for "rehearsal" in the run's folder, or "outputs/NAME-rehearsal" for a config.
-        bound: of the errors, for the TOML.
-        step: of the checkpoint; None takes the newest.
-
-    Returns:
-        Lines for the user.
-
-    Raises:
-        ConfigError: for a wrong setting, and a run without such a checkpoint.
     """
     run = open_run(source, step) if (source / CONFIG_FILE).is_file() else None
     if run is None:

@@ -70,10 +70,7 @@ class Engine(Protocol):
 
 
 def engine() -> Engine:
-    """The engine of the installed release, imported here because engines import this package.
-
-    Raises ConfigError for a TorchTitan, such as a preview, that lacks a name.
-    """
+    """The engine of the installed release, imported here because engines import this package."""
     try:
         return import_module(f"mxtrain.titan.{RELEASE}.engine")
     except ImportError as error:

@@ -101,7 +101,7 @@ def begin_run(job_config, find: Callable[[], Start], found: Start | None) -> Sta
 
 
 def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], found: Start | None) -> Start:
-    """Return where rank 0 finds that the run starts. Raises ConfigError if another node finds something else.
+    """Return where rank 0 finds that the run starts.
 
     A network file system may show a node late what another one has written, so all look again for a minute.
     """
@@ -132,7 +132,7 @@ def _same_on_all_nodes(folder: Path, checkpoint, find: Callable[[], Start], foun
 
 
 def _verify(start: Start) -> None:
-    """Compare this rank's share of the files of the checkpoint with their hashes. Raises ConfigError."""
+    """Compare this rank's share of the files of the checkpoint with their hashes."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     try:
         check_hashes(start.checkpoint, start.manifest, sorted(start.manifest.files)[rank::ranks])

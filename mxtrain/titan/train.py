@@ -37,10 +37,6 @@ FIRST_WORD_SECONDS, LAST_WORD_SECONDS = 3.0, 1.0
 def train(args: list[str], verbose: bool) -> Stop | None:
     """Train a model, and end with a summary of the run. Return how a signal stopped it, or None.
 
-    Args:
-        args: TorchTitan's command-line flags, with ``--job.config_file`` among them.
-        verbose: show all lines of TorchTitan's log on the terminal.
-
     Raises:
         ConfigError: for a mistake in the settings, or a run's folder that is in use or holds another run.
         NonFiniteError: if a loss or weight is NaN or infinite, and ``metrics.on_nonfinite_loss`` is "stop".
@@ -56,18 +52,16 @@ def train(args: list[str], verbose: bool) -> Stop | None:
     warning = None
     with ExitStack() as stack:
 
-        def check() -> dict[str, str]:
-            """Check what no launcher has checked, and find where the run starts. Returns the settings that it keeps."""
+        def check() -> None:
+            """Check what no launcher has checked, and find where the run starts."""
             nonlocal found, warning
             check_job(settings, Machine(processes, torch.cuda.is_available()))
             if is_first():
                 warning = stack.enter_context(locked(folder))
             found = find()
-            return found.settings
 
         # All ranks fail together, and nothing changes in the folder before all have passed.
-        first, *_ = ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
-        settings = settings.replaced(found.settings if found else first["result"])
+        ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
         job_config = settings.values
         init_logger()
         terminal.start(folder, verbose)

@@ -227,8 +227,6 @@ class TrainingRun:
             settings=self.settings.resolved(),
             defaults=kept_defaults(self.settings.known),
             versions=package_versions(),
-            # A model of the user's may have its own loader.
-            tokenizer_sha256=getattr(self.dataloader, "tokenizer_sha256", None),
             processes=torch.distributed.get_world_size(),
             images=[] if self._guard is None else self._guard.images,
             codes=self._coded_layers,

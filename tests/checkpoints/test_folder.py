@@ -39,20 +39,15 @@ def test_a_manifest_reads_back_as_written(tmp_path):
     (tmp_path / "data").write_bytes(LARGE)
     settings = {"optimizer": {"lr": 1e-3}, "model": {"converters": ["mxnorm"]}}
     record = FileRecord(len(LARGE), sha256(LARGE).hexdigest())
-    manifest = Manifest(7, True, {"data": record}, settings, {"torch": None}, "ab" * 32, 2, {"mxnorm.p": 2})
+    manifest = Manifest(7, True, {"data": record}, settings, {"torch": None}, 2, {"mxnorm.p": 2})
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest and hash_file(tmp_path / "data") == record
 
 
-def test_manifests_of_earlier_versions_are_read_and_a_newer_one_is_named(tmp_path):
-    """The first versions kept no defaults, and the names and shapes of all tensors."""
-    for number in (1, 3):
-        content = {"format": number, **asdict(Manifest(7, True, {})), "tensors": {"weight": {"shape": [4]}}}
-        del content["defaults"]
-        (tmp_path / MANIFEST_FILE).write_text(json.dumps({**content, "sha256": module._own_hash(content)}))
-        if number == 1:
-            assert read_manifest(tmp_path) == Manifest(7, True, {})
-    with pytest.raises(DamagedCheckpoint, match="has format 3, and this version reads 1 to 2$"):
+def test_a_manifest_of_a_newer_version_is_named(tmp_path):
+    content = {"format": 3, **asdict(Manifest(7, True, {}))}
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps({**content, "sha256": module._own_hash(content)}))
+    with pytest.raises(DamagedCheckpoint, match="has format 3, and this version reads 2$"):
         read_manifest(tmp_path)
 
 

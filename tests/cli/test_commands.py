@@ -40,7 +40,6 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
 @pytest.mark.parametrize(
     "line, error",
     [
-        ("cache --verify", "'mxtrain cache' no longer exists: the folder of prepared texts"),
         ("trian llama3_debug", "'trian' is not a command of mxtrain; did you mean 'mxtrain train'?"),
         ("llama3_debug", "'llama3_debug' is not a command of mxtrain; 'mxtrain --help' lists the commands"),
         ("init lama3_debug", "NAME = 'lama3_debug' is not a preset; did you mean 'llama3_debug'?"),

@@ -17,7 +17,7 @@ from pyarrow import feather
 from mxtrain.data import DataConfig, prepare
 from mxtrain.data import prepared as prepared_module
 from mxtrain.data.documents import is_held_out
-from mxtrain.data.prepared import TextReport, differences, load_text
+from mxtrain.data.prepared import TextReport, differences
 from mxtrain.data.token_files import token_dtype
 from mxtrain.data.tokenizer import EOS_TOKEN, load_tokenizer, tokenizer_hash
 from mxtrain.errors import ConfigError
@@ -238,24 +238,6 @@ def test_a_chosen_text_is_loaded_without_its_source(corpus, tmp_path, monkeypatc
     monkeypatch.setenv("MXTRAIN_CACHE", str(tmp_path / "empty"))
     with pytest.raises(ConfigError, match=f"data.prepared = '{first.folder.name}' names '.*/empty/files"):
         prepare(by_name, silent)
-
-
-def test_a_text_that_an_earlier_version_prepared_can_be_chosen(corpus):
-    """Its tokens are in shards of their own."""
-    first = prepare(config_of(corpus), silent)
-    summary = json.loads((first.folder / "prepared.json").read_text())
-    summary["report"]["cut"] = {"torch": 5}
-    for split in ("train", "validation"):
-        tokens, half = getattr(first, split)[:], len(getattr(first, split)) // 2
-        tokens[:half].tofile(first.folder / f"{split}.bin"), tokens[half:].tofile(first.folder / f"{split}.1.bin")
-        counts = {f"{split}.bin": half, f"{split}.1.bin": len(tokens) - half}
-        shards = [{"name": name, "start": 0, "count": count, "sha256": ""} for name, count in counts.items()]
-        summary["tokens"][split] |= {"shards": shards, "count": len(tokens)}
-    shutil.rmtree(first.folder / "tokens")
-    (first.folder / "prepared.json").write_text(json.dumps(summary))
-    old = load_text(first.folder)
-    assert same(old, first)
-    assert all(np.array_equal(getattr(old, split)[:], getattr(first, split)[:]) for split in ("train", "validation"))
 
 
 # Tokenizers

@@ -68,13 +68,8 @@ FLAGS = {
     "--mxnorm.schedule {from_step=": "mxnorm.schedule[0] = '{from_step=' | inline table",
     '--mxnorm.schedule {from_step=3,norm="rmsnorm"} {from_step=3,modulez=["wo"]}': "mxnorm.schedule[1] | modulez",
     '--mxnorm.schedule {from_step=3,norm="x"}': "mxnorm.schedule[0].norm = 'x' | 'rmsnorm'",
-    "--mxnorm.schedule {from_step=3,p=1}": "mxnorm.schedule[0] = | key p, which no longer exists | [mxnorm]",
     '--training.steps=9 --mxnorm.schedule {from_step=10,recipe="bf16"}': "mxnorm.schedule[0].from_step = 10 | to 9",
     '--model.converters=mx_linear --mxnorm.schedule {from_step=1,norm="rmsnorm"}': "mxnorm.schedule[0].norm | not 'mx_",
-    # Settings of earlier versions
-    "--data.other_files": "data.other_files no longer exists: remove it; training.dataset = 'files'",
-    "--model.converters=fused_rmsnorm": "model.converters = ['fused_rmsnorm'] has 'fused_rmsnorm' | 'fused_norm'",
-    "--fused_rmsnorm.filter_fqns=norm": "fused_rmsnorm.filter_fqns no longer exists: | [fused_norm]",
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": "model.converters = ['mxnorm', 'mxnorm'] | twice",
     "--model.converters=mxnorm,mx_linear": "model.converters = | has 'mxnorm' and 'mx_linear'",

@@ -8,17 +8,13 @@ import tomli_w
 from mxtrain.checkpoints.folder import Manifest, package_versions, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
-from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Settings
-from mxtrain.settings.mxnorm_section import schedule_in
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.resume import (
     SettingChange,
     changes,
     check_resume,
-    checked_start,
     kept_defaults,
-    other_defaults,
     resolved,
     resumed,
     separated,
@@ -67,12 +63,10 @@ def test_a_run_keeps_the_defaults_that_it_had():
     """An upgrade that changes a default must not change a run in silence."""
     kept = kept_defaults(KNOWN)
     assert json.loads(json.dumps(kept)) == kept and kept["training.local_batch_size"] == 8
-    assert kept.keys() == KNOWN.keys() and other_defaults(KNOWN, kept) == {}
+    assert kept.keys() == KNOWN.keys()
     now = Settings(KNOWN, {"optimizer.lr": 0.5})
     before = settings_before({"optimizer": {"lr": 0.5}}, KNOWN, {**kept, "gone.by": 1})
     assert changes(before, now, 8, 8) == []
-    had = {**kept, "mxnorm.p": 1, "mxnorm.diagnostics.tokens": 64, "training.steps": None, "gone.by": 1}
-    assert other_defaults(KNOWN, had) == {"mxnorm": {"p": 1, "diagnostics": {"tokens": 64}}}
     earlier = settings_before({"optimizer": {"lr": 0.5}}, KNOWN, {**kept, "mxnorm.p": 1, "optimizer.lr": 0.1})
     assert changes(earlier, now, 8, 8) == [SettingChange("mxnorm.p", 1, 2, True)]
 
@@ -156,60 +150,6 @@ def test_settings_before_leave_out_what_this_version_does_not_know():
     assert before["training.steps"] == KNOWN["training.steps"].default  # as the manifest holds no defaults
 
 
-def kept(converters: list[str], **tables) -> dict:
-    return {"model": {"name": "llama3", "flavor": "debugmodel", "converters": converters}, **tables}
-
-
-@pytest.mark.parametrize(
-    "before, now",
-    [
-        (
-            kept(["fused_rmsnorm"], fused_rmsnorm={"filter_fqns": ["norm"]}, fused_norm={"filter_fqns": ["w"]}),
-            kept(["fused_norm"], fused_norm={"filter_fqns": ["norm"]}),
-        ),
-        (kept([], data={"package_share": 0.5, "other_files": True, "seed": 1}), kept([], data={"seed": 1})),
-        (kept([], mxnorm={"guard": {"p": 1}, "combine_backward": "quantized", "p": 1}), kept([], mxnorm={"p": 1})),
-        (
-            kept([], mxnorm={"schedule": [{"from_step": 2, "recipe": "bf16", "p": 1}, {"from_step": 2, "p": 1}]}),
-            kept([], mxnorm={"schedule": [{"from_step": 2, "recipe": "bf16"}]}),
-        ),
-        (kept(["mxnorm"], mxnorm={"schedule": [{"from_step": 2, "p": 1}]}), r"mxnorm.schedule.* has the key p,"),
-        (kept(["mxnorm"], mxnorm={"guard": {"recipe": "bf16"}}), "mxnorm.guard no longer exists"),
-        (
-            kept(["mxnorm"], mxnorm={"combine_backward": "quantized"}, parallelism={"expert_parallel_degree": 2}),
-            "mxnorm.combine_backward no longer exists",
-        ),
-    ],
-)
-def test_a_run_of_an_earlier_version_goes_on_without_what_changes_no_number(tmp_path, before, now):
-    config = tmp_path / "config.toml"
-    config.write_text(tomli_w.dumps(before))
-    with pytest.raises(ConfigError, match="no longer exists"):  # a config of the user's
-        read_settings([f"--job.config_file={config}"])
-    (tmp_path / "run.json").touch()
-    if isinstance(now, str):
-        with pytest.raises(ConfigError, match=f"^{now}.*config.toml, line"):
-            read_settings([f"--job.config_file={config}"])
-        read_settings([f"--job.config_file={config}"], trains=False)  # for an export
-        return
-    settings = read_settings([f"--job.config_file={config}"])
-    assert settings.tables() == {**now, "job": {"config_file": str(config)}}
-    saved(tmp_path, 100, settings=before)
-    assert check_resume(Start(100, (), tmp_path), settings, 1) == []
-
-
-def test_a_run_that_goes_on_without_a_removed_setting_says_so(tmp_path):
-    guard, entry = {"recipe": "wgrad=bf16"}, {"from_step": 3, "recipe": "wgrad=bf16"}
-    mxnorm = {"guard": guard, "schedule": [entry | {"p": 1}]}
-    saved(tmp_path, 100, settings={"model": {"converters": ["mxnorm"]}, "mxnorm": mxnorm})
-    tables = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"schedule": [entry]}}
-    with pytest.raises(ConfigError, match=r"'p': 1.*\], which this version cannot repeat; allow the change with"):
-        check_resume(Start(100, (), tmp_path), now(**tables), 1)
-    allowed = now(**tables, checkpoint={"may_change": ["mxnorm.schedule"]})
-    _, line = check_resume(Start(100, (), tmp_path), allowed, 1)
-    assert line == f"mxnorm.guard changes from {guard} to none at step 101"
-
-
 def now(**sections) -> Settings:
     return Settings(KNOWN, {f"{section}.{name}": v for section, table in sections.items() for name, v in table.items()})
 
@@ -238,63 +178,6 @@ def test_the_defaults_of_its_version_count(start):
     saved(start.checkpoint, 5, defaults={"mxnorm.p": 1})
     with pytest.raises(ConfigError, match="^mxnorm.p = 2, .* 1; .*--checkpoint.may_change mxnorm.p$"):
         check_resume(start, now(), 1)
-
-
-ROUNDING = "mxnorm.scale_rounding"
-
-
-@pytest.mark.parametrize("saved_rule", (None, "rceil"))
-def test_a_run_of_an_earlier_version_keeps_its_rule_for_scales(tmp_path, saved_rule):
-    """Until 0.1.0, "rceil" was torchao 0.18's rule."""
-    step, converters = tmp_path / "checkpoint" / "step-5", ["mxnorm"]
-    step.mkdir(parents=True)
-
-    def begins(versions=(), rule=saved_rule, **sections):
-        tables = {"model": {"converters": converters}, "mxnorm": {"scale_rounding": rule} if rule else {}}
-        saved(step, 5, settings=tables, versions=dict(versions))
-        settings = now(model={"converters": converters}, **{"checkpoint": {"enable": True}, **sections})
-        return checked_start(tmp_path, settings, 1)
-
-    for given in ({}, {"mxnorm": {"scale_rounding": "rceil"}}):  # by a config of the user's
-        start = begins({"mxtrain": "0.1.0"}, **given)
-        assert start.settings == {ROUNDING: "rceil_0_18"} == begins(rule="rceil_0_18").settings
-        assert start.notes[-1].startswith(f"{ROUNDING} stays 'rceil_0_18', ") and start.changes == ()
-    allowed = begins(checkpoint={"enable": True, "may_change": [ROUNDING]})
-    assert allowed.changes == (f"{ROUNDING} changes from 'rceil_0_18' to None at step 6",) and not allowed.settings
-    with pytest.raises(ConfigError, match=f"^{ROUNDING} = 'floor', .* with 'rceil_0_18'"):
-        begins(mxnorm={"scale_rounding": "floor"})
-    same = {} if saved_rule is None else {"mxnorm": {"scale_rounding": saved_rule}}
-    assert begins(package_versions(), **same).settings == {}
-    converters.clear()
-    assert begins(**same).settings == {}
-
-
-def test_the_recipe_of_a_schedule_keeps_its_rule_for_scales(tmp_path):
-    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
-    entry = {"from_share": 0.9, "recipe": "wgrad=mxfp8"}
-    tables = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipe": "nvfp4", "schedule": [entry]}}
-    saved(tmp_path / "checkpoint" / "step-5", 5, settings=tables, versions={"mxtrain": "0.1.0"})
-    settings = now(**tables, checkpoint={"enable": True})
-    kept = settings.replaced(checked_start(tmp_path, settings, 1).settings)
-    check_settings(kept)
-    (change,) = schedule_in(kept.values)
-    assert kept[ROUNDING] == change.change.gemms["wgrad"].scale_rounding == "rceil_0_18"
-
-
-def test_a_run_without_power_of_two_scales_has_no_rule_to_keep(start):
-    nvfp4 = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipe": "nvfp4"}}
-    saved(start.checkpoint, 5, settings=nvfp4, versions={"mxtrain": "0.1.0"})
-    assert check_resume(start, now(**nvfp4), 1) == []
-
-
-def test_tiles_of_an_earlier_version_were_nvfp4s_alone(start):
-    mixed = {"recipe": "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", "weight_tiles": True, "scale_rounding": "floor"}
-    mixed = {"model": {"converters": ["mxnorm"]}, "mxnorm": mixed}
-    saved(start.checkpoint, 5, settings=mixed, versions={"mxtrain": "0.1.0"})
-    with pytest.raises(ConfigError, match="^mxnorm.weight_tiles = True, but .* trained without it; leave it unset"):
-        check_resume(start, now(**mixed), 1)
-    saved(start.checkpoint, 5, settings=mixed, versions=package_versions())
-    assert check_resume(Start(5, (), start.checkpoint), now(**mixed), 1) == []
 
 
 def test_the_name_of_a_run_may_have_an_equals_sign():

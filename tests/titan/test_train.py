@@ -65,7 +65,6 @@ def test_a_run_that_was_killed_resumes_as_if_nothing_had_happened(one):
     assert all(manifest.defaults["training.seq_len"] == 2048 for manifest in saved.whole.values()), "not this run's 64"
     assert list(saved.whole) == [11, 12] and not saved.problems
     assert saved.whole[12].settings["optimizer"] == {"lr": 1e-2}
-    assert re.fullmatch("[0-9a-f]{64}", saved.whole[12].tokenizer_sha256)
 
 
 def test_a_run_does_not_replace_another(one):

@@ -4,14 +4,12 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from mxtrain.checkpoints.folder import MANIFEST_FILE, package_versions
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER, no_run
-from mxtrain.config import dump_config
 from mxtrain.conversion.schedule import set_step
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.files import hash_file
@@ -25,9 +23,8 @@ from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import given_in
-from mxtrain.settings.read import places, read_settings
-from mxtrain.settings.removed import in_this_version
-from mxtrain.settings.resume import other_defaults, with_own_rounding
+from mxtrain.settings.read import read_settings, settings_in
+from mxtrain.settings.resume import settings_before
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.job_config import check_model
@@ -49,9 +46,7 @@ def export(
     read and written one after another. The folder appears under its name when it is complete.
 
     Args:
-        run: the run's folder.
         target: a folder that does not exist, or is empty.
-        step: the step of the checkpoint; None takes the newest complete one.
         format, fold_gain, dtype: as for ``Exporter``.
 
     Returns:
@@ -88,8 +83,6 @@ def export(
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run and one of its checkpoints."""
-
     folder: Path
     checkpoint: Path
     step: int
@@ -104,26 +97,18 @@ class SavedRun:
 
 
 def open_run(folder: Path, step: int | None = None) -> SavedRun:
-    """Find the checkpoint of ``step`` in the run's folder (None: the newest whole one), and read its settings.
-
-    Raises:
-        ConfigError: the folder is no run, its settings are wrong now, or it has no such checkpoint, or a damaged one.
-    """
+    """Find the checkpoint of ``step`` in the run's folder (None: the newest whole one), and read its settings."""
     config = folder / CONFIG_FILE
     if not os.path.isfile(config):  # False for a name that is too long, too
         raise ConfigError(f"RUN = {str(folder)!r} {no_run(folder)}")
-    own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"], trains=False)
+    own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"])
     checkpoint, manifest = find_checkpoint(folder, own["checkpoint.folder"], step)
     # The checkpoint's settings: the run may have resumed with others since, and this version may have other defaults.
-    with TemporaryDirectory() as temporary:
-        config, defaults = Path(temporary, CONFIG_FILE), Path(temporary, "defaults.toml")
-        dump_config(other_defaults(own.known, manifest.defaults), defaults)
-        dump_config({"extends": defaults.name, **in_this_version(manifest.settings, trains=False)}, config)
-        # This machine may lack the mode of the training. Other modes have the same codes, "fp8_merged" before merging.
-        arguments = [f"--job.config_file={config}", f"--job.dump_folder={folder}", "--mxnorm.mode=auto"]
-        with places(arguments):
-            settings = with_own_rounding(read_settings(arguments), manifest.versions)
-            check_model(settings.values)
+    had = settings_before(manifest.settings, own.known, manifest.defaults).given
+    had = Settings(own.known, {name: value for name, value in had.items() if value is not None}).tables()
+    # This machine may lack the mode of the training. Other modes have the same codes, "fp8_merged" before merging.
+    settings = settings_in(had, own.known, {"job.dump_folder": str(folder), "mxnorm.mode": "auto"})
+    check_model(settings.values)
     model, weights = engine().SizedModel.of_job(settings.values), SavedWeights(checkpoint)
     # In TorchTitan 0.2.2 one process has no FSDP.
     has_fsdp = manifest.processes > 1 or not manifest.versions.get("torchtitan", "0.2.2").startswith("0.2.")
@@ -131,7 +116,6 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
 
 
 def _trained(run: SavedRun, where: str) -> Trained:
-    """Return the run's checkpoint as an export sees it. Raises ConfigError, beginning with ``where``, as ``export``."""
     job_config = run.settings.values
     model, training = run.model, job_config.training
     require_computed_alike(model, where)

@@ -10,7 +10,7 @@ import torch
 from mxtrain.checkpoints.folder import package_versions
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, TOKENIZER_FOLDER
 from mxtrain.config import dump_config
-from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer, tokenizer_hash
+from mxtrain.data.tokenizer import copy_tokenizer, load_tokenizer
 from mxtrain.errors import ConfigError
 from mxtrain.hugging_face.checkpoint import save_weights
 from mxtrain.hugging_face.import_model import EMBEDDING, HEAD, SEED, ImportedWeights, run_settings
@@ -30,15 +30,13 @@ from mxtrain.titan.job_config import parse_job_config
 def import_model(source: Path, target: Path, config: Path | None = None) -> str:
     """Make a run's folder with the weights, the tokenizer and a config. The folder appears when it is complete.
 
-    Weights are read and written one after another, and stored in fp32, in which a run trains them.
+    Weights are read and written one after another, and stored in fp32, in which a run trains them. Returns lines for
+    the user.
 
     Args:
         source: folder of a Hugging Face model: config.json, safetensors and tokenizer.json.
         target: a folder that does not exist, or is empty.
         config: TOML file with the settings of the run. The model, its weights and its tokenizer replace those in it.
-
-    Returns:
-        Lines for the user.
 
     Raises:
         ConfigError: for a wrong argument, and a model that cannot be imported. Nothing is written then.
@@ -81,8 +79,7 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
                 f"{where}: training.seq_len = {job_config.training.seq_len} is too short for TorchTitan to scale the "
                 f"rotation as config.json says; allowed is more than {longer_than}"
             )
-        facts = {"settings": settings, "versions": package_versions(), "tokenizer_sha256": tokenizer_hash(tokenizer)}
-        save_weights(folder / SEED, weights, weights.shapes, **facts)
+        save_weights(folder / SEED, weights, weights.shapes, settings=settings, versions=package_versions())
     return "\n".join(
         [
             f"imported  {source} as {model.name} {flavor}{f' with [{SECTION}]' if model_args else ''}, "

@@ -18,9 +18,6 @@ def find_model(shape: ModelShape, where: str) -> tuple[str, dict[str, object], o
 
     Returns:
         The flavor, the settings, and the ``SizedModel`` of this shape.
-
-    Raises:
-        ConfigError: TorchTitan has no model of this shape. The message begins with ``where``.
     """
     name, found = ARCHITECTURES[shape.model_type].model, []
     sized_model, asked = engine().SizedModel, {**vars(shape), **shape.own}

@@ -67,7 +67,6 @@ def build_on_meta(job_config) -> nn.Module:
 
 
 def example_inputs(model: nn.Module) -> tuple:
-    """Arguments for one forward pass of a TorchTitan language model: token ids, and the mask its attention takes."""
     tokens = torch.zeros(1, 32, dtype=torch.long)
     attn_type = getattr(getattr(model, "model_args", None), "attn_type", "sdpa")
     if attn_type == "flex":

@@ -97,7 +97,6 @@ class Flavors(UserDict):
     Args:
         model: TorchTitan's name of the model; None for a model of the user's own, whose sizes ``[model_args]`` does
             not set.
-        flavors: its model arguments by flavor.
     """
 
     def __init__(self, model: str | None, flavors: Mapping):
@@ -153,11 +152,6 @@ def _configured(model: str | None, args):
 
 
 def sizes_of(job) -> dict[str, object]:
-    """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len".
-
-    Raises:
-        ConfigError: for a ``data.vocab_size`` that a user's own model does not take.
-    """
     name, size, flavors = job.model.name, job.data.vocab_size, get_train_spec(job.model.name).model_args
     require_one_of("model.flavor", job.model.flavor, flavors)
     args = flavors[job.model.flavor]

@@ -112,14 +112,7 @@ def restyled(style: ParallelStyle, kind: type[ParallelStyle]) -> ParallelStyle:
 def style_for(fqn: str, module: nn.Module | None, style: ParallelStyle, device_mesh: DeviceMesh) -> ParallelStyle:
     """Return the style that does for ``module`` what ``style`` does for the module that it replaced.
 
-    Args:
-        fqn: the module's name in the plan.
-        module: None for a name of the plan that the model does not have.
-        style: the plan's.
-        device_mesh: of the processes that split the module.
-
-    Raises:
-        ConfigError: for a swapped module with a style that has no counterpart here.
+    The module is None for a name of the plan, ``fqn``, that the model does not have.
     """
     if isinstance(module, MXNorm | QuantizedLinear):
         for own in (GatheringNorm, Columnwise, Rowwise):

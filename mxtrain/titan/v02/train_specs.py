@@ -90,10 +90,7 @@ def build_optimizers(build: Callable, model_parts, optimizer_config, *others) ->
 def build_validator(
     job_config, dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTokenizer, **parts
 ) -> BaseValidator:
-    """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``.
-
-    Raises ConfigError as ``build_validation_loader``.
-    """
+    """Return a validator over held-out text. Takes the arguments of TorchTitan's ``build_validator``."""
     loss_fn, cp = parts["loss_fn"], parts["parallel_dims"].cp
     # Fault: see ``Trainer.batch_generator``. The validator counts the tokens of one part, and adds up all losses.
     parts["loss_fn"] = lambda predictions, labels: loss_fn(predictions, labels) / cp

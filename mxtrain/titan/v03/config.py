@@ -42,7 +42,6 @@ def trainer_config(job_config, spec: ModelSpec, parts: dict[str, Callable]) -> T
     """Return TorchTitan's config of a job.
 
     Args:
-        spec: of the model.
         parts: functions that build "metrics", "tokenizer", "dataloader", "checkpoint" and "validator".
     """
     job, optimizer, stages = job_config.job, job_config.optimizer, job_config.parallelism.module_fqns_per_model_part

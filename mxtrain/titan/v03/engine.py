@@ -12,7 +12,7 @@ from torchtitan.config.configs import ParallelismConfig
 from torchtitan.protocols import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
 
-from mxtrain.conversion.converters import CONVERTERS, require_converter
+from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Problems, Settings
 from mxtrain.settings.mxnorm_section import quantizing_among
@@ -188,7 +188,7 @@ def override_with_mxtrain(
 
 def _job_config(name: str, flavor: str, converters: Sequence[str], tables: Mapping[str, Mapping[str, object]]):
     for converter in converters:
-        require_converter("model.converters", converter)
+        require_one_of("model.converters", converter, CONVERTERS)
     sections = ["mxnorm" if quantizing_among([converter]) else converter for converter in converters]
     for table in tables:
         require_one_of("with_mxtrain: table", table, sections)

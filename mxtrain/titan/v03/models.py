@@ -213,7 +213,6 @@ MODELS = {
 
 
 def config_of(name: str, s: dict):
-    """TorchTitan's config of a model with these sizes."""
     attentions, model, block, *_ = MODELS[name]
     dim, vocabulary, std, attention = s["dim"], s["vocab_size"], s["dim"] ** -0.5, attentions(s)
     dense_layers = s.get("n_dense_layers", 0) if "num_experts" in s else s["n_layers"]
@@ -251,7 +250,6 @@ def sizes_of(job) -> dict[str, object]:
 
 
 def model_spec(job) -> ModelSpec:
-    """TorchTitan's spec of a job's model."""
     *_, parallelize, adapter = MODELS[job.model.name]
     return ModelSpec(
         name=job.model.name,

@@ -65,7 +65,6 @@ def name_in_022(name: str) -> str:
 
 @contextmanager
 def convertible(model: nn.Module) -> Iterator[None]:
-    """Context in which converters know the modules of ``model``, under the names of TorchTitan 0.2.2."""
     model.named_modules, model.get_submodule = MethodType(_named_modules, model), MethodType(_get_submodule, model)
     try:
         with plain_modules(model):
@@ -114,9 +113,6 @@ def split_layers(model: nn.Module, mesh: DeviceMesh, has_expert_parallelism: boo
     """Tell swapped layers which of their matrices the processes of ``mesh`` split, as TorchTitan's sharding says.
 
     With expert parallelism, a mixture keeps shards of the sequences, which its shared experts gather.
-
-    Raises:
-        ConfigError: for a layer whose parts are not whole blocks, or that is split in another way than ours can be.
     """
     group, processes = mesh.get_group().group_name, mesh.size()
     sequences = SplitSequences(group, processes, mesh.get_local_rank())

@@ -318,7 +318,7 @@ def test_settings_and_defaults_are_those_of_the_checkpoint(own):
     config.write_text(text.replace("[mxnorm.diag", "[mxnorm]\np = 1\n[mxnorm.diag"))
     assert open_run(own).settings.values.mxnorm.p == 2
     config.write_text(text.replace("[mxnorm.diag", '[mxnorm]\nmode = "native"\n[mxnorm.diag'))
-    defaults = {"mxnorm.p": 1, "training.seq_len": 64, "mxnorm.recipe": "mxfp8", "gone.by": 1}
+    defaults = {"mxnorm.p": 1, "training.seq_len": 64, "mxnorm.recipe": "mxfp8", "training.steps": None, "gone.by": 1}
     saved_runs.add_manifest(checkpoint, defaults=defaults)
     job_config = open_run(own).settings.values
     assert (job_config.mxnorm.p, job_config.training.seq_len, job_config.mxnorm.recipe) == (1, 32, "mxfp8")

@@ -267,7 +267,7 @@ def test_the_folder_is_where_a_run_starts(models, tmp_path):
         name: (weight.shape, torch.float32) for name, weight in expected.items()
     }
     assert manifest.settings == tomli.loads((run / "config.toml").read_text())
-    assert manifest.versions["torch"] == version("torch") and len(manifest.tokenizer_sha256) == 64
+    assert manifest.versions["torch"] == version("torch")
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
