@@ -9,7 +9,7 @@ with the results of another run. ``find_start`` looks first and stops such a run
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class Start:
     """Checkpoints of later steps, whole or not, which the run sets aside"""
     changes: tuple[str, ...] = ()
     """Lines for the user and for the run's record: what differs from the run so far"""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Full name -> value of settings that the run keeps, whatever its config and flags say"""
 
     @cached_property
     def manifest(self) -> Manifest:

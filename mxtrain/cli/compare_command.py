@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from mxtrain.checkpoints.run_folder import CONFIG_FILE, locked
+from mxtrain.checkpoints.run_folder import CONFIG_FILE, FACTS_FILE, locked
 from mxtrain.cli.console import PathParser, positive
 from mxtrain.errors import ConfigError, errors_begin_with
 from mxtrain.files import os_errors_as, read_json, read_toml, reason, replace_file
@@ -260,10 +260,12 @@ def finished_runs(folder: Path) -> set[str]:
 
 def require_same_settings(folder: Path, settings: "Settings") -> None:
     """Raise ConfigError if the finished run in ``folder`` had other settings that change what is trained."""
-    from mxtrain.settings.resume import settings_before
+    from mxtrain.settings.resume import settings_before, with_own_rounding
     from mxtrain.settings.types import Resume
 
     before = settings_before(read_toml(folder / CONFIG_FILE), settings.known)
+    if (facts := folder / FACTS_FILE).exists():
+        before = with_own_rounding(before, read_json(facts).get("versions") or {})
     for name, field in settings.known.items():
         if field.resume is not Resume.FREE and before[name] != settings[name]:
             raise ConfigError(

@@ -14,13 +14,16 @@ from mxtrain.checkpoints.run_folder import CONFIG_FILE, PROCESSES, SETTING_CHANG
 from mxtrain.checkpoints.start import Start, find_start, interrupted_after
 from mxtrain.data.config import DATASETS
 from mxtrain.errors import ConfigError
+from mxtrain.formats.parse import parse_gemms
 from mxtrain.settings.fields import Field, Settings, flat
 from mxtrain.settings.machine import global_batch_size
+from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import asks_for_help, read_settings
 from mxtrain.settings.types import Resume
 
 FLAG = "--resume"
 BATCH = "training.global_batch_size"
+ROUNDING, OLD_RCEIL, TILES = "mxnorm.scale_rounding", "rceil_0_18", "mxnorm.weight_tiles"
 
 _ONCE = (
     "--checkpoint.load_step=-1",
@@ -88,13 +91,19 @@ def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
     """
     checkpoint = settings.values.checkpoint
     start = find_start(folder, checkpoint, processes)
-    recorded = check_resume(start, settings, processes)
+    kept = []
+    if start.step and settings[ROUNDING] in (None, "rceil") and ROUNDING not in (checkpoint.may_change or []):
+        before = with_own_rounding(settings_before(start.manifest.settings, settings.known), start.manifest.versions)
+        if before[ROUNDING] == OLD_RCEIL and _rounds(settings):
+            start = replace(start, settings={ROUNDING: OLD_RCEIL})
+            kept = [f"{ROUNDING} stays {OLD_RCEIL!r}, as before; --checkpoint.may_change {ROUNDING} allows another"]
+    recorded = check_resume(start, settings.replaced(start.settings), processes)
     if start.step and checkpoint.exclude_from_loading:
         parts = " and ".join(checkpoint.exclude_from_loading)
         recorded.append(
             f"checkpoint.exclude_from_loading: step {start.step + 1} begins without the checkpoint's {parts}"
         )
-    return replace(start, changes=tuple(recorded))
+    return replace(start, notes=(*start.notes, *kept), changes=tuple(recorded))
 
 
 def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
@@ -110,6 +119,7 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
         return []
     manifest = start.manifest
     before = settings_before(manifest.settings, settings.known, manifest.defaults)
+    before = with_own_rounding(before, manifest.versions)
     batch = global_batch_size(before, manifest.processes)
     found = changes(before, settings, batch, global_batch_size(settings, processes))
     may_change = settings["checkpoint.may_change"] or []
@@ -127,6 +137,33 @@ def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
     if processes != manifest.processes:
         lines.append(f"{PROCESSES}{SETTING_CHANGES}{manifest.processes} to {processes} {step}")
     return lines
+
+
+def with_own_rounding(settings: Settings, versions: Mapping[str, str | None]) -> Settings:
+    """Return a run's settings with the rule by which it rounded scales, and with its tiles.
+
+    Until 0.1.0, "rceil", also the default, was what "rceil_0_18" is now, and ``weight_tiles`` was NVFP4's alone, whose
+    recipes all have tiles.
+
+    Args:
+        versions: of packages, as the run kept them.
+    """
+    if (versions.get("mxtrain") or "0.1.0") != "0.1.0" or not _rounds(settings):
+        return settings
+    own = {ROUNDING: OLD_RCEIL} if settings[ROUNDING] in (None, "rceil") else {}
+    return settings.replaced(own | ({TILES: None} if settings[TILES] else {}))
+
+
+def _rounds(settings: Settings) -> bool:
+    """Whether a job has scales that ``ROUNDING`` is for, in the recipes of its schedule, too."""
+    scheduled = [entry["recipe"] for entry in settings["mxnorm.schedule"] if "recipe" in entry]
+    specs = [settings["mxnorm.recipe"], *settings["mxnorm.recipes"].values(), *scheduled]
+    try:
+        gemms = [gemm for spec in specs for gemm in parse_gemms("mxnorm.recipe", spec).values()]
+    except ConfigError:
+        return False
+    has_scales = any(gemm.format is not None and gemm.has("scale_rounding") for gemm in gemms)
+    return has_scales and bool(quantizing_among(settings["model.converters"]))
 
 
 def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Path) -> ConfigError:

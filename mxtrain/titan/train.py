@@ -52,16 +52,18 @@ def train(args: list[str], verbose: bool) -> Stop | None:
     warning = None
     with ExitStack() as stack:
 
-        def check() -> None:
-            """Check what no launcher has checked, and find where the run starts."""
+        def check() -> dict[str, str]:
+            """Check what no launcher has checked, and find where the run starts. Returns the settings that it keeps."""
             nonlocal found, warning
             check_job(settings, Machine(processes, torch.cuda.is_available()))
             if is_first():
                 warning = stack.enter_context(locked(folder))
             found = find()
+            return found.settings
 
         # All ranks fail together, and nothing changes in the folder before all have passed.
-        ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
+        first, *_ = ranks.run_on_all_ranks(check if found is None and ranks.is_first_of_node() else None)
+        settings = settings.replaced(found.settings if found else first["result"])
         job_config = settings.values
         init_logger()
         terminal.start(folder, verbose)

@@ -117,6 +117,16 @@ def test_a_finished_run_of_other_settings_is_refused_and_free_ones_may_change(st
     assert compare("a.toml", "--steps=4", "--dry-run") == 2
     problem = "training.steps = 4, but the run in c/a-seed0 has 3; choose another --output"
     assert capsys.readouterr().err == f"mxtrain: error: {problem}\n"
+    # A run of an earlier version, with another rule for scales.
+    Path("b.toml").write_text('extends = "a.toml"\nmodel.converters = ["mxnorm"]\n')
+    shutil.copytree(folder, stand_in / "b-seed0")
+    (stand_in / "b-seed0" / "run.json").write_text('{"versions": {"mxtrain": "0.1.0"}}')
+    with (stand_in / "b-seed0" / "config.toml").open("a") as file:
+        file.write('[model]\nconverters = ["mxnorm"]\n')
+    (stand_in / "comparison.json").write_text(json.dumps([{"name": "b-seed0", "status": 0}]))
+    assert compare("b.toml", "--dry-run") == 2
+    problem = "mxnorm.scale_rounding = None, but the run in c/b-seed0 has 'rceil_0_18'"
+    assert problem in capsys.readouterr().err
 
 
 def test_a_failed_seed_is_reported_the_rest_goes_on_and_it_starts_again(stand_in, capfd):

@@ -8,12 +8,15 @@ import tomli_w
 from mxtrain.checkpoints.folder import Manifest, package_versions, write_manifest
 from mxtrain.checkpoints.start import Start
 from mxtrain.errors import ConfigError
+from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Settings
+from mxtrain.settings.mxnorm_section import schedule_in
 from mxtrain.settings.read import read_settings
 from mxtrain.settings.resume import (
     SettingChange,
     changes,
     check_resume,
+    checked_start,
     kept_defaults,
     resolved,
     resumed,
@@ -178,6 +181,63 @@ def test_the_defaults_of_its_version_count(start):
     saved(start.checkpoint, 5, defaults={"mxnorm.p": 1})
     with pytest.raises(ConfigError, match="^mxnorm.p = 2, .* 1; .*--checkpoint.may_change mxnorm.p$"):
         check_resume(start, now(), 1)
+
+
+ROUNDING = "mxnorm.scale_rounding"
+
+
+@pytest.mark.parametrize("saved_rule", (None, "rceil"))
+def test_a_run_of_an_earlier_version_keeps_its_rule_for_scales(tmp_path, saved_rule):
+    """Until 0.1.0, "rceil" was torchao 0.18's rule."""
+    step, converters = tmp_path / "checkpoint" / "step-5", ["mxnorm"]
+    step.mkdir(parents=True)
+
+    def begins(versions=(), rule=saved_rule, **sections):
+        tables = {"model": {"converters": converters}, "mxnorm": {"scale_rounding": rule} if rule else {}}
+        saved(step, 5, settings=tables, versions=dict(versions))
+        settings = now(model={"converters": converters}, **{"checkpoint": {"enable": True}, **sections})
+        return checked_start(tmp_path, settings, 1)
+
+    for given in ({}, {"mxnorm": {"scale_rounding": "rceil"}}):  # by a config of the user's
+        start = begins({"mxtrain": "0.1.0"}, **given)
+        assert start.settings == {ROUNDING: "rceil_0_18"} == begins(rule="rceil_0_18").settings
+        assert start.notes[-1].startswith(f"{ROUNDING} stays 'rceil_0_18', ") and start.changes == ()
+    allowed = begins(checkpoint={"enable": True, "may_change": [ROUNDING]})
+    assert allowed.changes == (f"{ROUNDING} changes from 'rceil_0_18' to None at step 6",) and not allowed.settings
+    with pytest.raises(ConfigError, match=f"^{ROUNDING} = 'floor', .* with 'rceil_0_18'"):
+        begins(mxnorm={"scale_rounding": "floor"})
+    same = {} if saved_rule is None else {"mxnorm": {"scale_rounding": saved_rule}}
+    assert begins(package_versions(), **same).settings == {}
+    converters.clear()
+    assert begins(**same).settings == {}
+
+
+def test_the_recipe_of_a_schedule_keeps_its_rule_for_scales(tmp_path):
+    (tmp_path / "checkpoint" / "step-5").mkdir(parents=True)
+    entry = {"from_share": 0.9, "recipe": "wgrad=mxfp8"}
+    tables = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipe": "nvfp4", "schedule": [entry]}}
+    saved(tmp_path / "checkpoint" / "step-5", 5, settings=tables, versions={"mxtrain": "0.1.0"})
+    settings = now(**tables, checkpoint={"enable": True})
+    kept = settings.replaced(checked_start(tmp_path, settings, 1).settings)
+    check_settings(kept)
+    (change,) = schedule_in(kept.values)
+    assert kept[ROUNDING] == change.change.gemms["wgrad"].scale_rounding == "rceil_0_18"
+
+
+def test_a_run_without_power_of_two_scales_has_no_rule_to_keep(start):
+    nvfp4 = {"model": {"converters": ["mxnorm"]}, "mxnorm": {"recipe": "nvfp4"}}
+    saved(start.checkpoint, 5, settings=nvfp4, versions={"mxtrain": "0.1.0"})
+    assert check_resume(start, now(**nvfp4), 1) == []
+
+
+def test_tiles_of_an_earlier_version_were_nvfp4s_alone(start):
+    mixed = {"recipe": "fprop=nvfp4, dgrad=mxfp8, wgrad=nvfp4", "weight_tiles": True, "scale_rounding": "floor"}
+    mixed = {"model": {"converters": ["mxnorm"]}, "mxnorm": mixed}
+    saved(start.checkpoint, 5, settings=mixed, versions={"mxtrain": "0.1.0"})
+    with pytest.raises(ConfigError, match="^mxnorm.weight_tiles = True, but .* trained without it; leave it unset"):
+        check_resume(start, now(**mixed), 1)
+    saved(start.checkpoint, 5, settings=mixed, versions=package_versions())
+    assert check_resume(Start(5, (), start.checkpoint), now(**mixed), 1) == []
 
 
 def test_the_name_of_a_run_may_have_an_equals_sign():

@@ -24,7 +24,7 @@ from mxtrain.nn.three_gemms import QuantizedLinear
 from mxtrain.settings.fields import Settings
 from mxtrain.settings.model_settings import given_in
 from mxtrain.settings.read import read_settings, settings_in
-from mxtrain.settings.resume import settings_before
+from mxtrain.settings.resume import settings_before, with_own_rounding
 from mxtrain.titan.converters import convert_on_meta
 from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.job_config import check_model
@@ -104,8 +104,8 @@ def open_run(folder: Path, step: int | None = None) -> SavedRun:
     own = read_settings([f"--job.config_file={config}", f"--job.dump_folder={folder}"])
     checkpoint, manifest = find_checkpoint(folder, own["checkpoint.folder"], step)
     # The checkpoint's settings: the run may have resumed with others since, and this version may have other defaults.
-    had = settings_before(manifest.settings, own.known, manifest.defaults).given
-    had = Settings(own.known, {name: value for name, value in had.items() if value is not None}).tables()
+    had = with_own_rounding(settings_before(manifest.settings, own.known, manifest.defaults), manifest.versions)
+    had = Settings(own.known, {name: value for name, value in had.given.items() if value is not None}).tables()
     # This machine may lack the mode of the training. Other modes have the same codes, "fp8_merged" before merging.
     settings = settings_in(had, own.known, {"job.dump_folder": str(folder), "mxnorm.mode": "auto"})
     check_model(settings.values)
