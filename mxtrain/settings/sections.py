@@ -65,8 +65,7 @@ class MXNorm:
 
     estimator: Literal[ESTIMATORS] = "pre_round"
     """
-    Source of the RMS: "pre_round" (block maxima), "post_round" (block scales, for comparison) or "exact" (the true RMS,
-    for comparison)
+    Source of the RMS: "pre_round" (block maxima), "post_round" (block scales, for comparison) or "exact" (the true RMS)
     """
 
     gated_estimate_ratio: FinitePositive | None = None
@@ -145,7 +144,7 @@ class MXNorm:
     fsdp_gather: Free[Literal["auto", "high_precision", "quantized"]] = "auto"
     """
     What FSDP gathers of weights in tiles (recipe "mxfp8_2d"): "high_precision" (weights in bf16 or fp32), "quantized"
-    (codes: 1.001 bytes per weight, cast where the rows are) or "auto" (now "high_precision")
+    (codes) or "auto" (now "high_precision")
     """
 
     graph_passes: Free[bool] = True
