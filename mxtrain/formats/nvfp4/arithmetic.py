@@ -213,18 +213,6 @@ def pack_nearest(first, second, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def eighths(x):
-    """[R, C, 8] -> a tuple of eight tensors [R, C], in order"""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2, 2)))
-    zero, two = tl.split(even)
-    one, three = tl.split(odd)
-    parts = (tl.split(zero), tl.split(one), tl.split(two), tl.split(three))
-    return (
-        parts[0][0], parts[1][0], parts[2][0], parts[3][0], parts[0][1], parts[1][1], parts[2][1], parts[3][1]
-    )  # fmt: skip
-
-
-@triton.jit
 def pack_nearest_words(eight, factor, HARDWARE: tl.constexpr):
     """Round x * factor to nearest for a tuple of eight tensors x (fp32), and pack them into one int32."""
     if HARDWARE:

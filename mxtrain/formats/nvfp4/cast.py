@@ -39,7 +39,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     random_words,
     round_stochastically,
 )
-from mxtrain.formats.nvfp4.four_over_six import FOUR_OVER_SIX_REGISTERS, scales_of_blocks
+from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -112,11 +112,19 @@ def _nvfp4_cast_kernel(
         four = (((first_row - start) * columns + column) // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
     across, byte = column + tl.arange(0, COLUMNS), column // 2 + tl.arange(0, COLUMNS // 2)
     block, blocks = column // 16 + tl.arange(0, COLUMNS // 16), columns // 16
+    if FORM == "image":
+        before += first_row * stride + column
+        if ALONG_ROWS:
+            row_data_ptr += before
+        if ALONG_COLUMNS:
+            column_data_ptr += before
     if ALONG_ROWS and ERROR != "":
         # All rows at once: the code makes one choice of scales, and a thread holds half a block of bf16 numbers.
-        row = first_row + tl.arange(0, 16)[:, None]
+        below, right = tl.arange(0, 16)[:, None], tl.arange(0, COLUMNS)
+        row = first_row + below
         inside = (row < rows) & (across < columns)
-        x = tl.load(x_ptr + row * columns + across, mask=inside, other=0.0).to(tl.float32)
+        start_ptr = x_ptr + first_row * columns + column  # offsets from here fit into 32 bits
+        x = tl.load(start_ptr + (below * columns + right), mask=inside, other=0.0).to(tl.float32)
         if ROW_FACTOR:
             x *= tl.load(row_factor_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
         if COLUMN_FACTOR:
@@ -128,7 +136,7 @@ def _nvfp4_cast_kernel(
         y = x * factor[:, :, None]
         if FORM == "image":
             image = tl.reshape(_image(y, scale[:, :, None], False), (16, COLUMNS))
-            tl.store(row_data_ptr + before + row * stride + across, image, mask=inside)
+            tl.store(row_data_ptr + (below * stride + right), image, mask=inside)
         else:
             first, second = tl.split(tl.reshape(y, (16, COLUMNS // 2, 2)))
             packed, length = pack_nearest(first, second, HARDWARE), length_of(row, rows, columns)
@@ -136,12 +144,6 @@ def _nvfp4_cast_kernel(
     strip = load_strip(
         x_ptr, row_factor_ptr, column_factor_ptr, first_row, column, rows, columns, ROW_FACTOR, COLUMN_FACTOR, COLUMNS
     )
-    if FORM == "image":
-        before += first_row * stride + column
-        if ALONG_ROWS:
-            row_data_ptr += before
-        if ALONG_COLUMNS:
-            column_data_ptr += before
     if ALONG_COLUMNS:
         inside = across < columns
         transformed = strip
@@ -206,10 +208,10 @@ def _launches(
     groups = 0 if ends is None else ends.shape[0]
     launches, before = [], 0  # elements of the whole before a part: only images are cast in several parts
     for i, (x, bits) in enumerate(zip(parts, draws or [None] * len(parts))):
-        tile = tile_columns(x.shape[1])
+        tile = tile_columns(x.shape[1], error)
         limit = {"maxnreg": REGISTERS} if bits is not None and len(dims) == 2 and form == "image" else {}
         if error:
-            limit = {"maxnreg": FOUR_OVER_SIX_REGISTERS}
+            limit = {"maxnreg": registers(tile, WARPS)}
         launch = Launch(
             _nvfp4_cast_kernel,
             (cdiv(x.shape[0], BLOCK) * cdiv(x.shape[1], tile),),

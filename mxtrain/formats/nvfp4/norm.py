@@ -27,11 +27,11 @@ from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
     STORAGE,
     amax_across,
-    eighths,
     pack_nearest_words,
     tensor_scale_bits,
 )
-from mxtrain.formats.nvfp4.four_over_six import scales_of_blocks
+from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
+from mxtrain.formats.nvfp4.strip import separated
 from mxtrain.launch.launch import Launch, contiguous, converts_fp4, register_op
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -50,11 +50,11 @@ def _eighths(
     RESIDUAL: tl.constexpr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As ``whole_blocks``; the blocks are two tuples of eight tensors [ROWS, BLOCKS]."""
-    first = eighths(
-        piece_of(loaded, total_ptr, row, rows, first_block, blocks, 0, STORE, RESIDUAL, PIECES, BLOCKS, BLOCK)
+    first = separated(
+        piece_of(loaded, total_ptr, row, rows, first_block, blocks, 0, STORE, RESIDUAL, PIECES, BLOCKS, BLOCK), 3
     )
-    second = eighths(
-        piece_of(loaded, total_ptr, row, rows, first_block, blocks, 1, STORE, RESIDUAL, PIECES, BLOCKS, BLOCK)
+    second = separated(
+        piece_of(loaded, total_ptr, row, rows, first_block, blocks, 1, STORE, RESIDUAL, PIECES, BLOCKS, BLOCK), 3
     )
     return (first, second), amax_across(first + second).to(tl.float32, bitcast=True)
 
@@ -156,7 +156,11 @@ def _launch(x: torch.Tensor, *settings, given: torch.Tensor | None = None) -> tu
     makes_scales = tensor_scale is None and given is None and (form != "image" or error != "")
     row_scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if makes_scales else None
     scales, constants = (tensor_scale, given, row_scales), dict(HARDWARE=converts_fp4(x), ERROR=error)
-    return norm_launch(_nvfp4_norm_kernel, STORAGE, x, *others, form, scales, constants, row_scales)
+    results, launch = norm_launch(_nvfp4_norm_kernel, STORAGE, x, *others, form, scales, constants, row_scales)
+    if launch is not None and error:
+        of = launch.constants
+        of["maxnreg"] = registers(of["ROWS"] * of["PARTS"] * of["BLOCKS"], of["num_warps"])
+    return results, launch
 
 
 def _launch_rows(

@@ -16,9 +16,9 @@ from mxtrain.launch.launch import next_power_of_2
 COLUMNS, WARPS = 128, 1
 
 
-def tile_columns(columns: int) -> int:
-    """Return the columns per program for a matrix of ``columns`` columns."""
-    return min(COLUMNS, next_power_of_2(columns))
+def tile_columns(columns: int, error: str = "") -> int:
+    """Return the columns per program for a matrix of ``columns`` columns: fewer with four over six, for registers."""
+    return min(COLUMNS // 2 if error else COLUMNS, next_power_of_2(columns))
 
 
 @triton.jit
@@ -116,6 +116,19 @@ def joined(strip):
             pairs = pairs + (tl.join(strip[i], strip[i + (8 >> level)]),)
         strip = pairs
     return tl.reshape(strip[0], shape + (16,))
+
+
+@triton.jit
+def separated(x, LEVELS: tl.constexpr):
+    """[..., 2^LEVELS] -> a tuple of 2^LEVELS tensors [...], in order"""
+    parts = (tl.reshape(x, x.shape[:-1] + (2,) * LEVELS),)
+    for level in tl.static_range(LEVELS):
+        even, odd = (), ()
+        for i in tl.static_range(1 << level):
+            pair = tl.split(parts[i])
+            even, odd = even + (pair[0],), odd + (pair[1],)
+        parts = even + odd
+    return parts
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
     amax_across,
     pack_nearest,
 )
-from mxtrain.formats.nvfp4.four_over_six import FOUR_OVER_SIX_REGISTERS, scales_of_blocks
+from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
     group_of,
@@ -108,7 +108,7 @@ def _launches(
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     results = empty_casts(STORAGE, rows, columns, True, form != "image", form, parts[0].device)
-    tile, groups = tile_columns(columns), 0 if ends is None else ends.shape[0]
+    tile, groups = tile_columns(columns, error), 0 if ends is None else ends.shape[0]
     launches, before = [], 0  # elements of the whole before a weight: only images are cast in several parts
     for w, tensor_scale in zip(parts, tensor_scales):
         if w.numel():
@@ -119,7 +119,7 @@ def _launches(
                 dict(
                     GAIN=gain is not None, FORM=form, HARDWARE=converts_fp4(w),
                     GROUPS=groups and next_power_of_2(groups), COLUMNS=tile, ERROR=error, num_warps=WARPS,
-                    **({"maxnreg": FOUR_OVER_SIX_REGISTERS} if error else {}),
+                    **({"maxnreg": registers(tile, WARPS)} if error else {}),
                 ),
             ))  # fmt: skip
         before += w.numel()

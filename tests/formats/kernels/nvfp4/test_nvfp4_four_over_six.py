@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mxtrain.formats import mxnorm
 from mxtrain.formats.cast_kernels import FORMS
+from mxtrain.formats.e2m1 import elements, encode
 from mxtrain.formats.hadamard import hadamard, pad
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, static_tensor_scale
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
@@ -101,13 +102,18 @@ def test_ugly_matrices(dtype):
     check_rows(x, "codes")
 
 
-def test_losses_that_only_rounding_tells_apart():
-    """In exact arithmetic 4 and 6 lose equally much, with true divisions and sums in order one of them loses less."""
-    tie = torch.tensor([6.0, 3, -3, 0] * 4).repeat(16, 1) * (1 + torch.arange(16)[:, None] / 64)
-    for error in ("mae", "mse"):
-        check_casts(tie, "codes", error, transform=False, amax=1000.0)
-        check_casts(tie.t().contiguous(), "image", error, transform=False, amax=1000.0)
-        check_weight(torch.cat((tie[:1], tie[8:9])).repeat(8, 2), "image", error, amax=777.7)
+@pytest.mark.parametrize("error", ["mae", "mse"])
+def test_losses_that_only_rounding_tells_apart(error):
+    """In exact arithmetic 4 and 6 lose equally much, with true quotients and sums in order one of them loses less."""
+    x = torch.randint(-24, 25, (8000, 16), generator=torch.Generator("cpu").manual_seed(0), device="cpu") / 4
+    x[:, 0] = 6
+    six, four = (x - scale * elements(x.device)[encode(x / scale).int()] for scale in (1, 1.5))
+    losses = (six.abs().sum(1), four.abs().sum(1)) if error == "mae" else (six.square().sum(1), four.square().sum(1))
+    ties = x[losses[0] == losses[1]][:128].view(32, 64).to(torch.get_default_device())
+    for amax in (1000.0, 777.7):
+        check_casts(ties * (amax / 1536), "codes", error, transform=False, amax=amax)
+        check_casts((ties * (amax / 1536)).t().contiguous(), "image", error, transform=False, amax=amax)
+        check_weight(ties * (amax / 1536), "image", error, amax=amax)
 
 
 def test_elements_just_below_powers_of_two():
