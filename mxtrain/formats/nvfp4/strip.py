@@ -17,7 +17,7 @@ COLUMNS, WARPS = 128, 1
 
 
 def tile_columns(columns: int, error: str = "") -> int:
-    """Return the columns per program for a matrix of ``columns`` columns: fewer with four over six, for registers."""
+    """Return the columns per program for a matrix of ``columns`` columns; with four over six fewer, for registers."""
     return min(COLUMNS // 2 if error else COLUMNS, next_power_of_2(columns))
 
 

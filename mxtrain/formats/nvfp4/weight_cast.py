@@ -108,7 +108,7 @@ def _launches(
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     results = empty_casts(STORAGE, rows, columns, True, form != "image", form, parts[0].device)
-    tile, groups = tile_columns(columns, error), 0 if ends is None else ends.shape[0]
+    tile, groups = tile_columns(columns), 0 if ends is None else ends.shape[0]
     launches, before = [], 0  # elements of the whole before a weight: only images are cast in several parts
     for w, tensor_scale in zip(parts, tensor_scales):
         if w.numel():
