@@ -7,9 +7,11 @@ The pass works on the joint graph of forward and backward, where h is one tensor
 the cast of h along columns from gate and up, which the backward needs in any case. So the forward keeps neither h nor
 its casts. After PyTorch has split the graph, a cast of h can no longer move from the forward to the backward.
 
-A cast is replaced only if nothing but casts reads its input: otherwise SwiGLU's result is stored in any case. Nothing
-is replaced with ``torch._inductor.config.emulate_precision_casts = True``, which asks for the roundings of eager mode:
-the kernels do not round between operations.
+A cast is replaced only if nothing but casts reads its input: otherwise SwiGLU's result is stored in any case. Casts
+that ``Fusions.is_fused`` leaves out read a result that the backward computes and stores.
+
+Nothing is replaced with ``torch._inductor.config.emulate_precision_casts = True``, which asks for the roundings of
+eager mode: the kernels do not round between operations.
 """
 
 import operator
