@@ -238,7 +238,9 @@ def philox(key, c0, c1, c2, c3):
     A product has 64 bits, by one instruction. ``tl.philox`` takes one for each half.
     """
     k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
-    for _ in tl.static_range(10):
+    # A real loop, which LLVM unrolls: Triton's own passes take much longer for ten rounds in each row.
+    c1, c2, c3 = tl.broadcast_to(c1, c0.shape), tl.broadcast_to(c2, c0.shape), tl.broadcast_to(c3, c0.shape)
+    for _ in range(10):
         first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
         c0, c2 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, (first >> 32).to(tl.uint32) ^ c3 ^ k1
         c1, c3 = second.to(tl.uint32), first.to(tl.uint32)
