@@ -10,6 +10,7 @@ from mxtrain.launch.functions import define_op
 
 # The form of operand that the kernels write for each mode that uses them.
 KERNEL_FORM = {"native": "blocked", "emulated": "image"}
+
 # Of dtypes that hold several elements in a byte.
 ELEMENTS_PER_BYTE = {torch.float4_e2m1fn_x2: 2}
 

@@ -1,4 +1,4 @@
-"""Cast of a matrix to an MX format, along its rows, its columns, or both, from one read, of merged groups from two.
+"""Cast of a matrix to an MX format, along its rows, its columns, or both, from one read.
 
 Optional factors per row and per column are multiplied in first: x * rho for the weight gradient of a normalized input,
 W diag(gamma) for a weight with the norm's gain. An fp32 matrix can be rounded to bf16 before that, which
@@ -14,7 +14,8 @@ Weights can be cast in tiles of 32 x 32 that share a scale. Both casts then have
 both.
 
 Bytes per element: 2 or 4 read; for each cast 1 + 1/32 or 1/2 + 1/32 (codes and scales) or 2 (image) written. The image
-of tiles is written once: 2 + 2 or 4 + 2 in the place of 2 + 4 or 4 + 4.
+of tiles is written once: 2 + 2 or 4 + 2 in the place of 2 + 4 or 4 + 4. Merged inputs and gradients are read once for
+each cast.
 """
 
 from collections.abc import Sequence
@@ -312,7 +313,7 @@ def cast(
     experts: int = 1,
     hadamard: bool = False,
 ) -> dict[int, Cast]:
-    """Return the casts of x [R, C] in blocks of 32 along each of ``dims``, all from one read of x.
+    """Return the casts of x [R, C] in blocks of 32 along each of ``dims``.
 
     Args:
         x: bf16 or fp32 [R, C]; C a multiple of 32 for a cast along dimension 1. Along dimension 0 the last block may
