@@ -12,7 +12,7 @@ Tokens are random and new in every step, so the loss only shows that the step is
 blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
 backward. "mxnorm_fp8_merged" has this mode, whatever --mode says. "mxnorm_single" multiplies the linears of a norm one
 by one, "mxnorm_single_fprop" in the forward only, as under selective activation checkpointing. "bf16_passes" is bf16
-with mxtrain's passes over graphs.
+with mxtrain's passes over graphs. "float8_tensorwise" and "float8_rowwise" are torchao's FP8 training.
 
 The first step is timed with empty Inductor and Triton caches, after a throw-away model has paid for imports and compile
 workers. Memory is the peak that the allocator holds during the timed steps. The tokens of "88m_host" are so few that
@@ -34,6 +34,7 @@ import benchmarking
 import torch
 import torch.nn as nn
 from torch._inductor.utils import fresh_cache
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3.infra.parallelize import apply_compile
@@ -48,6 +49,8 @@ from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
 KERNEL_PACKAGES = ("mxtrain", "torchao")
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
 OTHER_RECIPES = ("mxfp8_2d", "mxfp4", "nvfp4_row", "nvfp4_4over6", "nvfp4_rl")
+FLOAT8 = ("tensorwise", "rowwise")
+PEERS = ("bf16", "bf16_passes", "fused_norm", "torchao", *(f"float8_{name}" for name in FLOAT8))
 PROFILED_STEPS = 2
 SEED = 0
 
@@ -128,6 +131,13 @@ def torchao_linear():
     return multiply
 
 
+def convert_float8(model: nn.Module, recipe: str) -> None:
+    """Replace every linear except ``output`` by torchao's Float8Linear, which TorchTitan's float8 converter takes."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, emulate=not torch.cuda.is_available())
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "output")
+
+
 # Variant -> function that converts the bf16 model on the meta device.
 VARIANTS = {
     "bf16": lambda model, mode: None,
@@ -149,6 +159,7 @@ VARIANTS = {
     "mxnorm_mixed": partial(convert, recipe=MIXED),
     "fused_norm": lambda model, mode: mxtrain.convert(model, "fused_norm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),
+    **{f"float8_{name}": lambda model, mode, name=name: convert_float8(model, name) for name in FLOAT8},
 }
 DEFAULT_VARIANTS = ["bf16", "mx_linear", "mxnorm", "mxnorm_exact", "torchao"]
 
@@ -214,8 +225,7 @@ def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
     if not settings.graph_passes:
         passes.remove()
     # As in ``mxtrain train``: bf16 products have fp32 sums where they stand for those of MX tensor cores.
-    is_peer = variant in ("bf16", "bf16_passes", "fused_norm", "torchao")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = is_peer
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = variant in PEERS
     transformer.to_empty(device=settings.device)
     torch.manual_seed(SEED)
     with torch.no_grad():
