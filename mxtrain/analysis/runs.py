@@ -53,8 +53,9 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """See ``variant_of``. Empty if ``run.json`` names no converter."""
-        return variant_of(self.facts)
+        """See ``variant_of``; with the optimizer, if it is not AdamW. Empty if ``run.json`` names no converter."""
+        optimizer, variant = self.setting("optimizer", "name", "AdamW"), variant_of(self.facts)
+        return variant if optimizer == "AdamW" or not variant else f"{variant}, {optimizer}"
 
     @property
     def first_loss(self) -> float:
@@ -180,6 +181,8 @@ def variant_of(facts: dict) -> str:
         estimator = facts.get("estimator")
         words.append(None if estimator == "exact" else f"p={facts.get('p')}")  # the exact RMS has no p
         words.append(None if estimator == "pre_round" else estimator)
+    if facts.get("mode") == "fp8_merged":  # all other modes have the same operands
+        words.append("fp8_merged")
     if scheduled := facts.get("schedule"):
         words.append(f"+ {len(scheduled)} scheduled")
     return ", ".join([" ".join(word for word in words if word), *others])

@@ -2,8 +2,8 @@
 
 python scripts/evidence/rank_recipes.py scripts/evidence/recipes_125m.csv scripts/evidence/recipes_125m/errors.csv
 
-The first file is from ``collect.py``, the second from ``mxtrain rehearse``. A recipe's error is the largest of fprop,
-dgrad and wgrad, as a mean over layers.
+The first file is from ``collect.py``, the second from ``mxtrain rehearse``. Only runs with p = 2 and AdamW count, and
+none in mode fp8_merged. A recipe's error is the largest of fprop, dgrad and wgrad, as a mean over layers.
 """
 
 import math
@@ -16,7 +16,8 @@ from scipy.stats import spearmanr
 def by_recipe(losses: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
     """Return recipe -> its error and its validation losses by seed, by rising error."""
     recipe = losses["variant"].str.extract(r"^mxnorm (.*) p=2$", expand=False)
-    found = losses.assign(recipe=recipe).pivot(index="recipe", columns="seed", values="validation").add_prefix("seed ")
+    losses = losses.assign(recipe=recipe).dropna(subset="recipe")
+    found = losses.pivot(index="recipe", columns="seed", values="validation").add_prefix("seed ")
     return found.assign(error=errors.groupby("recipe")["error"].mean()).sort_values("error")
 
 

@@ -89,13 +89,21 @@ PLAIN = {"converter": "none", "recipe": None, "p": None, "estimator": None}
         (MXNORM | {"estimator": "post_round"}, "mxnorm mxfp8 p=2 post_round"),
         (MXNORM | {"estimator": "exact"}, "mxnorm mxfp8 exact"),
         (MXNORM | {"recipes": {"wo": "bf16", "w2": "bf16"}}, "mxnorm mxfp8 + 2 by name p=2"),
-        (LINEAR, "mx_linear mxfp8"),
+        (MXNORM | {"mode": "fp8_merged"}, "mxnorm mxfp8 p=2 fp8_merged"),
+        (LINEAR | {"mode": "emulated"}, "mx_linear mxfp8"),
         (LINEAR | {"converters": ["fused_norm"], "schedule": ["step 3: bf16 in w2"]},
          "mx_linear mxfp8 + 1 scheduled, fused_norm"),
     ],
 )  # fmt: skip
 def test_variant(facts, variant):
     assert variant_of(facts) == variant
+
+
+def test_variants_with_another_optimizer_have_another_name(tmp_path):
+    for name, variant in (("AdamW", "mx_linear mxfp8"), ("Muon", "mx_linear mxfp8, Muon")):
+        folder = make_run(tmp_path / name, training([9.0]), LINEAR)
+        (folder / "config.toml").write_text(f'[optimizer]\nname = "{name}"\n')
+        assert load_run(folder).variant == variant
 
 
 def test_a_folder_without_a_readable_run_is_an_error(tmp_path):

@@ -11,7 +11,8 @@ rank_recipes = importlib.import_module("rank_recipes")
 
 def test_losses_stand_beside_the_mean_errors_of_layers():
     losses = pd.DataFrame(
-        [("mxnorm nvfp4 p=2", 0, 2.2), ("mxnorm nvfp4 p=2", 1, 2.3), ("mxnorm mxfp8 p=2", 0, 2.1)],
+        [("mxnorm nvfp4 p=2", 0, 2.2), ("mxnorm nvfp4 p=2", 1, 2.3), ("mxnorm mxfp8 p=2", 0, 2.1)]
+        + [("bf16", 0, 1.9), ("mxnorm mxfp8 p=2, Muon", 0, 1.8), ("mxnorm mxfp8 p=2, Muon", 0, 1.7)],
         columns=["variant", "seed", "validation"],
     )
     errors = pd.DataFrame(
