@@ -32,7 +32,7 @@ from mxtrain.formats.nvfp4.arithmetic import (
 )
 from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import separated
-from mxtrain.launch.launch import Launch, contiguous, converts_fp4, register_op
+from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp4, next_power_of_2, register_op
 
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -159,7 +159,11 @@ def _launch(x: torch.Tensor, *settings, given: torch.Tensor | None = None) -> tu
     results, launch = norm_launch(_nvfp4_norm_kernel, STORAGE, x, *others, form, scales, constants, row_scales)
     if launch is not None and error:
         of = launch.constants
-        of["maxnreg"] = registers(of["ROWS"] * of["PARTS"] * of["BLOCKS"], of["num_warps"])
+        blocks = of["ROWS"] * of["PARTS"] * of["BLOCKS"]
+        of["maxnreg"] = registers(blocks, of["num_warps"])
+        if form == "image":
+            # At most 48 elements a thread: 870 instead of 1150 us at 16384 x 14336 (H200).
+            of |= {"num_warps": max(of["num_warps"], next_power_of_2(cdiv(blocks, 96))), "maxnreg": 128}
     return results, launch
 
 
