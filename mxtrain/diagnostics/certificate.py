@@ -13,8 +13,11 @@ The first term holds for fp32 sums in any order, also if tensor cores cut off th
 
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,6 +155,20 @@ def replay(case: dict, on: Sequence[Target]) -> Iterator[tuple[str, list[str], l
                 else:
                     agree.append(str(target))
         yield name, agree, wrong
+
+
+def replay_all(cases: Sequence[dict], on: Sequence[Target], processes: int) -> Iterator[list]:
+    """Yield for each case what ``replay`` yields. Processes compile kernels side by side; 1 means this process."""
+    if processes == 1:
+        yield from map(_replay_as_list, cases, repeat(on))
+        return
+    options = dict(mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+    with ProcessPoolExecutor(processes, **options) as pool:
+        yield from pool.map(_replay_as_list, cases, repeat(on))
+
+
+def _replay_as_list(case: dict, on: Sequence[Target]) -> list:
+    return list(replay(case, on))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,17 @@ import torch
 
 from mxtrain.cli.certify import CASES, E5M2, MIXED
 from mxtrain.diagnostics import certificate
-from mxtrain.diagnostics.certificate import REFERENCE, SHIPPED, Target, certified, read, replay, targets, write
+from mxtrain.diagnostics.certificate import (
+    REFERENCE,
+    SHIPPED,
+    Target,
+    certified,
+    read,
+    replay,
+    replay_all,
+    targets,
+    write,
+)
 from mxtrain.errors import ConfigError
 from mxtrain.formats.mx import ops as mx_ops
 from mxtrain.formats.nvfp4 import ops as nvfp4_ops
@@ -88,6 +98,14 @@ def test_a_changed_code_or_scale_is_named(monkeypatch, tensor, element):
     assert found.keys() == {"wgrad X"}
     (line,) = found["wgrad X"]
     assert line.startswith(f"{KERNELS[1]}: {element} is 0x") and ", not 0x" in line
+
+
+@pytest.mark.sweep
+def test_processes_find_what_one_process_finds():
+    cases = read(SHIPPED)[:2]
+    cases[1]["operands"]["fprop X"]["codes"] = "another hash"
+    found, alone = (list(replay_all(cases, [REFERENCE], processes)) for processes in (2, 1))
+    assert found == alone == [list(replay(case, [REFERENCE])) for case in cases] and found[1][0][2]
 
 
 def replay_with(monkeypatch, case, target, owner, name, function):
