@@ -180,12 +180,15 @@ _inputs: dict[Callable, set[str]] = {}
 
 
 def _find_written(kernel: Callable, kwargs: dict, tma_descriptor_metadata: dict):
-    """What PyTorch's analysis returns: the written arguments, since 2.13 with all that may be read."""
+    """What PyTorch's analysis returns: the written arguments, since 2.13 with all that may be read.
+
+    PyTorch analyzes other kernels, and those with an argument that held an input in one launch and a result in another.
+    """
     function = kernel.fn if isinstance(kernel, Autotuner) else kernel
-    results = _results.get(function, set())
-    if not results or results & _inputs[function]:
-        return _ANALYZE(kernel, kwargs, tma_descriptor_metadata)
+    results, inputs = _results.get(function, set()), _inputs.get(function, set())
     tensors = [name for name in function.arg_names if isinstance(kwargs.get(name), (torch.Tensor, ir.TensorBox))]
+    if not results or not results ^ inputs >= {*tensors}:
+        return _ANALYZE(kernel, kwargs, tma_descriptor_metadata)
     written = [name for name in tensors if name in results]
     if _NAME == "identify_mutated_tensors":
         return written

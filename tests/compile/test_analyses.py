@@ -77,8 +77,10 @@ def test_pytorch_analyzes_other_kernels(kernel):
     assert define(other, LAUNCH)[0] == LAUNCH
 
 
-def test_pytorch_analyzes_where_an_argument_holds_an_input_or_a_result(kernel, monkeypatch):
+def test_pytorch_analyzes_where_it_is_open_what_an_argument_holds(kernel, monkeypatch):
     monkeypatch.setitem(launches._inputs, kernel, {"x_ptr", "y_ptr"})
+    assert written(kernel, LAUNCH) == "analyzed"
+    monkeypatch.setitem(launches._inputs, kernel, set())  # no launch had an x_ptr
     assert written(kernel, LAUNCH) == "analyzed"
 
 

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch._dynamo import device_interface
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor import async_compile
+from torch._inductor import async_compile, config
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from mxtrain.compile import passes
-from mxtrain.compile.launches import describe_launches, note_launches
+from mxtrain.compile.launches import describe_launches
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.nvfp4.norm import nvfp4_norm
@@ -86,7 +86,7 @@ def code_of(function, *arguments) -> str:
         fakes = [torch.empty(each.shape, dtype=each.dtype, device="cuda") for each in arguments]
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
     module.graph.eliminate_dead_code()
-    note_launches(module.graph)
+    config.joint_custom_pre_pass(module.graph)
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
         post_grad_passes(module, False)
         module.recompile()
