@@ -1,17 +1,11 @@
-"""PyTorch knows what kernels in graphs write, and only the kinds of their numbers; workers begin with them early."""
+"""PyTorch knows what kernels in graphs write, and only the kinds of their numbers."""
 
 from types import SimpleNamespace
 
 import pytest
-import sympy
 import torch
 from torch._higher_order_ops import triton_kernel_wrap
-from torch._inductor.codegen.common import SizeArg
-from torch._inductor.codegen.triton_utils import config_of, signature_of
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from mxtrain.compile import launches, passes
 
@@ -61,16 +55,6 @@ def test_numbers_of_a_kind_are_one(kernel):
         assert define(kernel, LAUNCH | {"rows": rows})[0]["rows"] is rows
 
 
-@pytest.mark.parametrize("number", (0, 1, 2, 3, 16, 48, 50, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**40)))
-def test_inductor_compiles_the_same_code_for_a_kind(number):
-    def compiled(number: int):
-        argument = SizeArg("rows", sympy.Integer(number))  # PyTorch 2.11 takes no Python integer of 64 bits
-        return signature_of(argument, size_dtype=None), repr(config_of([argument]))
-
-    with V.set_graph_handler(GraphLowering(make_fx(lambda: torch.ones(2))())):
-        assert compiled(launches._kind(number)) == compiled(number)
-
-
 def test_pytorch_analyzes_other_kernels(kernel):
     other = Kernel()
     assert written(other, LAUNCH) == "analyzed"
@@ -82,17 +66,3 @@ def test_pytorch_analyzes_where_it_is_open_what_an_argument_holds(kernel, monkey
     assert written(kernel, LAUNCH) == "analyzed"
     monkeypatch.setitem(launches._inputs, kernel, set())  # no launch had an x_ptr
     assert written(kernel, LAUNCH) == "analyzed"
-
-
-def test_workers_begin_once_they_are_ready(kernel, monkeypatch):
-    begun, ready = [], False
-    monkeypatch.setattr(launches, "_ahead", ["launch"])
-    monkeypatch.setattr(launches, "_begin", lambda wrapper, result, others: begun.append(result))
-    monkeypatch.setattr(launches.AsyncCompile, "use_process_pool", lambda *_: ready)
-    define(kernel, LAUNCH)
-    assert not begun
-    ready = True
-    define(Kernel(), LAUNCH)
-    assert not begun
-    define(kernel, LAUNCH)
-    assert begun == [LAUNCH["y_ptr"]]
