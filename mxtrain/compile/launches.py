@@ -18,9 +18,13 @@ import torch
 import triton
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._inductor import ir
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.dependencies import ReadWrites, StarDep
 from torch._inductor.pattern_matcher import fwd_only
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 from triton.runtime.autotuner import Autotuner
 
 from mxtrain.launch.launch import Launch, as_sequence, implementations
@@ -134,6 +138,8 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
             tensors_to_clone=results,
         )
         filled |= {_memory(args[name]): after[name] for name in results}
+        _results.setdefault(launch.kernel, set()).update(results)
+        _inputs.setdefault(launch.kernel, set()).update(tensors.keys() - results)
     return filled
 
 
@@ -152,41 +158,53 @@ def _as(result: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     return filled if filled.dtype == result.dtype else filled.view(result.dtype)
 
 
-# PyTorch compiles a kernel's source to see what it writes, and asks several times for each launch of a graph: 324 times
-# in the first step of a Llama in NVFP4, for launches of 34 kinds (1.5B, torch 2.11). Here it is asked once for kernels
-# of ours that differ in numbers only.
+# A first step spends most of the CPU's time on kernels that graphs launch, so PyTorch is told more about them:
+#   - the arguments that a kernel writes. Else PyTorch compiles its source for every launch, to see them.
+#   - only the kind of a number. Else PyTorch compiles a kernel for every number, and Triton the same code each time.
 _ANALYSES = ("identify_accessed_tensors", "identify_mutated_tensors")
 """PyTorch's analysis in 2.13 and in 2.11"""
 _NAME = next(name for name in _ANALYSES if hasattr(triton_kernel_wrap, name))
-_PYTORCHS = getattr(triton_kernel_wrap, _NAME)
+_ANALYZE, _DEFINE = getattr(triton_kernel_wrap, _NAME), PythonWrapperCodegen.define_user_defined_triton_kernel
+
+_results: dict[Callable, set[str]] = {}
+"""Kernel that graphs launch -> names of the arguments that hold results in a launch so far"""
+_inputs: dict[Callable, set[str]] = {}
+"""Kernel that graphs launch -> names of the arguments that hold inputs in a launch so far"""
 
 
-def _once(analyze: Callable) -> Callable:
-    known = {}
+def _find_written(kernel: Callable, kwargs: dict, tma_descriptor_metadata: dict):
+    """What PyTorch's analysis returns: the written arguments, since 2.13 with all that may be read.
 
-    def find(kernel, kwargs: dict, tma_descriptor_metadata: dict):
-        function = kernel.fn if isinstance(kernel, Autotuner) else kernel
-        if not function.__module__.startswith("mxtrain."):
-            return analyze(kernel, kwargs, tma_descriptor_metadata)
-        constexprs = {parameter.name for parameter in function.params if parameter.is_constexpr}
-        key = function, frozenset((name, _kind(arg, name in constexprs)) for name, arg in kwargs.items())
-        if key not in known:
-            known[key] = analyze(kernel, kwargs, tma_descriptor_metadata)
-        return known[key]
-
-    return find
-
-
-def _kind(arg, is_constexpr: bool) -> object:
-    """What of an argument decides which code a kernel runs: the dtype of a tensor, the value of a constant."""
-    return arg if is_constexpr or arg is None else getattr(arg, "dtype", type(arg))
+    PyTorch analyzes other kernels, and those with an argument that held an input in one launch and a result in another.
+    """
+    function = kernel.fn if isinstance(kernel, Autotuner) else kernel
+    results, inputs = _results.get(function, set()), _inputs.get(function, set())
+    tensors = [name for name in function.arg_names if isinstance(kwargs.get(name), (torch.Tensor, ir.TensorBox))]
+    if not results or not results ^ inputs >= {*tensors}:
+        return _ANALYZE(kernel, kwargs, tma_descriptor_metadata)
+    written = [name for name in tensors if name in results]
+    if _NAME == "identify_mutated_tensors":
+        return written
+    reads, writes = (OrderedSet(map(StarDep, names)) for names in (tensors, written))
+    return triton_kernel_wrap.TensorAccesses(ReadWrites(reads, writes, OrderedSet()), can_fuse_epilogue=False)
 
 
-def remember_analyses() -> None:
-    """Let PyTorch ask once for each kind of launch, in graphs that are compiled from now on."""
-    setattr(triton_kernel_wrap, _NAME, _once(_PYTORCHS))
+def _define(wrapper: PythonWrapperCodegen, kernel: Callable, configs: list, kwargs: dict, *others):
+    """Define a kernel in a graph's code, once for all numbers for which Triton compiles the same code."""
+    if kernel in _results:
+        constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+        kwargs = {name: arg if name in constants else _representative(arg) for name, arg in kwargs.items()}
+    return _DEFINE(wrapper, kernel, configs, kwargs, *others)
 
 
-def forget_analyses() -> None:
-    """Undo ``remember_analyses``."""
-    setattr(triton_kernel_wrap, _NAME, _PYTORCHS)
+def _representative(arg):
+    """The number that stands for all integers for which Triton compiles the same code; any other argument itself."""
+    if type(arg) is not int or arg == 1 or abs(arg) >= 2**31:
+        return arg
+    return 16 if arg % 16 == 0 else 2
+
+
+def describe_launches(describe: bool) -> None:
+    """Let PyTorch know more about the launches in graphs that are compiled from now on, or no more."""
+    setattr(triton_kernel_wrap, _NAME, _find_written if describe else _ANALYZE)
+    PythonWrapperCodegen.define_user_defined_triton_kernel = _define if describe else _DEFINE

@@ -13,7 +13,7 @@ from torch.fx import Graph
 from mxtrain.compile.casts_for_backward import compute_casts_in_backward
 from mxtrain.compile.complex_products import split_complex_products
 from mxtrain.compile.kernel_inputs import fuse_residual_add, fuse_rounding
-from mxtrain.compile.launches import forget_analyses, launch_from_graphs, remember_analyses
+from mxtrain.compile.launches import describe_launches, launch_from_graphs
 from mxtrain.compile.swiglu import fuse_swiglu
 
 JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward)
@@ -70,7 +70,7 @@ def install() -> None:
         if not isinstance(before, _Passes):
             others = before if isinstance(before, (list, tuple)) else () if before is None else (before,)
             setattr(config, field, _Passes(ours, tuple(others)))
-    remember_analyses()
+    describe_launches(True)
     setattr(config, LAUNCHER, True)
     # Else Inductor computes and stores a tensor once for every kernel that reads it.
     needs_realized_inputs.add(triton_kernel_wrapper_mutation)
@@ -88,6 +88,6 @@ def remove() -> None:
             # A single pass is not put into a tuple: PyTorch 2.11 accepts no sequence.
             others = installed.others
             setattr(config, field, others[0] if len(others) == 1 else others or None)
-    forget_analyses()
+    describe_launches(False)
     setattr(config, LAUNCHER, False)
     needs_realized_inputs.discard(triton_kernel_wrapper_mutation)

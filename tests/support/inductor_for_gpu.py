@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python -m tests.support.inductor_for_gpu
 
 prints as JSON the kernels that Triton compiled from the code of a graph, calls of ops and fills of results in it, how
-often PyTorch analyzed a kernel, limits of registers, and the shapes of the tensors that another graph allocates.
+often PyTorch analyzed a kernel, limits of registers, whether calls and kernels are those without ``describe_launches``,
+and the shapes of the tensors that another graph allocates.
 """
 
 import json
@@ -30,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from mxtrain.compile import passes
+from mxtrain.compile.launches import describe_launches
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.nvfp4.norm import nvfp4_norm
@@ -93,22 +95,37 @@ def code_of(function, *arguments) -> str:
     return getattr(code, "value", code)
 
 
-def compile_kernels(code: str) -> list[str]:
-    """Compile the Triton kernels that are not Inductor's own, and return the names of those that C++ launches."""
-    compiled = []
-
-    def compile_one(_, name, source, **options):
-        if "user_autotune" in source:
-            kernel = async_compile._load_triton_kernel_from_source(name, source)
-            kernel._precompile_worker()
-            compiled.extend(name for result in kernel.compile_results if isinstance(result, StaticTritonCompileResult))
-
+def sources_in(code: str) -> list[tuple[str, str]]:
+    """Name and source of the kernels that are not Inductor's own."""
+    found = []
     with (
-        patch.object(async_compile.AsyncCompile, "triton", compile_one),
+        patch.object(async_compile.AsyncCompile, "triton", lambda _, *found_one, **options: found.append(found_one)),
         patch.object(async_compile.AsyncCompile, "wait", lambda *_: None),
     ):
         exec(code, {"__name__": "generated"})
+    return [(name, source) for name, source in found if "user_autotune" in source]
+
+
+def kinds(sources: list[tuple[str, str]]) -> set[str]:
+    """The sources without the names that kernels have in a graph."""
+    return {re.sub(r"'kernel_name': '\w+'", "", source) for _, source in sources}
+
+
+def compile_kernels(sources: list[tuple[str, str]]) -> list[str]:
+    """Compile Triton kernels, and return the names of those that C++ launches."""
+    compiled = []
+    for name, source in sources:
+        kernel = async_compile._load_triton_kernel_from_source(name, source)
+        kernel._precompile_worker()
+        compiled += [name for result in kernel.compile_results if isinstance(result, StaticTritonCompileResult)]
     return compiled
+
+
+def calls_in(code: str) -> str:
+    """A graph's code behind its kernels, with buffers numbered as they appear and no numbers of kernels."""
+    numbers = {}
+    calls = re.sub(r"(?<=kernel)_\d+|#.*", "", code.partition("async_compile.wait(globals())")[2])
+    return re.sub(r"\bbuf\d+", lambda match: str(numbers.setdefault(match[0], len(numbers))), calls)
 
 
 def shapes_allocated(code: str) -> list[str]:
@@ -121,11 +138,20 @@ def main() -> None:
     wrap = triton_kernel_wrap
     with patch.object(wrap, "generate_ttir", wraps=wrap.generate_ttir) as analyzed:
         code = code_of(kernels, *inputs())
-    unwanted = re.findall(r"torch\.ops\.mxtrain\.\w+|triton_poi_fused_empty_\d+", code)
+    describe_launches(False)
+    plain = code_of(kernels, *inputs())
+    describe_launches(True)
     matrices = draw(T, D, seed=0).bfloat16(), draw(D, D, seed=1).bfloat16()
-    allocated = shapes_allocated(code_of(two_casts, *matrices))
-    found = {"compiled": compile_kernels(code), "unwanted": unwanted, "analyses": analyzed.call_count}
-    found |= {"allocated": allocated, "registers": re.findall(r"'maxnreg': (\d+)", code)}
+    sources = sources_in(code)
+    found = {
+        "compiled": compile_kernels(sources),
+        "unwanted": re.findall(r"torch\.ops\.mxtrain\.\w+|triton_poi_fused_empty_\d+", code),
+        "analyses": analyzed.call_count,
+        "registers": re.findall(r"'maxnreg': (\d+)", code),
+        "same_calls": calls_in(code) == calls_in(plain),
+        "same_kernels": kinds(sources) == kinds(sources_in(plain)),
+        "allocated": shapes_allocated(code_of(two_casts, *matrices)),
+    }
     json.dump(found, sys.stdout)
 
 
