@@ -47,10 +47,6 @@ Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the set
 """
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
 COMPARISON_FILE, TABLE_FILE = "comparison.json", "comparison.md"
-OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
-"""Settings that the comparison itself gives every run"""
-COMPARED = ("job.", "model.converters", "mxnorm.", "fused_norm.", "decompose_k_router.", "optimizer.lr")
-"""Beginnings of the names of settings in which variants are to differ"""
 
 
 def add(commands) -> None:
@@ -123,9 +119,6 @@ def _compare(options) -> int:
     finished = finished_runs(folder)
     for name in finished & set(runs):
         require_same_settings(folder / name, settings[name])
-    notes = other_settings(runs, settings)
-    for line in notes:
-        print(f"mxtrain: note: {line}", file=sys.stderr)
     at_a_time = "" if options.dry_run else f", {len(shares)} at a time"
     print(f"mxtrain: {len(runs)} runs in {folder}{at_a_time}", flush=True)
     if options.dry_run:
@@ -136,7 +129,7 @@ def _compare(options) -> int:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr)
         is_stopped = train_all(folder, runs, shares, options.devices, finished)
-    rows = []
+    rows, notes = [], []
     for name, run in runs.items():
         try:
             rows.append(row_of(load_run(folder / name), run.variant))
@@ -187,7 +180,7 @@ def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str])
         flags: for every run; those of a variant override them.
     """
     found = [variant_of(words) for words in variants]
-    own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
+    own = ["job.dump_folder", "job.config_file", "debug.seed", *["optimizer.lr"] * bool(rates)]
     for flag in [flag.partition("=")[0] for flag in (*flags, *(flag for _, _, more in found for flag in more))]:
         if flag.removeprefix("--").replace("-", "_") in own:
             raise ConfigError(f"{flag} is set by 'mxtrain compare' for every run; leave it out")
@@ -230,23 +223,6 @@ def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True)
                 check_job(found[name], Machine(processes, has_gpus))
                 checked.add(run.variant)
     return found
-
-
-def other_settings(runs: Mapping[str, Run], settings: "Mapping[str, Settings]") -> list[str]:
-    """Return a line for each setting, but for those of COMPARED and OWN_SETTINGS, in which variants differ."""
-    from mxtrain.analysis.comparison import differing
-
-    variants = {run.variant: settings[name] for name, run in runs.items()}
-    lines = []
-    for setting in sorted({setting for own in variants.values() for setting in own.given}):
-        if not setting.startswith((*COMPARED, *OWN_SETTINGS)):
-            values = [
-                (name, repr(own[setting]) if setting in own.known else str(own.given.get(setting, "default")))
-                for name, own in variants.items()
-            ]
-            if shown := differing(values):
-                lines.append(f"variants differ in {setting} ({shown})")
-    return lines
 
 
 def finished_runs(folder: Path) -> set[str]:
