@@ -58,7 +58,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
         devices = accelerator_count()
         processes = process_count(os.environ, devices)
         check_job(settings, Machine(processes, devices > 0))
-    folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
+    folder, is_new = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
@@ -74,12 +74,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             status = CONFIG_ERROR_STATUS
             raise
         finally:
-            if status == CONFIG_ERROR_STATUS and made and not (folder / METRICS_FILE).exists():
-                # What was made for a run that a mistake stopped goes.
+            if status == CONFIG_ERROR_STATUS and is_new and not (folder / METRICS_FILE).exists():
                 shutil.rmtree(folder)
-                with suppress(OSError):  # another run may have come into a parent meanwhile
-                    for parent in made[1:]:
-                        parent.rmdir()
     return status
 
 
@@ -110,32 +106,25 @@ def accelerator_count() -> int:
     return devices
 
 
-def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]:
-    """Create the run's folder, and return the folder and what was made: nothing, or it and its missing parents.
+def make_run_folder(config_file: str, wanted: object) -> tuple[Path, bool]:
+    """Create the run's folder, and return the folder and whether it is new.
 
     Without ``wanted`` the folder is ``outputs/<config>-<time>``, followed by a number if that name is taken.
     """
+    name = f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         if wanted is not None:
             folder = require_folder(wanted)
-            made = _missing(folder)
-            folder.mkdir(parents=True, exist_ok=not made)
-            return folder, made
-        base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+            is_new = not folder.is_dir()
+            folder.mkdir(parents=True, exist_ok=not is_new)
+            return folder, is_new
         for number in count(1):
-            folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-            made = _missing(folder)
-            base.parent.mkdir(exist_ok=True)
+            folder = Path("outputs", name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):
-                folder.mkdir()
-                return folder, made
+                folder.mkdir(parents=True)
+                return folder, True
     except OSError as error:
         raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {reason(error)}") from error
-
-
-def _missing(folder: Path) -> list[Path]:
-    """Return the folder and those of its parents that do not exist, innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.is_dir()]
 
 
 def worker_defaults(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:
