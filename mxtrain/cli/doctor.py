@@ -165,12 +165,8 @@ def _sections(words: list[str]) -> Iterator[str]:
     raise_first(layout_problems(settings, _fewest_processes(job_config.parallelism)), settings)
     model, name = engine().build_on_meta(job_config), job_config.model.name
     modules = {engine().saved_name(fqn): module for fqn, module in model.named_modules()}
-    if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules]:
-        raise ConfigError(
-            f"model.name = {name!r} has no {', '.join(missing)}, and 'mxtrain doctor --model' needs all of these parts"
-        )
     weights, total = find_weights(modules), sum(p.numel() for p in model.parameters())  # a tied weight counts once
-    outer = {p: p.numel() for name in ("tok_embeddings", "output") for p in modules[name].parameters()}
+    outer = {p: p.numel() for part in {"tok_embeddings", "output"} & modules.keys() for p in modules[part].parameters()}
     idle = sum(math.prod(weight.shape) * (1 - weight.share) for weight in weights.values())
     rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
     rows += [("used by one token", f"{round(total - idle):,}")] if idle else []
