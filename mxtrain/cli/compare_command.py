@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Train variants with the same seeds, and show how their losses differ. Runs of one seed start from the same weights
-and read the same text in the same order, so their difference says more than their losses.
+and read the same text in the same order.
 
   mxtrain compare llama3_125m_bf16 llama3_125m_mx_linear llama3_125m --seeds 3 --steps 4000
   mxtrain compare llama3_125m_mx_linear "p1=llama3_125m --mxnorm.p 1" "exact=llama3_125m --mxnorm.estimator exact"
@@ -37,11 +37,10 @@ and read the same text in the same order, so their difference says more than the
 A VARIANT is a config or a preset, or in quotes '[NAME=]CONFIG FLAGS'. Variants come first; all flags that are not
 listed below go to every run: --training.local_batch_size 16 --checkpoint.enable. The first variant is the baseline.
 
-Every run is an 'mxtrain train' with a folder and a log of its own in the comparison's folder. A run that fails is
-reported, and the others go on. Ctrl-C stops all of them. The same command with -o FOLDER goes on: finished runs stay,
-others resume from their checkpoints (with --checkpoint.enable; remove run folders without a checkpoint). More seeds,
-rates and variants may come to the same folder. At the end, the folder gets a table, comparison.md, and a figure,
-differences.svg.
+A run that fails is reported, and the others go on. Ctrl-C stops all of them. The same command with -o FOLDER goes on:
+finished runs stay, others resume from their checkpoints (with --checkpoint.enable; remove run folders without a
+checkpoint). More seeds, rates and variants may come to the same folder. At the end, the folder gets a table,
+comparison.md, and a figure, differences.svg.
 
 Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the settings, 130 after Ctrl-C.
 """

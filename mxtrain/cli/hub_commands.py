@@ -12,10 +12,9 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as
 
 EXPORT = """\
-Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
-generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
-weight after another. Models: llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model
-has RMSNorm and plain linears, whatever the run was trained with.
+Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json and the
+tokenizer. Works on a CPU, for llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model has
+RMSNorm and plain linears, whatever the run was trained with.
 
   mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
@@ -28,9 +27,7 @@ trained in high precision or in another format stay in --dtype.
 IMPORT = """\
 Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
 (step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama, Qwen3 and DeepSeek V3
-of any size, in safetensors files of fp32, bf16 or fp16. [model_args] has sizes that no flavor has.
-Without --config, the settings are those of a short training with MXNorm, whose training.dataset_path is an example of
-little Python source; set it to your own text.
+of any size. Without --config, the run is a short training with MXNorm on little Python source.
 
   mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
