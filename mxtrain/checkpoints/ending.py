@@ -127,17 +127,10 @@ def over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def describe(values: list[float]) -> str:
-    """Name the values that are not finite and their ranks: "nan on ranks 0, 3, inf on rank 1"."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        if not math.isfinite(value):
-            ranks.setdefault(str(value), []).append(rank)
-    return ", ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}"
+    """Name the values that are not finite and their ranks: "nan on rank 0, inf on rank 1"."""
+    found = [f"{value} on rank {rank}" for rank, value in enumerate(values) if not math.isfinite(value)]
+    more = f" and {len(found) - SHOWN_RANKS} more" if len(found) > SHOWN_RANKS else ""
+    return ", ".join(found[:SHOWN_RANKS]) + more
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
