@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mxtrain.cli.console import hide_library_warnings, positive
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, raised_as
 from mxtrain.files import os_errors_as
 
 EXPORT = """\
@@ -132,9 +132,7 @@ def _generate(options) -> int:
         import torch
         from transformers import TextStreamer
 
-        from mxtrain.hugging_face.text import in_one_line
-
-        with in_one_line("transformers cannot continue this text"):
+        with raised_as("transformers cannot continue this text"):
             torch.seed() if options.seed is None else torch.manual_seed(options.seed)
             ids = torch.tensor([encode(options.prompt)], device=model.device)
             model.generate(

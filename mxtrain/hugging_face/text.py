@@ -1,14 +1,12 @@
 """Models and tokenizers through transformers, whose errors become one line."""
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from mxtrain.data.tokenizer import load_tokenizer
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, raised_as
 from mxtrain.formats.recipe import FORMATS
 
 AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
@@ -23,17 +21,6 @@ def require_transformers() -> None:
         raise ConfigError('this command needs transformers, which is not installed; run: pip install "mxtrain[hf]"')
 
 
-@contextmanager
-def in_one_line(problem: str) -> Iterator[None]:
-    """Raise any exception as a ConfigError: transformers, safetensors and tokenizers have classes of their own."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # nobody reads on
-    except Exception as error:
-        raise ConfigError(f"{problem}: {' '.join(str(error).split())[:300]}") from error
-
-
 def from_pretrained(kind: str, folder: Path, where: str, **options):
     """Load ``folder`` with a class of transformers, such as "AutoConfig". Runs no code from it, and asks no server."""
     require_transformers()
@@ -41,7 +28,7 @@ def from_pretrained(kind: str, folder: Path, where: str, **options):
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with in_one_line(f"{where}: transformers cannot load it"):
+    with raised_as(f"{where}: transformers cannot load it"):
         load = getattr(transformers, kind).from_pretrained
         return load(folder, local_files_only=True, trust_remote_code=False, **options)
 
