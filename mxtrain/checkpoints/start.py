@@ -91,7 +91,7 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
             return _start_of_seed(folder, saved, processes)
         if not checkpoint.enable:
             return _start_without_checkpoints(folder, saved)
-        step = _step_to_load(saved, checkpoint.load_step)
+        step = saved.choose(None if checkpoint.load_step == -1 else checkpoint.load_step, "checkpoint.load_step")
         if step is None:
             return _start_of_new_run(folder, saved, checkpoint)
         if step == 0 or "train_state" in checkpoint.exclude_from_loading:
@@ -122,21 +122,6 @@ def _start_without_checkpoints(folder: Path, saved: Checkpoints) -> Start:
         )
     _require_no_metrics(folder, "checkpoint.enable is False")
     return Start()
-
-
-def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
-    """Return the step of the checkpoint that is loaded, or None if the folder holds no checkpoint at all."""
-    if wanted != -1:
-        if problem := saved.problems.get(f"step-{wanted}"):
-            raise ConfigError(f"checkpoint.load_step = {wanted}: {saved.path(wanted)} cannot be loaded: {problem}")
-        if wanted not in saved.whole:
-            whole = f"choose one of {', '.join(map(str, saved.whole))}" if saved.whole else "none is whole"
-            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}; {whole}")
-        return wanted
-    if saved.found and not saved.whole:
-        problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
-        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems}); name another")
-    return max(saved.whole, default=None)
 
 
 def _start_from_own_weights(folder: Path, saved: Checkpoints, checkpoint, path: Path) -> Start:
@@ -177,10 +162,8 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
     if interrupted_after(folder) is None:
         _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
     initial = checkpoint.initial_load_path
-    if not (initial or checkpoint.initial_load_in_hf):
-        if checkpoint.load_only:
-            raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint to load; set it to false")
-        return Start()
+    if checkpoint.load_only and not (initial or checkpoint.initial_load_in_hf):
+        raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint to load; set it to false")
     if not initial or checkpoint.initial_load_in_hf:
         return Start()
     path, manifest = Path(initial), _initial_manifest(Path(initial))

@@ -229,10 +229,14 @@ def flip(file):
 
 
 DAMAGED = "RUN: the checkpoint {run}/checkpoint/step-3 cannot be used: "
-NOT_WHOLE = "RUN = '{run}' has no whole checkpoint in {run}/checkpoint"
+NONE_IS_WHOLE = "checkpoint.folder: {run}/checkpoint holds no whole checkpoint"
 BAD = {
     "no folder": (shutil.rmtree, {}, "RUN = '{run}' does not exist; "),
-    "no checkpoints": (lambda run: shutil.rmtree(run / "checkpoint"), {}, NOT_WHOLE),
+    "no checkpoints": (
+        lambda run: shutil.rmtree(run / "checkpoint"),
+        {},
+        "RUN = '{run}' has no whole checkpoint in {run}",
+    ),
     "another step": (
         lambda run: None,
         {"step": 4},
@@ -261,9 +265,9 @@ BAD = {
     "damaged list": (
         lambda run: (run / "checkpoint" / "step-3" / ".metadata").write_bytes(b"nothing"),
         {},
-        f"{NOT_WHOLE}; step-3: ",
+        f"{NONE_IS_WHOLE} (step-3: ",
     ),
-    "missing file": (in_distcp(lambda file: file.unlink()), {}, f"{NOT_WHOLE}; step-3: __0_0.distcp is missing"),
+    "missing file": (in_distcp(lambda file: file.unlink()), {}, f"{NONE_IS_WHOLE} (step-3: __0_0.distcp is missing"),
     "one bit": (in_distcp(flip), {}, f"{DAMAGED}__0_0.distcp has other content than was saved"),
 }
 
