@@ -420,7 +420,7 @@ def _rows(folder: Path):
 
 
 def _column(rows, split: str, dtype: str, sha256: str = "") -> Tokens:
-    return Tokens([chunk.flatten().to_numpy() for chunk in rows.data.column(split).chunks], dtype, sha256)
+    return Tokens([chunk.flatten() for chunk in rows.data.column(split).chunks], dtype, sha256)
 
 
 def _ends_of_parts(rows, itemsize: int) -> dict[str, list[int]]:
