@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from mxtrain.checkpoints.run_folder import DATA_FILE, TOKENIZER_FOLDER
 from mxtrain.checkpoints.storage import unpickle
 from mxtrain.data.config import held_out_share
-from mxtrain.data.prepared import Prepared, differences
+from mxtrain.data.prepared import HELD_OUT, Prepared, differences
 from mxtrain.data.token_files import Tokens
 from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
@@ -34,8 +34,6 @@ from mxtrain.files import os_errors_as, read_json, replace_file
 from mxtrain.launched import stop_signals
 from mxtrain.ranks import gather, is_first
 
-HELD_OUT = "held_out"
-"""In an identity: share of a stream's documents that training does not read"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 _loaders: WeakSet[StatefulDataLoader] = WeakSet()
@@ -214,16 +212,9 @@ class RunData:
         dataset, name, needed = self._job.training.dataset, kept["prepared"], before["tokenizer"]
         if self._starts_anew:
             before, after = {"tokenizer": needed}, {"tokenizer": after["tokenizer"]}
-        elif (share := before.get(HELD_OUT, 0.0)) != (now := after.get(HELD_OUT, 0.0)):
-            way = f"set validation.enable = true, validation.dataset = '' and data.validation_share = {share}"
-            way = way if share else "set validation.dataset to a text of its own, or validation.enable = false"
-            raise ConfigError(
-                f"validation.dataset = {self._job.validation.dataset!r} holds out {now} of the documents of the "
-                f"training stream, but the run so far held out {share}; {way}, or set {EXCLUDE} to start anew"
-            )
         if before == after:
             return
-        ways = []
+        ways = ["set [validation] and data.validation_share as before"] * (before.get(HELD_OUT) != after.get(HELD_OUT))
         if name:
             own = name.rpartition("-")[0]
             settings = "" if own == dataset else f"training.dataset = {own!r} and "

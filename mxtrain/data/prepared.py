@@ -43,7 +43,10 @@ Source = PythonSource | LocalFiles
 CACHE_VERSION = 10
 
 SUMMARY, TOKENIZER, TOKENS = "prepared.json", "tokenizer", "tokens"
+HELD_OUT = "held_out"
+"""In the identity of a run's data: share of a stream's documents that training does not read"""
 WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
+WORDS |= {HELD_OUT: "share of documents held out for validation"}
 """The parts of a data identity (``Prepared.identity``) in words"""
 
 BATCH_CHARACTERS = 2_000_000
@@ -126,7 +129,7 @@ class Prepared:
 def differences(expected: dict, actual: dict) -> str:
     """Return in words how two identities (``Prepared.identity``) differ, with the beginnings of their hashes."""
     return ", ".join(
-        f"{words} {(actual.get(key) or 'none')[:12]} instead of {(expected.get(key) or 'none')[:12]}"
+        f"{words} {str(actual.get(key, 'none')):.12} instead of {str(expected.get(key, 'none')):.12}"
         for key, words in WORDS.items()
         if actual.get(key) != expected.get(key)
     )
