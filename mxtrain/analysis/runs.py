@@ -149,7 +149,7 @@ def load_run(folder: str | os.PathLike) -> Run:
     return Run(
         name=folder.resolve().name,
         folder=folder,
-        facts=_load_facts(folder / FACTS_FILE),
+        facts=read_json(folder / FACTS_FILE) if (folder / FACTS_FILE).exists() else {},
         training=training,
         validation=[row for row in rows if row.get("validation_loss") is not None],
         events=[row for row in rows if EVENT in row],
@@ -183,13 +183,6 @@ def variant_of(facts: dict) -> str:
     if scheduled := facts.get("schedule"):
         words.append(f"+ {len(scheduled)} scheduled")
     return ", ".join([" ".join(word for word in words if word), *others])
-
-
-def _load_facts(path: Path) -> dict:
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
 
 
 def _load_settings(path: Path) -> dict:
