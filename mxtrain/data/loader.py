@@ -87,11 +87,6 @@ class TokenDataset(IterableDataset):
         """The settings that define the sequence of samples beside the text, by name: a place in it fits no other."""
         return {"training.seq_len": self._seq_len, "data.seed": self._seed}
 
-    def samples(self, batches: int) -> int:
-        """Return how many samples of an epoch all ranks read in their first ``batches`` batches; -1 for all batches."""
-        available = self.chunks // self._together
-        return self._together * (available if batches < 0 else min(batches, available))
-
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         epoch, order = None, None
         for sample in self._numbers():
@@ -190,11 +185,7 @@ class RunData:
             copy_tokenizer(self.prepared.tokenizer, self._folder / TOKENIZER_FOLDER)
 
     def keep_facts(self, **facts: str) -> None:
-        """Add facts to ``data.json``, by which a comparison sees whether two runs have read the same.
-
-        ``validation_text`` is the hash of the validation tokens, ``validation_sequences`` the number of sequences that
-        one validation reads on all ranks, ``stream_version`` the version of a training stream (``open_stream``).
-        """
+        """Add to ``data.json`` the hash of the validation tokens, or the version of a training stream."""
         if kept := _read_record(self._folder):
             self._write(kept | facts)
 
