@@ -109,8 +109,6 @@ def _row_in(cells: dict[str | None, str | None]) -> dict:
             row[name] = type_(row[name]) if row[name] else None
         except ValueError:
             raise ConfigError(f"{name} = {row[name]!r} is not a number; correct it, or leave it empty") from None
-    if row["lr"] is not None and not np.isfinite(row["lr"]):
-        raise ConfigError(f"lr = {row['lr']} is not finite; write a finite learning rate")
     is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
     return row | {"problem": "" if is_finite else "its loss is not finite", "changes": []}
 
