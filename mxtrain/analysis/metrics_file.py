@@ -38,20 +38,14 @@ def encode_row(row: dict) -> str:
     return json.dumps(row, allow_nan=False)
 
 
-def decode_row(line: str) -> dict:
-    """Invert ``encode_row``. Raises ValueError if the line is not a row."""
-    row = parse(line)
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise ValueError("the line is not a JSON object with an integer 'step'")
-    nonfinite = row.pop("nonfinite", {})
-    return row | {key: float(value) for key, value in nonfinite.items()}
-
-
 def _decoded(lines: Iterable[bytes]) -> Iterator[dict | ValueError]:
-    """Yield the row of each line, or the error of a damaged one."""
+    """Invert ``encode_row``: yield the row of each line, or the error of a damaged line."""
     for line in lines:
         try:
-            yield decode_row(line.decode())
+            row = parse(line.decode())
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError("the line is not a JSON object with an integer 'step'")
+            yield row | {key: float(value) for key, value in row.pop("nonfinite", {}).items()}
         except ValueError as error:
             yield error
 

@@ -166,7 +166,15 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
         raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint to load; set it to false")
     if not initial or checkpoint.initial_load_in_hf:
         return Start()
-    path, manifest = Path(initial), _initial_manifest(Path(initial))
+    path, manifest = Path(initial), None
+    if (path / MANIFEST_FILE).is_file() or not (path / DCP_METADATA).is_file():  # else TorchTitan has written it
+        try:
+            manifest = read_whole(path)
+        except DamagedCheckpoint as error:
+            raise ConfigError(
+                f"checkpoint.initial_load_path = {initial!r} cannot be loaded: {error}; name the folder of one step, "
+                "such as outputs/a/checkpoint/step-100"
+            ) from error
     if checkpoint.initial_load_model_only:
         return Start(checkpoint=manifest and path)
     if manifest is None or not manifest.holds_trainer:
@@ -177,19 +185,6 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
     if "train_state" in checkpoint.exclude_from_loading:
         return _from_weights(path)
     return Start(manifest.step, (f"going on after step {manifest.step} of another run, from {path}",), path)
-
-
-def _initial_manifest(path: Path) -> Manifest | None:
-    """Return the manifest of the checkpoint whose weights a new run starts with, or None if TorchTitan wrote it."""
-    setting = f"checkpoint.initial_load_path = {str(path)!r}"
-    if not (path / MANIFEST_FILE).is_file() and (path / DCP_METADATA).is_file():
-        return None
-    try:
-        return read_whole(path)
-    except DamagedCheckpoint as error:
-        raise ConfigError(
-            f"{setting} cannot be loaded: {error}; name the folder of one step, such as outputs/a/checkpoint/step-100"
-        ) from error
 
 
 def require_no_other_run(folder: Path, checkpoint) -> None:

@@ -89,7 +89,11 @@ class CheckpointWriter(FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
-            raise _disk_error(error) from error
+            if isinstance(error.__context__, OSError):  # torch.save has made it one
+                raise error.__context__ from error
+            if "inline_container" in str(error):  # torch.save has seen fewer bytes arrive than it has sent
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+            raise
         if results:
             names = {result.storage_data.relative_path for result in results}
             files = {name: file_record(self.path / name, self._with_hashes) for name in names}
@@ -119,14 +123,6 @@ def _require_files(folder: Path, manifest: Manifest) -> None:
         except DamagedCheckpoint as error:
             problem = f"{error}, though a node has written it: is {folder.parent} the same folder on all nodes?"
     raise OSError(errno.ENOENT, problem)
-
-
-def _disk_error(error: RuntimeError) -> Exception:
-    """Return the error of the file system that ``torch.save`` reports as a RuntimeError, or ``error`` itself."""
-    if isinstance(error.__context__, OSError):
-        return error.__context__
-    # The writer of torch.save has seen fewer bytes arrive than it has sent.
-    return OSError(errno.EIO, os.strerror(errno.EIO)) if "inline_container" in str(error) else error
 
 
 def load(state: dict, checkpoint: Path, index: Metadata | None = None, no_dist: bool = False) -> None:

@@ -41,7 +41,16 @@ Print versions, devices, and the execution modes that run on this machine, which
 
 def _doctor(options) -> int:
     if options.model is not None:
-        print(model_report(options.model))
+        if not options.model or options.model[0].startswith("-"):
+            raise ConfigError("--model needs a CONFIG: name a TOML file or a preset, and write any flags after it")
+        hide_library_warnings()
+        from mxtrain.settings.read import places
+
+        config, *flags = options.model
+        # This machine may lack the mode of the training, which changes nothing here.
+        words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
+        with places(words):
+            print(*_model_report(words), sep="\n\n")
         return 0
     from mxtrain.analysis.tables import titled
     from mxtrain.formats.hardware import default_device_type, describe_modes, resolve_mode
@@ -126,24 +135,8 @@ def nvidia_gpus() -> list[str]:
     return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listing.stdout, flags=re.MULTILINE)
 
 
-def model_report(arguments: list[str]) -> str:
-    """Return the report on the model of a config file, which ``arguments`` name before the flags of training.
-
-    The model is built on the meta device, without its memory.
-    """
-    if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("--model needs a CONFIG: name a TOML file or a preset, and write any flags after it")
-    config, *flags = arguments
-    hide_library_warnings()
-    from mxtrain.settings.read import places
-
-    # This machine may lack the mode of the training, which changes nothing here.
-    words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
-    with places(words):
-        return "\n\n".join(_sections(words))
-
-
-def _sections(words: list[str]) -> Iterator[str]:
+def _model_report(words: list[str]) -> Iterator[str]:
+    """Yield the sections of the report on a job's model, which is built on the meta device, without its memory."""
     from mxtrain.analysis.tables import titled
     from mxtrain.conversion.plan import weight_uses
     from mxtrain.conversion.survey import find_weights

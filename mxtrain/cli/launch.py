@@ -181,7 +181,10 @@ def run_workers(arguments: list[str], processes: int, folder: Path, environment:
             return
         if not times:
             name = signal.Signals(number).name
-            _say_from_handler(f"{name}: stopping" + f"; a second {name} kills the workers" * (number in IMPATIENT))
+            text = f"mxtrain: {name}: stopping" + f"; a second {name} kills the workers" * (number in IMPATIENT)
+            start = "\n" if os.isatty(2) else ""  # after the terminal's ^C
+            with suppress(OSError):  # not by print, in the middle of which the interpreter may be
+                os.write(2, f"{start}{text}\n".encode())
         times.setdefault(number, now)
         for worker in workers:
             with suppress(ProcessLookupError):  # it has ended
@@ -200,13 +203,6 @@ def run_workers(arguments: list[str], processes: int, folder: Path, environment:
     if times and (first is None or first.exitcode < 0):
         return 128 + next(iter(times))
     return 0 if first is None else _report(rank, first, processes)
-
-
-def _say_from_handler(text: str) -> None:
-    """Write a line to stderr, from a signal handler: the interpreter may be in the middle of a print."""
-    start = "\n" if os.isatty(2) else ""  # after the terminal's ^C
-    with suppress(OSError):
-        os.write(2, f"{start}mxtrain: {text}\n".encode())
 
 
 def _report(rank: int, failure, processes: int) -> int:

@@ -128,25 +128,20 @@ def _train(options) -> int:
     verbose, flags = _take_verbose(options)
     from mxtrain.settings.read import asks_for_help
 
-    config, flags = _config_or_run(options, flags)
+    config = options.config
+    if options.resume is not None:
+        from mxtrain.settings.resume import resumed
+
+        config, flags = resumed(*(flags[:1] or [""]), flags[1:])
+    elif config is None:
+        raise ConfigError("CONFIG is missing; name a TOML file or a preset, or write --resume and the folder of a run")
+    elif FLAG in flags:
+        raise ConfigError(f"CONFIG = {config!r} and {FLAG} RUN are both given; leave one of them out")
     if asks_for_help(flags):
         return _print_settings("train", config, flags)
     from mxtrain.cli.launch import train
 
     return train(config, flags, [VERBOSE] if verbose else [])
-
-
-def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
-    """Return the config and the flags of 'train', which names a config or a run to resume."""
-    if options.resume is not None:
-        from mxtrain.settings.resume import resumed
-
-        return resumed(*(flags[:1] or [""]), flags[1:])
-    if options.config is None:
-        raise ConfigError("CONFIG is missing; name a TOML file or a preset, or write --resume and the folder of a run")
-    if FLAG in flags:
-        raise ConfigError(f"CONFIG = {options.config!r} and {FLAG} RUN are both given; leave one of them out")
-    return options.config, flags
 
 
 def _prepare(options) -> int:
