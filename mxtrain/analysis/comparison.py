@@ -166,9 +166,7 @@ class Group:
 def compare(rows: list[dict], baseline: str | None = None, variants: Sequence[str] = ()) -> list[Group]:
     """Return the groups of ``rows`` that can be compared, in the order in which they came.
 
-    Args:
-        baseline: name of a variant; None for the first one.
-        variants: all names in their order, also of variants without a row.
+    ``baseline`` is the first variant if it is None. ``variants`` also has names without a row.
     """
     names = list(dict.fromkeys([*variants, *(row["variant"] for row in rows)]))
     if baseline is not None and baseline not in names:

@@ -186,11 +186,9 @@ class WandbLogger:
     """
 
     def __init__(self, start: Callable, job: dict, facts: dict, earlier: tuple[str, int] | None = None):
-        """Start wandb, offline without a key. Raises whatever wandb raises if it cannot start.
+        """Start wandb by ``start``, which makes TorchTitan's logger; offline without a key. Raises what wandb raises.
 
-        Args:
-            start: makes TorchTitan's logger, which starts a wandb run.
-            earlier: of ``earlier_wandb_run``, which this run continues unless the user has chosen another one.
+        The run of ``earlier_wandb_run`` goes on, unless the user has chosen another one.
         """
         import wandb
 
@@ -244,11 +242,8 @@ def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str
     """Return the environment variables by which TorchTitan and wandb name the run.
 
     Each comes from the first of these that says something: the section [metrics], the environment, the run's own facts.
-    A run that continues keeps the name that it has on the server, where a user may have changed it.
-
-    Args:
-        job: the sections of the job config. Without mxtrain's config module, [metrics] has no settings of wandb.
-        run_id: of the wandb run that goes on, if any.
+    A run that continues, with ``run_id``, keeps the name that it has on the server, where a user may have changed it.
+    Without mxtrain's config module, [metrics] has no settings of wandb.
     """
     env, metrics = os.environ.get, job["metrics"]
     tags = metrics.get("wandb_tags")
@@ -274,11 +269,9 @@ def sync_command(folder: Path, run_id: str) -> str:
 
 
 def wandb_facts(run, folder: Path) -> dict:
-    """Return a run's ``mode`` (online, offline or disabled), ``id``, ``dir``, ``url`` and the ``sync`` command.
+    """Return the ``mode`` (online, offline or disabled), ``id``, ``dir``, ``url`` and ``sync`` command of a wandb.Run.
 
-    Args:
-        run: a ``wandb.Run``, or None for no run.
-        folder: of the training run, where the folders of all starts are.
+    ``folder`` is that of the training run, where the folders of all starts are.
     """
     if run is None or run.disabled:
         return {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}

@@ -39,10 +39,7 @@ class SaveError(RuntimeError):
 
 
 class Checkpointer:
-    """Saves whole checkpoints, and loads the one from which the run starts.
-
-    TorchTitan's trainer passes all arguments but the first one, and calls ``load``, ``save``,
-    ``maybe_wait_for_staging`` and ``close``.
+    """Saves whole checkpoints, and loads the one from which the run starts. TorchTitan's trainer calls it.
 
     Args:
         run: the trainer. Its methods are called on all ranks, and return the same there:
@@ -200,11 +197,7 @@ class Checkpointer:
             self._staged = None
 
     def finish(self) -> None:
-        """Wait until the latest checkpoint is complete.
-
-        Raises:
-            SaveError: it could not be saved.
-        """
+        """Wait until the latest checkpoint is complete. Raises SaveError if it could not be saved."""
         self._wait()
         if self._failure:
             newest = Checkpoints(self.folder).newest

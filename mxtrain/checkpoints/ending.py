@@ -42,11 +42,8 @@ class NonFiniteError(RuntimeError):
 class LossWatch:
     """Looks at the loss of every step and of every rank, and at the stop signals that the ranks have got.
 
-    Args:
-        stops: raise NonFiniteError; otherwise warn, and again only after a finite loss.
-
-    Attributes:
-        stop_signal: the first stop signal that ``look`` has read, the same at the same step on all ranks, or None.
+    With ``stops`` it raises NonFiniteError; otherwise it warns, and again only after a finite loss. ``stop_signal`` is
+    the first stop signal that ``look`` has read, the same at the same step on all ranks, or None.
     """
 
     def __init__(self, device: torch.device, stops: bool):
@@ -138,11 +135,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StopSignals:
-    """The handlers for stop signals in this process.
-
-    Attributes:
-        received: number of the first signal since ``install``, or 0.
-    """
+    """The handlers for stop signals. ``received`` is the number of the first signal since ``install``, or 0."""
 
     def __init__(self):
         self.received = 0

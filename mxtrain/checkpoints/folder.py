@@ -70,11 +70,7 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        DamagedCheckpoint: it is missing, unreadable or damaged, or of a newer version.
-    """
+    """Read a checkpoint's manifest. Raises DamagedCheckpoint if it is missing, damaged, or of a newer version."""
     try:
         content = read_json(checkpoint / MANIFEST_FILE, MANIFEST_FILE)
         if content.pop("sha256", None) != _own_hash(content):
@@ -195,10 +191,7 @@ def step_of(name: str) -> int:
 
 
 def read_whole(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint, after a look at the sizes of its files.
-
-    Raises DamagedCheckpoint.
-    """
+    """Return the manifest of a checkpoint, after a look at the sizes of its files. Raises DamagedCheckpoint."""
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest)
     return manifest

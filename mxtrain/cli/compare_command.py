@@ -174,9 +174,7 @@ def variant_of(words: str) -> tuple[str, str, list[str]]:
 def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str]) -> dict[str, Run]:
     """Return the runs by name, seed after seed: after the first ones, every variant has a result.
 
-    Args:
-        rates: learning rates; empty for that of each config.
-        flags: for every run; those of a variant override them.
+    Without ``rates``, runs have the rates of their configs. The flags of a variant override ``flags``.
     """
     found = [variant_of(words) for words in variants]
     own = ["job.dump_folder", "job.config_file", "debug.seed", *["optimizer.lr"] * bool(rates)]

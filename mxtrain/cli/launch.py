@@ -41,11 +41,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
     """Train with the settings of ``config_file`` and ``flags``, and return the exit status.
 
     The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder. What is checked here, the
-    workers trust.
-
-    Returns:
-        0 for success, 2 for a mistake in the settings that a worker found, 1 for another failure of a worker, and
-        128 + n for a stop by signal n.
+    workers trust. The status is 0 for success, 2 for a mistake in the settings that a worker found, 1 for another
+    failure of a worker, and 128 + n for a stop by signal n.
     """
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file is set by the first argument of 'mxtrain train'; leave the flag out")

@@ -42,13 +42,9 @@ class StreamedText(TextColumn):
 def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
     """Open a split of the Hugging Face dataset ``path``, for example "allenai/c4", without a download of the whole.
 
-    Args:
-        hf_config: the dataset's configuration, for example "en"; "" means its default.
-        section: TOML section of ``path``, for error messages.
-
-    Returns:
-        The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
-        local files' names and times; None where it is not known.
+    ``hf_config`` is the dataset's configuration, for example "en", and ``section`` the TOML section of ``path``.
+    Returns the rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash
+    of local files' names and times; None where it is not known.
     """
     if not path:
         raise ConfigError(

@@ -33,10 +33,8 @@ PIECE = 1 << 22
 class Tokens:
     """Token ids in memory-mapped arrays, which follow each other. ``tokens[begin:end]`` is an array of them.
 
-    Args:
-        pieces: the arrays.
-        dtype: the ids' type. In prepared text "<u2" if it holds the largest id, else "<u4".
-        sha256: of the ids' bytes, in hexadecimal digits; of a text in several parts, that of their hashes.
+    The ``dtype`` of prepared text is "<u2" if it holds the largest id, else "<u4". ``sha256`` is the hash of the ids'
+    bytes; of a text in several parts, that of their hashes.
     """
 
     def __init__(self, pieces: Iterable[np.ndarray], dtype: str, sha256: str):

@@ -71,16 +71,7 @@ class SavedWeights:
 
 
 def save_weights(checkpoint: Path, weights: Mapping[str, torch.Tensor], shapes: Mapping, **facts) -> None:
-    """Write a checkpoint of step 0, from which a run starts.
-
-    Args:
-        weights: fp32, each read when it is written.
-        facts: fields of the ``Manifest``.
-
-    Raises:
-        ConfigError: reading a weight raised it.
-        OSError: a file cannot be written.
-    """
+    """Write a checkpoint of step 0, from which a run starts: weights in fp32, each read when it is written."""
     state = {fqn: torch.empty(shape, device="meta") for fqn, shape in shapes.items()}
     try:
         dcp.save(state, checkpoint_id=checkpoint, planner=_Reading(weights), no_dist=True)

@@ -120,12 +120,7 @@ class Exporter:
     def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
 
-        Returns:
-            The bytes of all tensors, and a line for the user if the tokenizer is missing.
-
-        Raises:
-            ConfigError: a weight to be cast is not finite, or a file of the tokenizer is damaged.
-            OSError: a file cannot be written.
+        Returns the bytes of all tensors, and a line for the user if the tokenizer is missing.
         """
         elements = sum(math.prod(parameter.shape) for parameter in self._model.parameters.values())
         writer = ShardWriter(folder, shard_size(elements * self.dtype.itemsize))

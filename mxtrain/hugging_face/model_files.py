@@ -27,15 +27,8 @@ FUSED = r"(.*\.mlp\.experts)\.(gate_up|down)_proj"
 def new_target(target: Path, argument: str) -> Iterator[Path]:
     """Yield an empty folder beside ``target``, which gets that name at the end. After an exception nothing is left.
 
-    A link to an empty folder stays: the folder that it names is filled.
-
-    Args:
-        target: a folder that does not exist, or is empty.
-        argument: name of the command's argument that gives the folder, with which messages begin.
-
-    Raises:
-        ConfigError: ``target`` exists and is not an empty folder, is the current folder, or cannot be written. An
-            OSError in the context becomes a ConfigError, too.
+    ``target`` does not exist, is an empty folder, or a link to one, which stays. The ConfigErrors of other targets, and
+    of an OSError in the context, begin with the command's ``argument``.
     """
     where, place = f"{argument} = {str(target)!r}", target.resolve()
 
@@ -78,11 +71,7 @@ class ShardWriter:
         """Bytes of all tensors so far"""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write ``tensor``, of any dtype that safetensors has, now or later: the caller must not change it.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write ``tensor``, of any dtype that safetensors has, now or later: the caller must not change it."""
         if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self._shard_bytes:
             self._flush()
         # A view would keep all of its base in memory, and safetensors refuses tensors that share memory.
@@ -118,9 +107,7 @@ class ShardWriter:
 class SavedTensors:
     """The tensors in a folder's safetensors files, read one at a time. Never reads a pickle.
 
-    Args:
-        folder: holds ``model.safetensors``, or an index and the files that it names. Of both, transformers reads the
-            single file, and so does this.
+    Of a single file and an index with its files, transformers reads the single file, and so does this.
     """
 
     def __init__(self, folder: Path):

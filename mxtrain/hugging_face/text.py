@@ -49,9 +49,8 @@ def require_same_tokens(trained: Path, exported: Path, where: str) -> list[str]:
 def load(folder: Path) -> tuple:
     """Load the model in ``folder`` to the accelerator if there is one, in the dtype that its config.json names.
 
-    Returns:
-        The ``transformers.PreTrainedModel`` in evaluation mode, its tokenizer, and a function from a text to its
-        tokens. They begin with bos; without a bos token with eos, which in training stands before the next document.
+    Returns the model in evaluation mode, its tokenizer, and a function from a text to its tokens. They begin with bos;
+    without a bos token with eos, which in training stands before the next document.
     """
     where = f"RUN = {str(folder)!r}"
     config = from_pretrained("AutoConfig", folder, where)
