@@ -28,7 +28,6 @@ from mxtrain.data.token_files import PART_BYTES, Tokens, link_tokens, open_parts
 from mxtrain.data.tokenizer import (
     SAMPLE_BYTES,
     LoadedTokenizer,
-    NoText,
     load_tokenizer,
     tokenizer_hash,
     train_tokenizer,
@@ -285,10 +284,7 @@ def _build(
         facts, counts = link_tokens(source, folder, config)
     elif not config.tokenizer_path:
         texts = _training_texts(config, source) if source else stream()
-        try:
-            train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
-        except NoText:
-            raise _no_text(config, " to train a tokenizer on") from None
+        train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
     path = Path(config.tokenizer_path or folder / TOKENIZER)
     tokenizer = load_tokenizer(path)
     if source and not facts:
@@ -325,12 +321,6 @@ def _training_texts(config: DataConfig, source: Source) -> list[str]:
     return [document.text for *_, document in sorted(kept, key=itemgetter(1))]
 
 
-def _no_text(config: DataConfig, purpose: str = "") -> ConfigError:
-    where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
-    limit = f" within data.max_bytes = {config.max_bytes}" if config.max_bytes else ""
-    return ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text{purpose}{limit}")
-
-
 def _tokenize(
     folder: Path, config: DataConfig, source: Source, tokenizer: Path, progress: Callable[[str], None]
 ) -> tuple[dict[str, dict], dict[str, int]]:
@@ -346,15 +336,13 @@ def _tokenize(
     read = {"texts": pa.list_(pa.string()), "ids": pa.list_(ids), "is_held_out": pa.list_(pa.bool_())}
     try:
         texts = datasets.Dataset.from_generator(
-            partial(_batches, source, config.validation_share, counts),
+            partial(_batches, source, config, counts),
             features=datasets.Features.from_arrow_schema(pa.schema(read)),
             cache_dir=str(folder / "text"),
             writer_batch_size=ROWS_IN_MEMORY,
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    if not counts["documents"]:
-        raise _no_text(config)
     processes = min(len(os.sched_getaffinity(0)), len(texts))
     progress(f"tokenizing {_megabytes(counts['bytes'])} of text in {processes} process(es)")
     if processes > 1:
@@ -377,11 +365,11 @@ def _tokenize(
     return {split: {"dtype": dtype, "sha256": tokens[split].sha256} for split in SPLITS}, dict(counts)
 
 
-def _batches(source: Source, validation_share: float, counts: Counter) -> Iterator[dict]:
+def _batches(source: Source, config: DataConfig, counts: Counter) -> Iterator[dict]:
     """Yield rows of documents: texts, or None and token ids. ``counts`` gets the counts of a ``TextReport``."""
     row, size = {"texts": [], "ids": [], "is_held_out": []}, 0
     for document in source.documents():
-        is_text, is_held_out = isinstance(document.text, str), document.is_held_out(validation_share)
+        is_text, is_held_out = isinstance(document.text, str), document.is_held_out(config.validation_share)
         row["texts"].append(document.text if is_text else None)
         row["ids"].append([] if is_text else document.text)
         row["is_held_out"].append(is_held_out)
@@ -390,6 +378,10 @@ def _batches(source: Source, validation_share: float, counts: Counter) -> Iterat
         if size >= BATCH_CHARACTERS:
             yield row
             row, size = {name: [] for name in row}, 0
+    if not counts["documents"]:
+        where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
+        limit = f" within data.max_bytes = {config.max_bytes}" if config.max_bytes else ""
+        raise ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text{limit}")
     if size:
         yield row
 
