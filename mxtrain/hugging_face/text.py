@@ -5,14 +5,11 @@ from pathlib import Path
 
 import torch
 
-from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError, raised_as
 from mxtrain.formats.recipe import FORMATS
 
 AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
 """How training encodes text: the spelling of a special token is plain text"""
-SAMPLE = "I'LL don't, 'naïve' 1234567 + 8.9;  \r\n\n\tf(a_b):\n        x \u3000数学 \ufb01 \U0001f600 e\u0301\u00a0 "
-"""What tokenizers treat differently: contractions, digits, spaces, line breaks, characters with several forms"""
 
 
 def require_transformers() -> None:
@@ -31,19 +28,6 @@ def from_pretrained(kind: str, folder: Path, where: str, **options):
     with raised_as(f"{where}: transformers cannot load it"):
         load = getattr(transformers, kind).from_pretrained
         return load(folder, local_files_only=True, trust_remote_code=False, **options)
-
-
-def require_same_tokens(trained: Path, exported: Path, where: str) -> list[str]:
-    """Raise ConfigError if readers of ``exported`` cut a sample into other tokens than the tokenizer in ``trained``.
-
-    Returns a line for the user if transformers is not installed.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        return ["transformers is not installed: its tokens were not compared with training's"]
-    expected = load_tokenizer(trained).encoder.encode(SAMPLE).ids
-    if from_pretrained("AutoTokenizer", exported, where)(SAMPLE, **AS_TRAINING)["input_ids"] != expected:
-        raise ConfigError(f"{where}: transformers splits a sample into other tokens than training does")
-    return []
 
 
 def load(folder: Path) -> tuple:

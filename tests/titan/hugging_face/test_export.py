@@ -1,6 +1,5 @@
 """Runs opened, and their exports against transformers and TorchTitan's own model."""
 
-import importlib.util
 import json
 import re
 import shutil
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face import export as export_files
 from mxtrain.hugging_face import model_files
 from mxtrain.hugging_face.checkpoint import SavedWeights
 from mxtrain.hugging_face.text import load
@@ -154,16 +152,6 @@ def test_an_export_cuts_text_as_training_did(kind, run, runs, tmp_path):
     # transformers 4 would turn a prefix of tokenizer.json off.
     assert config.get("add_prefix_space", False) == (kind == "prefix") and "auto_map" not in config
     assert "note" not in lines
-
-
-def test_other_tokens_than_in_training_are_refused(own, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_files, "PLAIN_CLASSES", ["Qwen2Tokenizer"])
-    with pytest.raises(ConfigError, match="^RUN = '.*/run': transformers splits a sample into other tokens than"):
-        export(own, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    _, lines = export(own, tmp_path / "out")
-    assert "note        transformers is not installed: its tokens were not compared with training's" in lines
 
 
 def test_the_newest_complete_step_or_the_one_asked_for(own, tmp_path):
