@@ -132,6 +132,9 @@ class SavedTensors:
                         self._places[tensor], self.shapes[tensor] = (file, stored, part), (rows, shape[2])
                 elif not stored.endswith(UNREAD):
                     self._places[stored], self.shapes[stored] = (file, stored, ()), shape
+        if "embed_tokens.weight" in self.shapes:  # of a model without a head
+            named = [{f"model.{name}": value for name, value in d.items()} for d in (self._places, self.shapes)]
+            self._places, self.shapes = named
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]) -> None:
         """Raise ConfigError unless the tensors are those in ``shapes``, and some in ``optional``."""
