@@ -27,7 +27,7 @@ def add(commands) -> None:
 Print versions, devices, and the execution modes that run on this machine, which of them mode = "auto" takes, and why.
 
   mxtrain doctor
-  mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory, multiplications, conversion
+  mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory and conversion
 """,
     )
     parser.set_defaults(run=_doctor)
@@ -138,7 +138,6 @@ def nvidia_gpus() -> list[str]:
 def _model_report(words: list[str]) -> Iterator[str]:
     """Yield the sections of the report on a job's model, which is built on the meta device, without its memory."""
     from mxtrain.analysis.tables import titled
-    from mxtrain.conversion.plan import weight_uses
     from mxtrain.conversion.survey import find_weights
     from mxtrain.parallel.fsdp_gather import gathered_bytes
     from mxtrain.settings.fields import raise_first
@@ -170,13 +169,6 @@ def _model_report(words: list[str]) -> Iterator[str]:
     rows.append(("memory", f"{gib:,.1f} GiB of weights, gradients and {optimizer} states, which FSDP shards"))
     yield titled(f"{name} {job_config.model.flavor}", rows)
     plans = convert_on_meta(job_config, model)
-    uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
-    uses = uses or weight_uses(weights, {})
-    total = sum(use.multiplications for use in uses.values())
-    low = sum(use.multiplications * use.quantized for use in uses.values())
-    rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
-    rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
-    yield titled("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
     shards = max(1, job_config.parallelism.data_parallel_shard_degree) * job_config.parallelism.context_parallel_degree
     plain, codes = gathered_bytes(model, shards, 2 if job_config.training.mixed_precision_param == "bfloat16" else 4)
     if codes < plain:
