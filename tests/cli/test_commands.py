@@ -65,6 +65,7 @@ def test_help_whose_reader_has_enough_ends_without_a_word(tmp_path):
         ("plot", "required: RUN"), ("plot a --x epochs", "--x: invalid choice: 'epochs'"),
         ("plot a --smooth 0", "--smooth: 0 is not an integer of at least 1"), ("compare a --seeds 0", "--seeds: 0 is"),
         ("export a b --dtype float8", "--dtype: invalid choice: 'float8'"),
+        ("certify a --write b", "--write: not allowed with argument FILE"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_exits_with_2_and_usage(line, why, capsys):
