@@ -251,36 +251,32 @@ def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], proc
 
     A run that fails is reported, and the others go on. Returns whether Ctrl-C has stopped them.
     """
-    waiting, lock = [name for name in runs if name not in finished], threading.Lock()
+    free, lock = list(shares), threading.Lock()
 
-    def work(share: str | None) -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                name = waiting.pop(0)
-            begin, log = time.monotonic(), folder / f"{name}.log"
-            _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
-            try:
-                status = _train(runs[name], folder / name, log, share, len(shares), processes)
-                how = f"after {(time.monotonic() - begin) / 60:.1f} min"
-                if status == 0:
-                    with lock:
-                        finished.add(name)
-                        rows = [{"name": one, "status": 0} for one in sorted(finished)]
-                        replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
-                    _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
-                else:
-                    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-                    _say(f"{name}: FAILED {how} with exit status {status}: {last}")
-            except OSError as error:
-                _say(f"{name}: FAILED: {error.filename}: {reason(error)}")
+    def work(name: str) -> None:
+        share, begin, log = free.pop(0), time.monotonic(), folder / f"{name}.log"
+        _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
+        try:
+            status = _train(runs[name], folder / name, log, share, len(shares), processes)
+            how = f"after {(time.monotonic() - begin) / 60:.1f} min"
+            if status == 0:
+                with lock:
+                    finished.add(name)
+                    rows = [{"name": one, "status": 0} for one in sorted(finished)]
+                    replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
+                _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
+            else:
+                last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+                _say(f"{name}: FAILED {how} with exit status {status}: {last}")
+        except OSError as error:
+            _say(f"{name}: FAILED: {error.filename}: {reason(error)}")
+        finally:
+            free.append(share)
 
     with ThreadPoolExecutor(len(shares)) as threads:
         try:
-            list(threads.map(work, shares))
+            list(threads.map(work, [name for name in runs if name not in finished]))
         except KeyboardInterrupt:  # the terminal has sent the signal to the runs, too: they save and stop
-            waiting.clear()
             return True
     return False
 
