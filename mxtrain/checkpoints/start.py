@@ -88,9 +88,11 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
     try:
         saved = Checkpoints(folder / checkpoint.folder)
         if checkpoint.create_seed_checkpoint:
-            return _start_of_seed(folder, saved, processes)
+            if processes > 1:
+                raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
+            return _start_anew(folder, saved, "checkpoint.create_seed_checkpoint", "a seed is where a run starts")
         if not checkpoint.enable:
-            return _start_without_checkpoints(folder, saved)
+            return _start_anew(folder, saved, "checkpoint.enable = False", "checkpoint.enable is False")
         step = saved.choose(None if checkpoint.load_step == -1 else checkpoint.load_step, "checkpoint.load_step")
         if step is None:
             return _start_of_new_run(folder, saved, checkpoint)
@@ -102,25 +104,13 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
         raise ConfigError(message) from error
 
 
-def _start_of_seed(folder: Path, saved: Checkpoints, processes: int) -> Start:
-    if processes > 1:
-        raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
+def _start_anew(folder: Path, saved: Checkpoints, setting: str, because: str) -> Start:
     if saved.found:
         raise ConfigError(
-            f"checkpoint.create_seed_checkpoint: {saved.folder} already holds {saved.found[-1]}; choose another "
-            "job.dump_folder"
+            f"{setting}, but {saved.folder} holds {saved.found[-1]}; set checkpoint.enable alone to resume, or choose "
+            "another job.dump_folder to start at step 1"
         )
-    _require_no_metrics(folder, "a seed is where a run starts")
-    return Start()
-
-
-def _start_without_checkpoints(folder: Path, saved: Checkpoints) -> Start:
-    if saved.found:
-        raise ConfigError(
-            f"checkpoint.enable = False, but {saved.folder} holds {saved.found[-1]}; set checkpoint.enable to resume, "
-            "or choose another job.dump_folder to start at step 1"
-        )
-    _require_no_metrics(folder, "checkpoint.enable is False")
+    _require_no_metrics(folder, because)
     return Start()
 
 
