@@ -9,7 +9,6 @@ TorchTitan's logger writes to the terminal and takes mxtrain's lines too.
 import logging
 import os
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -62,11 +61,7 @@ def start(folder: Path, verbose: bool) -> None:
     logging.raiseExceptions = False  # on a full disk, training goes on without its log
     if rank == "0":
         _folder = folder
-    if verbose:
-        if not sys.stdout.isatty():
-            for handler in logger.handlers:
-                handler.setFormatter(_PlainFormatter(handler.formatter._fmt))
-    else:
+    if not verbose:
         logger.handlers.clear()
         logging.captureWarnings(True)
         _shows = rank == "0"
