@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mxtrain.analysis.runs import Run
-from mxtrain.errors import ConfigError, errors_begin_with
+from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as
 
 if TYPE_CHECKING:
@@ -93,24 +93,23 @@ def read_results(path: Path) -> list[dict]:
         raise ConfigError(f"{path} has no column {missing[0]!r}; its first line must name {', '.join(REQUIRED)}")
     rows = []
     for number, cells in enumerate(lines, start=2):  # the header is line 1
-        with errors_begin_with(f"{path}, line {number}: "):
-            rows.append(_row_in(cells) | {"name": f"{path.name}, line {number}"})
+        place = f"{path}, line {number}"
+        if None in cells:
+            raise ConfigError(f"{place}: the line has more values than the header has columns; remove some")
+        row: dict = {name: (cells[name] or "").strip() if name in names else "" for name in COLUMNS}
+        if empty := [name for name in ("variant", "steps", "last_10_percent") if not row[name]]:
+            raise ConfigError(f"{place}: {empty[0]} is empty; fill it in, or remove the line")
+        for name, type_ in NUMBERS.items():
+            try:
+                row[name] = type_(row[name]) if row[name] else None
+            except ValueError:
+                raise ConfigError(
+                    f"{place}: {name} = {row[name]!r} is not a number; correct it, or leave it empty"
+                ) from None
+        is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
+        problem = "" if is_finite else "its loss is not finite"
+        rows.append(row | {"name": f"{path.name}, line {number}", "problem": problem, "changes": []})
     return rows
-
-
-def _row_in(cells: dict[str | None, str | None]) -> dict:
-    if None in cells:
-        raise ConfigError("the line has more values than the header has columns; remove the values without a column")
-    row: dict = {name: (cells.get(name) or "").strip() for name in COLUMNS}
-    if empty := [name for name in ("variant", "steps", "last_10_percent") if not row[name]]:
-        raise ConfigError(f"{empty[0]} is empty; fill it in, or remove the line")
-    for name, type_ in NUMBERS.items():
-        try:
-            row[name] = type_(row[name]) if row[name] else None
-        except ValueError:
-            raise ConfigError(f"{name} = {row[name]!r} is not a number; correct it, or leave it empty") from None
-    is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
-    return row | {"problem": "" if is_finite else "its loss is not finite", "changes": []}
 
 
 class Estimate(NamedTuple):

@@ -39,9 +39,8 @@ def load(folder: Path) -> tuple:
     where = f"RUN = {str(folder)!r}"
     config = from_pretrained("AutoConfig", folder, where)
     stored = (getattr(config, "quantization_config", None) or {}).get("format")
-    if hasattr(config, "num_experts_per_tok") and stored in {
-        f.layout.compression for f in FORMATS.values() if f.layout
-    }:
+    with_codes = [format.layout.compression for format in FORMATS.values() if format.layout]
+    if hasattr(config, "num_experts_per_tok") and stored in with_codes:
         raise ConfigError(
             f"{where}: transformers cannot read experts in {stored!r}; name the run, or an export with --format hf"
         )
@@ -51,8 +50,7 @@ def load(folder: Path) -> tuple:
     model, info = from_pretrained("AutoModelForCausalLM", folder, where, **options)
     if absent := sorted(info["missing_keys"]):  # transformers would draw these weights at random
         raise ConfigError(f"{where}: {len(absent)} weights are missing, such as {absent[0]}; export it again")
-    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    first = [next(number for number in ids if number is not None)] if any(n is not None for n in ids) else []
+    first = [number for number in (tokenizer.bos_token_id, tokenizer.eos_token_id) if number is not None][:1]
 
     def encode(text: str) -> list[int]:
         return [*first, *tokenizer(text, verbose=False, **AS_TRAINING)["input_ids"]]
