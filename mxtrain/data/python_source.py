@@ -82,16 +82,15 @@ def list_files(installed: bool) -> list[SourceFile]:
     if installed:
         folders = (Path(entry).resolve() for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS)
         roots += [("site-packages", folder) for folder in dict.fromkeys(folders)]
-    return [file for root in roots for file in _walk(*root)]
-
-
-def _walk(prefix: str, root: Path) -> Iterator[SourceFile]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
-        for path in (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")):
-            if os.path.isfile(path):  # no link to nothing
-                status = os.stat(path)
-                yield SourceFile(prefix + path.removeprefix(str(root)), path, status.st_size, status.st_mtime_ns)
+    files = []
+    for prefix, root in roots:
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
+            for path in (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")):
+                if os.path.isfile(path):  # no link to nothing
+                    key, status = prefix + path.removeprefix(str(root)), os.stat(path)
+                    files.append(SourceFile(key, path, status.st_size, status.st_mtime_ns))
+    return files
 
 
 def _reason_to_drop(file: SourceFile, seen: set[bytes]) -> str:
