@@ -92,7 +92,7 @@ FILES = [
     ({"a.parquet": PARQUET}, "a.parquet", {"text_key": "id"}, "data.text_key = 'id' in {path} holds int, not text"),
     ({"a.jsonl": b'{"id": 1, "b": 2}\n{"text": 3}\n'}, "a.jsonl", {}, "is not a column of {path}, which has: id, b"),
     ({"a.jsonl": b'{"text": ["a"]}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds list, not text"),
-    ({"a.jsonl": b'{"text": null}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds only null, not text"),
+    ({"a.jsonl": b'{"text": null}\n'}, "a.jsonl", {}, "data.text_key = 'text' in {path} holds NoneType, not text"),
     ({"a.jsonl": LINE}, "a.jsonl", {"text_key": ""}, "data.text_key = '' is not a column of {path}"),
     ({"a.txt": GOOD}, "a.txt", {"prepared": "files-0"}, "data.prepared = 'files-0' names '"),
 ]

@@ -14,11 +14,10 @@ from tokenizers.processors import TemplateProcessing
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, prepare, streams
 from mxtrain.data import loader as data_loader
-from mxtrain.data.documents import is_held_out
+from mxtrain.data.documents import TextColumn, is_held_out
 from mxtrain.data.streams import (
     PATIENCE_ROWS,
     Stream,
-    StreamedText,
     hub_texts,
     is_on_side,
     open_stream,
@@ -343,7 +342,7 @@ def test_a_stream_of_local_files_has_another_version_when_they_change(tmp_path):
     folder.mkdir()
     file.write_text('{"text": "a"}\n')
     rows, version = open_stream(str(folder))
-    assert list(stream_texts(rows, StreamedText("text", "a"), "a")) == ["a"]
+    assert list(stream_texts(rows, TextColumn("text", "a"), "a")) == ["a"]
     assert version and open_stream(str(folder))[1] == version
     file.write_text('{"text": "b"}\n')
     os.utime(file, (1, 1))
@@ -382,14 +381,10 @@ def test_texts_and_a_missing_text_column(rows_on_hub):
 
 def test_a_few_rows_without_text_are_empty_and_a_thousand_without_any_are_an_error():
     rows = [{"text": "a"}, {"body": "b"}, {"text": 3}] * 2 * PATIENCE_ROWS
-    text_of = StreamedText("text", "a/b")
-    assert [text_of(row) for row in rows] == ["a", "", ""] * 2 * PATIENCE_ROWS
+    text_of = TextColumn("text", "a/b", PATIENCE_ROWS)
+    assert list(stream_texts(rows, text_of, "a/b")) == ["a", "", ""] * 2 * PATIENCE_ROWS
     with pytest.raises(ConfigError, match="data.text_key = 'text' in a/b holds int, not text"):
-        list(
-            stream_texts(
-                ({"text": i} for i in itertools.count()), StreamedText("text", "a/b"), "training.dataset = 'hf'"
-            )
-        )
+        list(stream_texts(({"text": i} for i in itertools.count()), TextColumn("text", "a/b", PATIENCE_ROWS), "a/b"))
 
 
 def test_a_stream_that_breaks_off_is_a_config_error():
@@ -400,7 +395,7 @@ def test_a_stream_that_breaks_off_is_a_config_error():
     with pytest.raises(
         ConfigError, match="^training.dataset = 'c4' cannot be read .*: ConnectionError: reset by peer$"
     ):
-        list(stream_texts(rows(), StreamedText("text", "a/b"), "training.dataset = 'c4'"))
+        list(stream_texts(rows(), TextColumn("text", "a/b", PATIENCE_ROWS), "training.dataset = 'c4'"))
 
 
 def test_rows_without_text_are_on_the_side_of_training():
