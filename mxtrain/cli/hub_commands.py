@@ -206,9 +206,7 @@ def _pretrained(options) -> Iterator[tuple]:
         return
     from mxtrain.titan.hugging_face.export import export
 
-    with os_errors_as("an export needs a temporary folder; set TMPDIR to a folder that can be written"):
-        temporary = TemporaryDirectory(prefix="mxtrain-")
-    with temporary as folder:
+    with TemporaryDirectory(prefix="mxtrain-") as folder:
         step, _ = export(source, Path(folder, "exported"), step=options.step)
         print(f"mxtrain: exported step {step} to a temporary folder", file=sys.stderr)
         yield load(Path(folder, "exported"))
