@@ -147,8 +147,7 @@ class Checkpointer:
     def save(self, curr_step: int, last_step: bool = False, weights_only: bool | None = None) -> None:
         """Save a checkpoint if one is due. If the disk is full or cannot be written, training goes on without it.
 
-        Args:
-            weights_only: None for ``checkpoint.last_save_model_only`` after the last step, and all states else.
+        ``weights_only`` is ``checkpoint.last_save_model_only`` after the last step, unless the caller decides.
         """
         settings = self._settings
         is_first = curr_step == 1 and settings.enable_first_step_checkpoint

@@ -28,10 +28,7 @@ SHOWN_RANKS = 8
 class NonFiniteError(RuntimeError):
     """Something is NaN or infinite, and training stops. The message is for the user, without a traceback.
 
-    Args:
-        step: the step whose loss is not finite, or after which something else is not.
-        loss: the sum of this loss over ranks; None for anything else.
-        what: "weights" or "optimizer states"; empty for a loss.
+    It is the ``loss`` of ``step``, summed over ranks, or after this step ``what``: "weights" or "optimizer states".
     """
 
     def __init__(self, message: str, step: int, loss: float | None = None, what: str = ""):

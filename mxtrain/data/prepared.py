@@ -144,10 +144,8 @@ def prepare(
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
     With ``config.prepared`` exactly that text is loaded and no source is read.
 
-    Args:
-        progress: called with a line at every stage of a build, and not called when loading.
-        stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
-            Streamed text is not tokenized here.
+    ``progress`` is called with a line at every stage of a build. ``stream`` returns the texts on which to train a
+    tokenizer, and is required if ``config.dataset`` is not in DATASETS. Streamed text is not tokenized here.
     """
     if stream is None:
         require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
