@@ -50,11 +50,7 @@ def row_of(run: Run, variant: str | None = None) -> dict:
     """Return the row of a run: COLUMNS and three keys more.
 
     ``name`` is that of its folder, ``problem`` says why the run does not count in means, and ``changes`` are the events
-    of settings that changed when the run resumed.
-
-    Args:
-        variant: its name in a comparison; None for the converter and its settings (``Run.variant``), or the folder's
-            name where the run does not tell them.
+    of settings that changed when the run resumed. Without ``variant``, its variant is ``Run.variant`` or its name.
     """
     last, facts, text = run.training[-1], run.facts, run.text
     sizes = (f"{name}={value}" for name, value in sorted(run.settings.get("model_args", {}).items()))
@@ -189,7 +185,7 @@ def compare(rows: list[dict], baseline: str | None = None, variants: Sequence[st
 def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     import pandas as pd
 
-    rows, notes = _last_of_each_seed(rows)
+    notes = []
     for key, effect in TEXT.items():
         if shown := differing((row["name"], row[key][:12]) for row in rows if row[key]):
             notes.append(f"runs differ in their {effect.format(shown)}")
@@ -207,6 +203,10 @@ def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     columns = {key: pd.Series([row[key] for row in rows], dtype=DTYPES.get(key, object)) for key in rows[0]}
     columns["variant"] = pd.Categorical(columns["variant"], variants)  # groups are in this order
     table = pd.DataFrame(columns)
+    is_early = table.seed.notna() & table.duplicated(["variant", "lr", "seed"], keep="last")
+    again = "does not count: a later one has the same variant, learning rate and seed"
+    notes += [f"{name} {again}" for name in table.name[is_early]]
+    table = table[~is_early]
     # What a seed does to both runs of a pair cancels, so the difference is known better than each mean.
     base = table.loc[(table.variant == chosen) & table.seed.notna(), ["lr", "seed", *LOSSES]]
     table = table.merge(base, "left", ["lr", "seed"], suffixes=("", "_base"), indicator="partner")
@@ -226,20 +226,6 @@ def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     length = f"{first['tokens']:,} tokens" if first["tokens"] else f"{first['steps']:,} steps"
     title = f"{first['model']} {first['flavor']}".strip()
     return Group(f"{title}, {length}" if title else length, chosen, table, pd.DataFrame(cells), notes)
-
-
-def _last_of_each_seed(rows: list[dict]) -> tuple[list[dict], list[str]]:
-    """Keep the last row of a variant, learning rate and seed, and return a line for each other one."""
-    found, notes = {}, []
-    for row in rows:
-        key = row["name"] if row["seed"] is None else (row["variant"], row["lr"], row["seed"])
-        if earlier := found.get(key):
-            notes.append(
-                f"{earlier['name']} and {row['name']} have the same variant ({row['variant']}), learning rate and "
-                f"seed: only {row['name']}, which came last, counts"
-            )
-        found[key] = row
-    return list(found.values()), notes
 
 
 def differing(values: Iterable[tuple[str, str]]) -> str:
