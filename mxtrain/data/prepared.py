@@ -221,7 +221,6 @@ def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
 
 
 def _chosen_folder(config: DataConfig) -> Path:
-    """Return the folder of the text that ``config.prepared`` names."""
     is_path = os.sep in config.prepared
     folder = Path(os.path.expanduser(config.prepared)).absolute() if is_path else config.cache_path() / config.prepared
     if not folder.is_dir():
@@ -247,20 +246,14 @@ def _build_or_wait(
     config: DataConfig, source: Source | None, stream: Callable | None, folder: Path, progress: Callable[[str], None]
 ) -> None:
     """Build ``folder``, unless another process has just done so."""
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{folder}.lock").touch()  # ``filelock`` waits for ever for a file that cannot be made
-        lock = FileLock(f"{folder}.lock")
-        try:
-            held = lock.acquire(blocking=False)
-        except Timeout:
-            progress(f"another process is preparing {folder}; waiting")
-            held = lock.acquire()
-        with held:
+        progress(f"preparing dataset {config.dataset!r} in {folder}, unless another process does")
+        with FileLock(f"{folder}.lock"):
             if not (folder / SUMMARY).exists():
-                progress(f"preparing dataset {config.dataset!r} in {folder}")
                 for left in folder.parent.glob(f"{folder.name}{BUILDING}-*"):  # by a killed process
                     shutil.rmtree(left, ignore_errors=True)
                 with new_folder(folder, lambda existing: (existing / SUMMARY).exists()) as building:
