@@ -21,7 +21,7 @@ from unittest.mock import patch
 from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.runs import variant_of
 from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
-from mxtrain.checkpoints.terminal import note, show_line
+from mxtrain.checkpoints.terminal import show_line
 from mxtrain.errors import one_line
 from mxtrain.files import read_json, reason
 
@@ -94,20 +94,15 @@ class MetricsFileLogger:
 
     def _write(self, row: dict) -> None:
         row["time"] = time.time()
-        place = f"step {row['step']}: {self.writer.path}"
         try:
             self.writer.write(row)
         except OSError as error:
             if not self.is_failing:
                 logger.warning(
-                    f"{place} cannot be written: {reason(error)}; training goes on, and the rows are kept until they "
-                    "can be written"
+                    f"step {row['step']}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and "
+                    "the rows are kept until they can be written"
                 )
             self.is_failing = True
-        else:
-            if self.is_failing:
-                note(f"{place} is complete again")
-            self.is_failing = False
 
     def close(self) -> None:
         try:
@@ -231,7 +226,6 @@ class WandbLogger:
 
 
 def _table(metrics: dict) -> dict:
-    """The figures of all modules as a table, if there are any."""
     import wandb
 
     figures = [[*key.split("/")[1:], value] for key, value in metrics.items() if key.startswith(NUMERICS)]
