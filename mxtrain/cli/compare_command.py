@@ -31,7 +31,6 @@ and read the same text in the same order.
 
   mxtrain compare llama3_125m_bf16 llama3_125m_mx_linear llama3_125m --seeds 3 --steps 4000
   mxtrain compare llama3_125m_mx_linear "p1=llama3_125m --mxnorm.p 1" "exact=llama3_125m --mxnorm.estimator exact"
-  mxtrain compare llama3_125m_bf16 llama3_125m --lr 3e-4,1e-3,3e-3 --seeds 2 -o outputs/rates --dry-run
   mxtrain compare --from scripts/evidence/llama3_1b.csv -o outputs/llama3_1b
 
 A VARIANT is a config or a preset, or in quotes '[NAME=]CONFIG FLAGS'. Variants come first; all flags that are not
@@ -94,7 +93,6 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 
 def _compare(options) -> int:
-    """Do the runs and show their differences; see DESCRIPTION. Returns the exit status."""
     from mxtrain.analysis.comparison import read_results, row_of
     from mxtrain.analysis.runs import load_run
 

@@ -185,7 +185,6 @@ def _model_report(words: list[str]) -> Iterator[str]:
 
 
 def _fewest_processes(parallelism) -> int:
-    """Return the smallest number of processes that the degrees allow."""
     context_tensor = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
     shards = parallelism.data_parallel_shard_degree

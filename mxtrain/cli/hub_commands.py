@@ -16,7 +16,6 @@ Write a checkpoint of a run to a folder that Hugging Face's transformers read: s
 tokenizer. Works on a CPU, for llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model has
 RMSNorm and plain linears, whatever the run was trained with.
 
-  mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
   mxtrain export outputs/a exported/ --fold-gain      norms have gains of one; the next weights contain them
   mxtrain export outputs/a exported/ --format mxfp8   for vLLM: the codes and scales that training multiplied in fprop
@@ -29,9 +28,8 @@ Make a run's folder from a Hugging Face model, by transformers (pip install "mxt
 (step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama, Qwen3 and DeepSeek V3
 of any size. Without --config, the run is a short training with MXNorm on little Python source.
 
-  mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
-  mxtrain train outputs/qwen/config.toml
+  mxtrain train outputs/llama/config.toml
 """
 SOURCE = """\
 RUN is a run's folder, or a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary
@@ -40,7 +38,6 @@ GENERATE = f"""\
 Print a text and its continuation, word by word. As in training, the tokenizer's bos token comes first.
 {SOURCE}
 
-  mxtrain generate outputs/llama3_debug-20261120-131838 "def main"
   mxtrain generate exported/ "import torch" --max-new-tokens 200 --temperature 0.5 --seed 1
   mxtrain generate outputs/a "def main" --step 1000 --greedy
 """
@@ -49,7 +46,7 @@ Print loss, perplexity and bits per byte of a model on text files (UTF-8). Every
 tokenizer's bos token, and each of its tokens is predicted once, in windows of --seq-len tokens.
 {SOURCE}
 
-  mxtrain eval outputs/llama3_debug-20261120-131838 my_code.py
+  mxtrain eval outputs/a my_code.py
   mxtrain eval exported/ texts/*.txt --seq-len 1024
 
 To compare models with different tokenizers, use bits per byte: perplexity is per token.

@@ -15,7 +15,6 @@ def add(commands) -> None:
 Draw the loss curves of one or more runs in one file. Print a table with the last loss, the mean loss of the last 10 %
 of the steps, tokens per second per device, and peak memory. A folder that cannot be read is one line on stderr.
 
-  mxtrain plot outputs/llama3_debug-*
   mxtrain plot outputs/a outputs/b -o comparison.png
   mxtrain plot outputs/p1 outputs/p2 --baseline outputs/bf16     a second panel: losses minus those of bf16
   mxtrain plot outputs/a --smooth 20 --x tokens

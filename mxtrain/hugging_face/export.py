@@ -188,7 +188,6 @@ class Exporter:
         return notes
 
     def _plain(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a parameter in high precision."""
         parameters, shape = self._model.parameters, self._model.shape
         weight, parameter = self._weight(fqn), parameters[fqn]
         weight = weight if parameter.order is None else weight[parameter.order]
