@@ -15,8 +15,6 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import new_folder, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000
-SMALLEST_SHARD_BYTES = 256_000_000
 UNREAD = ".rotary_emb.inv_freq"
 """Older files hold these tensors, which transformers does not read either"""
 FUSED = r"(.*\.mlp\.experts)\.(gate_up|down)_proj"
@@ -47,11 +45,6 @@ def new_target(target: Path, argument: str) -> Iterator[Path]:
             yield folder
     except OSError as error:
         raise ConfigError(f"{where} cannot be made: {error}") from error
-
-
-def shard_size(model_bytes: int) -> int:
-    """Return the most bytes in one file, of which a writer holds all in memory: at most a quarter of a large model."""
-    return min(SHARD_BYTES, max(SMALLEST_SHARD_BYTES, model_bytes // 4))
 
 
 class ShardWriter:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mxtrain.data.tokenizer import load_tokenizer
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face import model_files
+from mxtrain.hugging_face import export as export_files
 from mxtrain.hugging_face.checkpoint import SavedWeights
 from mxtrain.hugging_face.text import load
 from mxtrain.titan.hugging_face import export as export_module
@@ -179,7 +179,7 @@ def test_weights_are_held_one_at_a_time(run, tmp_path, monkeypatch):
 
     limit = 100_000
     monkeypatch.setattr(SavedWeights, "__getitem__", watched)
-    monkeypatch.setattr(model_files, "SHARD_BYTES", limit)
+    monkeypatch.setattr(export_files, "SHARD_BYTES", limit)
     export(run, tmp_path / "out")
     files = list((tmp_path / "out").glob("*.safetensors"))
     largest = saved_runs.VOCABULARY * 64 * 4
