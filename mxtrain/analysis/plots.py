@@ -141,11 +141,7 @@ def save_picture(figure, path: str | os.PathLike) -> Path:
 
 @in_own_style
 def plot(
-    runs: list[Run],
-    path: str | os.PathLike,
-    differences: bool = False,
-    smooth: int | None = None,
-    x: XAxis = "step",
+    runs: list[Run], path: str | os.PathLike, differences: bool = False, smooth: int | None = None, x: XAxis = "step"
 ) -> Path:
     """Draw training loss, one line per run, validation losses as diamonds, and events as vertical lines.
 

@@ -147,10 +147,8 @@ def worker_defaults(environment: Mapping[str, str], processes: int, devices: int
 def run_workers(arguments: list[str], processes: int, folder: Path, environment: dict[str, str]) -> int:
     """Run the workers on this machine until they end, and return the exit status (see ``train``).
 
-    They inherit the variables of this process, to which ``environment`` is added.
-
-    A stop signal goes on to the workers, which save for as long as they need. The agent's own handlers would kill them
-    after 30 seconds.
+    They inherit the variables of this process, to which ``environment`` is added. A stop signal goes on to the
+    workers, which save for as long as they need. The agent's own handlers would kill them after 30 seconds.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

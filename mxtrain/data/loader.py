@@ -59,13 +59,7 @@ class TokenDataset(IterableDataset):
     """
 
     def __init__(
-        self,
-        tokens: Tokens,
-        settings,
-        rank: tuple[int, int] = (0, 1),
-        seed: int = 0,
-        infinite: bool = True,
-        section: str = "training",
+        self, tokens: Tokens, settings, rank: tuple[int, int] = (0, 1), seed=0, infinite=True, section="training"
     ):
         self._seq_len, self._batch_size = seq_len, batch_size = settings.seq_len, settings.local_batch_size
         self._seed, self._infinite = seed, infinite
