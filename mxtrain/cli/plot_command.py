@@ -29,7 +29,7 @@ With --numerics, draw the diagnostics of one run with mxnorm.diagnostics.every >
     output = "PNG, SVG or PDF (default: loss.png or numerics.png; of one run, in its folder)"
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=output)
     parser.add_argument("--baseline", metavar="RUN", help="folder of the run to compare with, in a second panel")
-    smooth = "draw the mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of 50 steps or more)"
+    smooth = "mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of curves of 50 steps or more)"
     parser.add_argument("--smooth", metavar="N", type=positive, help=smooth)
     parser.add_argument("--numerics", action="store_true", help="draw the figures of diagnostics")
     axis = "the x-axis (default: step); time includes validation and the pauses of a resumed run"
