@@ -9,6 +9,7 @@ TorchTitan's logger writes to the terminal and takes mxtrain's lines too.
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,7 +61,11 @@ def start(folder: Path, verbose: bool) -> None:
         message = f"job.dump_folder = {str(folder)!r} cannot be written: {error.filename}: {reason(error)}"
         raise ConfigError(message) from error
     logging.raiseExceptions = False  # on a full disk, training goes on without its log
-    if not verbose:
+    if verbose:
+        if not sys.stdout.isatty():
+            for handler in logger.handlers:
+                handler.setFormatter(_PlainFormatter(handler.formatter._fmt))
+    else:
         logger.handlers.clear()
         logging.captureWarnings(True)
         _shows = rank == "0"
