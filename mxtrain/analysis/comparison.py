@@ -99,9 +99,7 @@ def read_results(path: Path) -> list[dict]:
             try:
                 row[name] = type_(row[name]) if row[name] else None
             except ValueError:
-                raise ConfigError(
-                    f"{place}: {name} = {row[name]!r} is not a number; correct it, or leave it empty"
-                ) from None
+                raise ConfigError(f"{place}: {name} = {row[name]!r} is not a number; correct or empty it") from None
         is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
         problem = "" if is_finite else "its loss is not finite"
         rows.append(row | {"name": f"{path.name}, line {number}", "problem": problem, "changes": []})

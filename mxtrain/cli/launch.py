@@ -34,7 +34,6 @@ IMPATIENT = (signal.SIGINT, signal.SIGTERM)
 """Signals that a person sends again to end a run at once"""
 ECHO_SECONDS = 1.0
 """A signal that arrives again within this time is the same: a terminal or Slurm may send one twice"""
-ELASTIC_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
@@ -186,7 +185,8 @@ def run_workers(arguments: list[str], processes: int, folder: Path, environment:
                 os.kill(worker, number) if is_first else os.killpg(worker, signal.SIGKILL)
 
     earlier = {number: signal.signal(number, handle) for number in stop_signals()}
-    os.environ |= {**environment, ELASTIC_SIGNALS: "SIGQUIT"}  # the signal that stays with the agent
+    # The agent keeps one signal.
+    os.environ |= {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     logging.disable(logging.ERROR)  # the agent's lines about every worker
     try:
         failures = agent.run().failures

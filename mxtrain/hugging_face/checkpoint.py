@@ -28,9 +28,7 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
     saved = Checkpoints(run / folder)
     step = saved.choose(step, "--step")
     if step is None:
-        raise ConfigError(
-            f"RUN = {str(run)!r} has no whole checkpoint in {saved.folder}; train with --checkpoint.enable"
-        )
+        raise ConfigError(f"RUN = {str(run)!r} has no whole checkpoint in {saved.folder}; set checkpoint.enable")
     checkpoint = saved.path(step)
     try:
         check_hashes(checkpoint, saved.whole[step], saved.whole[step].files)
