@@ -158,6 +158,7 @@ class RunData:
         self._copy_tokenizer()
 
     def _warn_of_another_tokenizer(self, checkpoint: Path) -> None:
+        """Log a warning if a new run starts with weights that were trained with another tokenizer."""
         run = checkpoint.absolute().parent.parent  # RUN/checkpoint/step-N
         kept = _read_record(run)
         if kept and checkpoint.name != "step-0" and kept["identity"]["tokenizer"] != self.prepared.tokenizer_sha256:
@@ -177,10 +178,10 @@ class RunData:
         with os_errors_as(f"job.dump_folder = {str(self._folder)!r} cannot be written"):
             copy_tokenizer(self.prepared.tokenizer, self._folder / TOKENIZER_FOLDER)
 
-    def keep_validation_text(self, sha256: str) -> None:
-        """Add the hash of the validation tokens to ``data.json``, by which a comparison sees other text."""
+    def keep_facts(self, **facts: str) -> None:
+        """Add to ``data.json`` the hash of the validation tokens, or the version of a training stream."""
         if kept := _read_record(self._folder):
-            self._write(kept | {"validation_text": sha256})
+            self._write(kept | facts)
 
     def _write(self, content: dict) -> None:
         with os_errors_as(f"job.dump_folder = {str(self._folder)!r} cannot be written"):

@@ -26,6 +26,8 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
     """Open a split of the Hugging Face dataset ``path``, for example "allenai/c4", without a download of the whole.
 
     ``hf_config`` is the dataset's configuration, for example "en", and ``section`` the TOML section of ``path``.
+    Returns the rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash
+    of local files' names and times; None where it is not known.
     """
     if not path:
         raise ConfigError(
@@ -34,7 +36,8 @@ def open_stream(path: str, hf_config: str = "", split: str = "train", section: s
         )
     settings = f"(data.hf_config = {hf_config!r}, split {split!r})"
     with raised_as(f"{section}.dataset_path = {path!r} {settings} cannot be opened as a Hugging Face dataset"):
-        return datasets.load_dataset(path, name=hf_config or None, split=split, streaming=True)
+        builder = datasets.load_dataset_builder(path, name=hf_config or None)
+        return builder.as_streaming_dataset(split=split), builder.hash
 
 
 def is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
@@ -48,7 +51,7 @@ def is_on_side(row: dict, text_key: str, share: float, held_out: bool) -> bool:
 
 def hub_texts(config: DataConfig) -> Iterator[str]:
     """Yield the texts of a Hugging Face dataset on which a tokenizer is trained."""
-    stream = open_stream(config.path, config.hf_config, "train", config.section)
+    stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
     stream = filter(partial(is_on_side, text_key=config.text_key, share=config.stream_share, held_out=False), stream)
     text_of = TextColumn(config.text_key, config.path, PATIENCE_ROWS)
     yield from stream_texts(stream, text_of, f"{config.section}.dataset_path = {config.path!r}")
@@ -206,8 +209,8 @@ class FirstSequences(IterableDataset):
         return iter(self._sequences)
 
 
-def training_stream(job_config, tokenizer, rank: tuple[int, int]) -> Stream:
-    """Return one rank's part of the training stream, without the documents held out for validation."""
+def training_stream(job_config, tokenizer, rank: tuple[int, int]) -> tuple[Stream, str | None]:
+    """Return one rank's part of the training stream, without the documents held out for validation, and its version."""
     path = job_config.training.dataset_path or ""
     return _open(job_config, "training", path, "train", held_out_share(job_config), tokenizer, rank, infinite=True)
 
@@ -234,7 +237,7 @@ def validation_stream(
         )
     split = ("train", share) if is_held_out else ("validation", 0.0)
     infinite = not (is_held_out or to_the_end)
-    stream = _open(job_config, "validation", path, *split, tokenizer, rank, infinite)
+    stream, _ = _open(job_config, "validation", path, *split, tokenizer, rank, infinite)
     if not is_held_out and (to_the_end or settings.dataloader.num_workers):
         return stream
     # Without workers, the stream would go on where the last validation ended.
@@ -244,13 +247,13 @@ def validation_stream(
 
 def _open(
     job_config, section: str, path: str, split: str, share: float, tokenizer, rank: tuple[int, int], infinite: bool
-) -> Stream:
-    """Return one rank's part of a stream.
+) -> tuple[Stream, str | None]:
+    """Return one rank's part of a stream, and the stream's version.
 
     A share above 0 is held out of training, and is all of validation, which is then read without worker processes.
     """
     data, settings, is_validation = job_config.data, getattr(job_config, section), section == "validation"
-    rows = open_stream(path, data.hf_config or "", split, section)
+    rows, version = open_stream(path, data.hf_config or "", split, section)
     keeps = partial(is_on_side, text_key=data.text_key, share=share, held_out=is_validation) if share else None
     text_of = TextColumn(data.text_key, path, PATIENCE_ROWS)
     stream = Stream(rows, text_of, tokenizer, settings.seq_len, rank, infinite, keeps=keeps)
@@ -261,4 +264,4 @@ def _open(
             f"{section}.dataloader.num_workers = {workers} is more than the {files} file(s) of this stream that a "
             f"data-parallel rank reads; allowed is 0 to {files}"
         )
-    return stream
+    return stream, version

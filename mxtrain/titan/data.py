@@ -69,7 +69,9 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTok
     from_first_rank(data.keep)
     if is_first():
         note(f"text: {data.prepared.report.line}")
-    dataset = _training_samples(job_config, tokenizer, rank)
+    dataset, version = _training_samples(job_config, tokenizer, rank)
+    if version:
+        from_first_rank(partial(data.keep_facts, stream_version=version))
     if is_first() and isinstance(dataset, TokenDataset):
         _note_epochs(training, dataset.chunks, dp_world_size)
     return RunLoader(dataset, rank, training, data)
@@ -77,20 +79,21 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: HuggingFaceTok
 
 def first_sequences(job_config, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first ``count`` sequences of the training text and their labels, int64 [B, S]."""
-    dataset = _training_samples(job_config, build_tokenizer(job_config), (0, 1))
+    dataset, _ = _training_samples(job_config, build_tokenizer(job_config), (0, 1))
     inputs, labels = zip(*islice(dataset, count))
     return torch.stack([row["input"] for row in inputs]), torch.stack(labels)
 
 
 def _training_samples(job_config, tokenizer: HuggingFaceTokenizer, rank: tuple[int, int]):
-    """The training text of one rank as samples."""
+    """The training text of one rank as samples, and the version of a streamed dataset, if it has one."""
     training = job_config.training
     if training.dataset == "hf":
         return training_stream(job_config, tokenizer, rank)
     if training.dataset in DATASETS:
-        return TokenDataset(prepare_from_job(job_config).train, training, rank, job_config.data.seed)
+        return TokenDataset(prepare_from_job(job_config).train, training, rank, job_config.data.seed), None
     rows, text_of = _titan_rows(training.dataset, training.dataset_path)
-    return Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite=True, name=training.dataset)
+    stream = Stream(rows, text_of, tokenizer, training.seq_len, rank, infinite=True, name=training.dataset)
+    return stream, None
 
 
 def _note_epochs(training, chunks: int, ranks: int) -> None:
@@ -114,7 +117,7 @@ def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: t
         tokens = _held_out(job_config)
         dataset = TokenDataset(tokens, validation, rank, job_config.data.seed, infinite=False, section="validation")
         data = RunData(job_config, prepare_from_job(job_config))
-        from_first_rank(partial(data.keep_validation_text, tokens.sha256))
+        from_first_rank(partial(data.keep_facts, validation_text=tokens.sha256))
     options = {"num_workers": 0} if name == "hf" and held_out_share(job_config) else {}
     return Loader(dataset, validation, **options)
 

@@ -1,5 +1,8 @@
 import itertools
+import json
+import os
 from operator import itemgetter
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets as hf_datasets
@@ -37,6 +40,8 @@ def own_folder(tmp_path, monkeypatch):
 TITAN_NAMES = {"c4", "c4_test", "c4_validation"}
 READ = []
 """The rows that this process has read"""
+VERSION = {"some/set": "c0ffee"}
+"""Of the one dataset on the hub"""
 
 
 def rows(shards, split):
@@ -51,13 +56,17 @@ def hub(monkeypatch):
     """A hub that holds one dataset, some/set, with two shards a split."""
     opened = []
 
-    def load_dataset(path, name, split, streaming):
-        if path != "some/set" or not streaming:
+    def load_dataset_builder(path, name):
+        if path != "some/set":
             raise FileNotFoundError(f"Dataset {path} does not exist")
-        opened.append((name, split))
-        return hf_datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1], "split": split})
 
-    monkeypatch.setattr(hf_datasets, "load_dataset", load_dataset)
+        def as_streaming_dataset(split):
+            opened.append((name, split))
+            return hf_datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1], "split": split})
+
+        return SimpleNamespace(as_streaming_dataset=as_streaming_dataset, hash=VERSION[path])
+
+    monkeypatch.setattr(hf_datasets, "load_dataset_builder", load_dataset_builder)
     return opened
 
 
@@ -99,6 +108,14 @@ def test_a_stream_has_the_tokens_of_a_prepared_text(hub, tmp_path, tokens_in):
         prepare_from_job(job).report.line
         == "streamed; each document begins with '<|begin_of_text|>' and ends with '<|end_of_text|>'"
     )
+
+
+def test_a_run_keeps_the_version_of_its_stream(hub):
+    config = hf_job("--checkpoint.enable")
+    loader = build_dataloader(1, 0, build_tokenizer(config), config)
+    take(loader, 1)
+    loader.load_state_dict(loader.state_dict())
+    assert json.loads(Path(config.job.dump_folder, "data.json").read_text())["stream_version"] == "c0ffee"
 
 
 def require_exact_resume(config, tokenizer, stop, end):
@@ -308,22 +325,35 @@ def test_too_few_held_out_documents_of_a_stream(hub):
 
 
 def test_a_stream_is_opened_with_the_settings(monkeypatch):
-    monkeypatch.setattr(hf_datasets, "load_dataset", lambda path, name, split, streaming: (path, name, split))
-    assert open_stream("allenai/c4", "en", "validation") == ("allenai/c4", "en", "validation")
-    assert open_stream("some/set") == ("some/set", None, "train")
+    calls = []
+
+    def load_dataset_builder(path, name):
+        calls.append((path, name))
+        return SimpleNamespace(as_streaming_dataset=lambda split: [split], hash="c0ffee")
+
+    monkeypatch.setattr(hf_datasets, "load_dataset_builder", load_dataset_builder)
+    assert open_stream("allenai/c4", "en", "validation") == (["validation"], "c0ffee")
+    assert open_stream("some/set") == (["train"], "c0ffee")
+    assert calls == [("allenai/c4", "en"), ("some/set", None)]
 
 
-def test_a_stream_of_local_files(tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "a.jsonl").write_text('{"text": "a"}\n')
-    assert list(stream_texts(open_stream(str(tmp_path / "own")), TextColumn("text", "a"), "a")) == ["a"]
+def test_a_stream_of_local_files_has_another_version_when_they_change(tmp_path):
+    folder, file = tmp_path / "own", tmp_path / "own" / "a.jsonl"
+    folder.mkdir()
+    file.write_text('{"text": "a"}\n')
+    rows, version = open_stream(str(folder))
+    assert list(stream_texts(rows, TextColumn("text", "a"), "a")) == ["a"]
+    assert version and open_stream(str(folder))[1] == version
+    file.write_text('{"text": "b"}\n')
+    os.utime(file, (1, 1))
+    assert open_stream(str(folder))[1] != version
 
 
 def test_a_dataset_that_cannot_be_opened_is_a_config_error(monkeypatch):
     def fail(*args, **options):
         raise ConnectionError("no network")
 
-    monkeypatch.setattr(hf_datasets, "load_dataset", fail)
+    monkeypatch.setattr(hf_datasets, "load_dataset_builder", fail)
     message = r"training.dataset_path = 'a/b' \(data.hf_config = 'en', split 'train'\) .*ConnectionError: no network"
     with pytest.raises(ConfigError, match=message):
         open_stream("a/b", "en")
@@ -337,7 +367,7 @@ def rows_on_hub(monkeypatch):
 
     def fill(rows):
         stream = hf_datasets.IterableDataset.from_generator(lambda: iter(rows))
-        monkeypatch.setattr(streams, "open_stream", lambda *_: stream)
+        monkeypatch.setattr(streams, "open_stream", lambda *_: (stream, None))
 
     return fill
 
