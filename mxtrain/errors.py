@@ -41,7 +41,7 @@ def raised_as(problem: str) -> Iterator[None]:
     """Turn errors into a ConfigError that begins with ``problem``: networks and readers raise many types."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, BrokenPipeError):  # nobody reads what is printed
         raise
     except Exception as error:
         raise ConfigError(f"{problem}: {type(error).__name__}: {one_line(error)}") from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mxtrain.analysis.runs import Run
-from mxtrain.errors import ConfigError, errors_begin_with
+from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as
 
 if TYPE_CHECKING:
@@ -50,11 +50,7 @@ def row_of(run: Run, variant: str | None = None) -> dict:
     """Return the row of a run: COLUMNS and three keys more.
 
     ``name`` is that of its folder, ``problem`` says why the run does not count in means, and ``changes`` are the events
-    of settings that changed when the run resumed.
-
-    Args:
-        variant: its name in a comparison; None for the converter and its settings (``Run.variant``), or the folder's
-            name where the run does not tell them.
+    of settings that changed when the run resumed. Without ``variant``, its variant is ``Run.variant`` or its name.
     """
     last, facts, text = run.training[-1], run.facts, run.text
     sizes = (f"{name}={value}" for name, value in sorted(run.settings.get("model_args", {}).items()))
@@ -93,26 +89,21 @@ def read_results(path: Path) -> list[dict]:
         raise ConfigError(f"{path} has no column {missing[0]!r}; its first line must name {', '.join(REQUIRED)}")
     rows = []
     for number, cells in enumerate(lines, start=2):  # the header is line 1
-        with errors_begin_with(f"{path}, line {number}: "):
-            rows.append(_row_in(cells) | {"name": f"{path.name}, line {number}"})
+        place = f"{path}, line {number}"
+        if None in cells:
+            raise ConfigError(f"{place}: the line has more values than the header has columns; remove some")
+        row: dict = {name: (cells[name] or "").strip() if name in names else "" for name in COLUMNS}
+        if empty := [name for name in ("variant", "steps", "last_10_percent") if not row[name]]:
+            raise ConfigError(f"{place}: {empty[0]} is empty; fill it in, or remove the line")
+        for name, type_ in NUMBERS.items():
+            try:
+                row[name] = type_(row[name]) if row[name] else None
+            except ValueError:
+                raise ConfigError(f"{place}: {name} = {row[name]!r} is not a number; correct or empty it") from None
+        is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
+        problem = "" if is_finite else "its loss is not finite"
+        rows.append(row | {"name": f"{path.name}, line {number}", "problem": problem, "changes": []})
     return rows
-
-
-def _row_in(cells: dict[str | None, str | None]) -> dict:
-    if None in cells:
-        raise ConfigError("the line has more values than the header has columns; remove the values without a column")
-    row: dict = {name: (cells.get(name) or "").strip() for name in COLUMNS}
-    if empty := [name for name in ("variant", "steps", "last_10_percent") if not row[name]]:
-        raise ConfigError(f"{empty[0]} is empty; fill it in, or remove the line")
-    for name, type_ in NUMBERS.items():
-        try:
-            row[name] = type_(row[name]) if row[name] else None
-        except ValueError:
-            raise ConfigError(f"{name} = {row[name]!r} is not a number; correct it, or leave it empty") from None
-    if row["lr"] is not None and not np.isfinite(row["lr"]):
-        raise ConfigError(f"lr = {row['lr']} is not finite; write a finite learning rate")
-    is_finite = np.isfinite([row[loss] for loss in LOSSES if row[loss] is not None]).all()
-    return row | {"problem": "" if is_finite else "its loss is not finite", "changes": []}
 
 
 class Estimate(NamedTuple):
@@ -168,9 +159,7 @@ class Group:
 def compare(rows: list[dict], baseline: str | None = None, variants: Sequence[str] = ()) -> list[Group]:
     """Return the groups of ``rows`` that can be compared, in the order in which they came.
 
-    Args:
-        baseline: name of a variant; None for the first one.
-        variants: all names in their order, also of variants without a row.
+    ``baseline`` is the first variant if it is None. ``variants`` also has names without a row.
     """
     names = list(dict.fromkeys([*variants, *(row["variant"] for row in rows)]))
     if baseline is not None and baseline not in names:
@@ -194,7 +183,7 @@ def compare(rows: list[dict], baseline: str | None = None, variants: Sequence[st
 def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     import pandas as pd
 
-    rows, notes = _last_of_each_seed(rows)
+    notes = []
     for key, effect in TEXT.items():
         if shown := differing((row["name"], row[key][:12]) for row in rows if row[key]):
             notes.append(f"runs differ in their {effect.format(shown)}")
@@ -212,6 +201,10 @@ def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     columns = {key: pd.Series([row[key] for row in rows], dtype=DTYPES.get(key, object)) for key in rows[0]}
     columns["variant"] = pd.Categorical(columns["variant"], variants)  # groups are in this order
     table = pd.DataFrame(columns)
+    is_early = table.seed.notna() & table.duplicated(["variant", "lr", "seed"], keep="last")
+    again = "does not count: a later one has the same variant, learning rate and seed"
+    notes += [f"{name} {again}" for name in table.name[is_early]]
+    table = table[~is_early]
     # What a seed does to both runs of a pair cancels, so the difference is known better than each mean.
     base = table.loc[(table.variant == chosen) & table.seed.notna(), ["lr", "seed", *LOSSES]]
     table = table.merge(base, "left", ["lr", "seed"], suffixes=("", "_base"), indicator="partner")
@@ -231,20 +224,6 @@ def _group(rows: list[dict], variants: list[str], baseline: str) -> Group:
     length = f"{first['tokens']:,} tokens" if first["tokens"] else f"{first['steps']:,} steps"
     title = f"{first['model']} {first['flavor']}".strip()
     return Group(f"{title}, {length}" if title else length, chosen, table, pd.DataFrame(cells), notes)
-
-
-def _last_of_each_seed(rows: list[dict]) -> tuple[list[dict], list[str]]:
-    """Keep the last row of a variant, learning rate and seed, and return a line for each other one."""
-    found, notes = {}, []
-    for row in rows:
-        key = row["name"] if row["seed"] is None else (row["variant"], row["lr"], row["seed"])
-        if earlier := found.get(key):
-            notes.append(
-                f"{earlier['name']} and {row['name']} have the same variant ({row['variant']}), learning rate and "
-                f"seed: only {row['name']}, which came last, counts"
-            )
-        found[key] = row
-    return list(found.values()), notes
 
 
 def differing(values: Iterable[tuple[str, str]]) -> str:

@@ -21,7 +21,7 @@ from unittest.mock import patch
 from mxtrain.analysis.metrics_file import NUMERICS, MetricsWriter, read_metrics
 from mxtrain.analysis.runs import variant_of
 from mxtrain.checkpoints.run_folder import FACTS_FILE, METRICS_FILE
-from mxtrain.checkpoints.terminal import note, show_line
+from mxtrain.checkpoints.terminal import show_line
 from mxtrain.errors import one_line
 from mxtrain.files import read_json, reason
 
@@ -94,20 +94,15 @@ class MetricsFileLogger:
 
     def _write(self, row: dict) -> None:
         row["time"] = time.time()
-        place = f"step {row['step']}: {self.writer.path}"
         try:
             self.writer.write(row)
         except OSError as error:
             if not self.is_failing:
                 logger.warning(
-                    f"{place} cannot be written: {reason(error)}; training goes on, and the rows are kept until they "
-                    "can be written"
+                    f"step {row['step']}: {self.writer.path} cannot be written: {reason(error)}; training goes on, and "
+                    "the rows are kept until they can be written"
                 )
             self.is_failing = True
-        else:
-            if self.is_failing:
-                note(f"{place} is complete again")
-            self.is_failing = False
 
     def close(self) -> None:
         try:
@@ -186,11 +181,9 @@ class WandbLogger:
     """
 
     def __init__(self, start: Callable, job: dict, facts: dict, earlier: tuple[str, int] | None = None):
-        """Start wandb, offline without a key. Raises whatever wandb raises if it cannot start.
+        """Start wandb by ``start``, which makes TorchTitan's logger; offline without a key. Raises what wandb raises.
 
-        Args:
-            start: makes TorchTitan's logger, which starts a wandb run.
-            earlier: of ``earlier_wandb_run``, which this run continues unless the user has chosen another one.
+        The run of ``earlier_wandb_run`` goes on, unless the user has chosen another one.
         """
         import wandb
 
@@ -233,7 +226,6 @@ class WandbLogger:
 
 
 def _table(metrics: dict) -> dict:
-    """The figures of all modules as a table, if there are any."""
     import wandb
 
     figures = [[*key.split("/")[1:], value] for key, value in metrics.items() if key.startswith(NUMERICS)]
@@ -244,11 +236,8 @@ def wandb_variables(job: dict, facts: dict, run_id: str | None) -> dict[str, str
     """Return the environment variables by which TorchTitan and wandb name the run.
 
     Each comes from the first of these that says something: the section [metrics], the environment, the run's own facts.
-    A run that continues keeps the name that it has on the server, where a user may have changed it.
-
-    Args:
-        job: the sections of the job config. Without mxtrain's config module, [metrics] has no settings of wandb.
-        run_id: of the wandb run that goes on, if any.
+    A run that continues, with ``run_id``, keeps the name that it has on the server, where a user may have changed it.
+    Without mxtrain's config module, [metrics] has no settings of wandb.
     """
     env, metrics = os.environ.get, job["metrics"]
     tags = metrics.get("wandb_tags")
@@ -274,11 +263,9 @@ def sync_command(folder: Path, run_id: str) -> str:
 
 
 def wandb_facts(run, folder: Path) -> dict:
-    """Return a run's ``mode`` (online, offline or disabled), ``id``, ``dir``, ``url`` and the ``sync`` command.
+    """Return the ``mode`` (online, offline or disabled), ``id``, ``dir``, ``url`` and ``sync`` command of a wandb.Run.
 
-    Args:
-        run: a ``wandb.Run``, or None for no run.
-        folder: of the training run, where the folders of all starts are.
+    ``folder`` is that of the training run, where the folders of all starts are.
     """
     if run is None or run.disabled:
         return {"mode": "disabled", "id": None, "dir": None, "url": None, "sync": None}

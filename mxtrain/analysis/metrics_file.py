@@ -38,20 +38,14 @@ def encode_row(row: dict) -> str:
     return json.dumps(row, allow_nan=False)
 
 
-def decode_row(line: str) -> dict:
-    """Invert ``encode_row``. Raises ValueError if the line is not a row."""
-    row = parse(line)
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise ValueError("the line is not a JSON object with an integer 'step'")
-    nonfinite = row.pop("nonfinite", {})
-    return row | {key: float(value) for key, value in nonfinite.items()}
-
-
 def _decoded(lines: Iterable[bytes]) -> Iterator[dict | ValueError]:
-    """Yield the row of each line, or the error of a damaged one."""
+    """Invert ``encode_row``: yield the row of each line, or the error of a damaged line."""
     for line in lines:
         try:
-            yield decode_row(line.decode())
+            row = parse(line.decode())
+            if not isinstance(row, dict) or type(row.get("step")) is not int:
+                raise ValueError("the line is not a JSON object with an integer 'step'")
+            yield row | {key: float(value) for key, value in row.pop("nonfinite", {}).items()}
         except ValueError as error:
             yield error
 
@@ -103,19 +97,12 @@ class MetricsWriter:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._steps_done is not None:
-            self._drop_steps_not_done(self._steps_done)
+            lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
+            # A damaged line must not stop a training run.
+            rows = [(line, row) for line, row in zip(lines, _decoded(lines)) if isinstance(row, dict)]
+            replace_file(self.path, b"".join(line + b"\n" for line, row in rows if row["step"] <= self._steps_done))
             self._steps_done = None
         with self.path.open("ab", buffering=0) as file:
             while self._unwritten:
                 count = file.write(self._unwritten)  # a part of a row if the disk becomes full
                 del self._unwritten[:count]
-
-    def _drop_steps_not_done(self, steps_done: int) -> None:
-        lines = self.path.read_bytes().splitlines() if self.path.is_file() else []
-        # A damaged line must not stop a training run.
-        kept = [
-            line + b"\n"
-            for line, row in zip(lines, _decoded(lines))
-            if isinstance(row, dict) and row["step"] <= steps_done
-        ]
-        replace_file(self.path, b"".join(kept))

@@ -48,12 +48,6 @@ BADNESS = {
     "_sqnr_db": lambda values: over_twice_the_median(10 ** (-values / 20)),
 }
 """End of a figure's name -> how bad values are. Those above 1 deserve a look. Other figures are neither good nor bad"""
-BLOCK = (
-    "attention_norm input_layernorm attention self_attn wq wq_a q_proj q_norm wq_b wk wkv_a k_proj k_norm kv_norm "
-    "wkv_b wv v_proj wo o_proj ffn_norm post_attention_layernorm moe feed_forward mlp router experts shared_experts "
-    "w1 gate_proj w3 up_proj w2 down_proj"
-).split()
-"""Names of modules in the order in which a block runs them"""
 WORST = 5
 """Number of modules that are named"""
 ROW, TALLEST, SMALLEST = 0.12, 6.8, 8
@@ -81,10 +75,8 @@ def by_figure(rows: list[dict]) -> Values:
 
 
 def module_order(module: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts FQNs in the order of the model; names that BLOCK does not have come last."""
-    words = module.split(".")
-    places = [int(word) if word.isdecimal() else [*BLOCK, word].index(word) for word in words]
-    return [(not word.isdecimal(), place, word) for word, place in zip(words, places)]
+    """Return a key that sorts FQNs by the numbers of blocks, and by names within a block."""
+    return [(not word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in module.split(".")]
 
 
 def badness(values: Values) -> "pd.DataFrame":

@@ -94,17 +94,12 @@ def minus(losses: "pd.Series", others: "pd.Series") -> "pd.Series":
 
 
 def in_own_style(draw: Callable) -> Callable:
-    """Let a function draw in STYLE, whatever the user's matplotlibrc says: it may want LaTeX.
-
-    The function raises ConfigError if Matplotlib cannot be imported, as with an unknown MPLBACKEND.
-    """
+    """Let a function draw in STYLE, whatever the user's matplotlibrc says: it may want LaTeX."""
 
     @functools.wraps(draw)
     def drawn(*args, **kwargs):
-        try:
-            from matplotlib import style
-        except ValueError as error:
-            raise ConfigError(f"Matplotlib cannot start: {error}") from error
+        from matplotlib import style
+
         with style.context(["default", STYLE]):
             return draw(*args, **kwargs)
 
@@ -146,11 +141,7 @@ def save_picture(figure, path: str | os.PathLike) -> Path:
 
 @in_own_style
 def plot(
-    runs: list[Run],
-    path: str | os.PathLike,
-    differences: bool = False,
-    smooth: int | None = None,
-    x: XAxis = "step",
+    runs: list[Run], path: str | os.PathLike, differences: bool = False, smooth: int | None = None, x: XAxis = "step"
 ) -> Path:
     """Draw training loss, one line per run, validation losses as diamonds, and events as vertical lines.
 

@@ -56,9 +56,7 @@ def recipes_within(
 ) -> dict[str, str]:
     """Return layer -> the cheapest recipe whose three errors are at most ``bound``, else high precision.
 
-    Args:
-        costs: the recipes from which to choose, with what they cost.
-        together: layers that have one recipe, which the largest of their errors decides.
+    The layers in each group of ``together`` have one recipe, which the largest of their errors decides.
     """
     found, chosen = by_recipe(errors), {}
     groups = {layer: [layer] for layer in found.index} | {layer: [*group] for group in together for layer in group}

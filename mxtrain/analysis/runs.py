@@ -3,6 +3,7 @@
 import math
 import os
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,15 +148,23 @@ def load_run(folder: str | os.PathLike) -> Run:
     training = [row for row in rows if row.get("loss") is not None]
     if not training:
         raise ConfigError(f"{folder / METRICS_FILE} holds no training step yet; wait for the first logged step")
+    settings, text = {}, {}
+    with suppress(FileNotFoundError, ConfigError):  # they only tell runs apart
+        settings = read_toml(folder / CONFIG_FILE)
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # the file is missing or damaged
+        kept = read_json(folder / DATA_FILE)
+        # The held-out part of the training text is not always what the run is validated on.
+        hashes = kept["identity"] | {"validation": kept.get("validation_text")}
+        text = {name: str(value) for name, value in hashes.items() if value is not None}
     return Run(
         name=folder.resolve().name,
         folder=folder,
-        facts=_load_facts(folder / FACTS_FILE),
+        facts=read_json(folder / FACTS_FILE) if (folder / FACTS_FILE).exists() else {},
         training=training,
         validation=[row for row in rows if row.get("validation_loss") is not None],
         events=[row for row in rows if EVENT in row],
-        settings=_load_settings(folder / CONFIG_FILE),
-        text=_load_text(folder / DATA_FILE),
+        settings=settings,
+        text=text,
         numerics=[row for row in rows if any(key.startswith(NUMERICS) for key in row)],
     )
 
@@ -186,30 +195,6 @@ def variant_of(facts: dict) -> str:
     if scheduled := facts.get("schedule"):
         words.append(f"+ {len(scheduled)} scheduled")
     return ", ".join([" ".join(word for word in words if word), *others])
-
-
-def _load_facts(path: Path) -> dict:
-    try:
-        return read_json(path)
-    except FileNotFoundError:
-        return {}
-
-
-def _load_settings(path: Path) -> dict:
-    try:
-        return read_toml(path)
-    except (FileNotFoundError, ConfigError):
-        return {}  # they only tell runs apart
-
-
-def _load_text(path: Path) -> dict[str, str]:
-    try:
-        kept = read_json(path)
-        # The held-out part of the training text is not always what the run is validated on.
-        own = kept["identity"] | {"validation": kept.get("validation_text")}
-        return {name: str(value) for name, value in own.items() if value is not None}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # the file is missing or damaged
 
 
 def names(runs: list[Run]) -> list[str]:

@@ -39,10 +39,7 @@ class SaveError(RuntimeError):
 
 
 class Checkpointer:
-    """Saves whole checkpoints, and loads the one from which the run starts.
-
-    TorchTitan's trainer passes all arguments but the first one, and calls ``load``, ``save``,
-    ``maybe_wait_for_staging`` and ``close``.
+    """Saves whole checkpoints, and loads the one from which the run starts. TorchTitan's trainer calls it.
 
     Args:
         run: the trainer. Its methods are called on all ranks, and return the same there:
@@ -150,8 +147,7 @@ class Checkpointer:
     def save(self, curr_step: int, last_step: bool = False, weights_only: bool | None = None) -> None:
         """Save a checkpoint if one is due. If the disk is full or cannot be written, training goes on without it.
 
-        Args:
-            weights_only: None for ``checkpoint.last_save_model_only`` after the last step, and all states else.
+        ``weights_only`` is ``checkpoint.last_save_model_only`` after the last step, unless the caller decides.
         """
         settings = self._settings
         is_first = curr_step == 1 and settings.enable_first_step_checkpoint
@@ -200,11 +196,7 @@ class Checkpointer:
             self._staged = None
 
     def finish(self) -> None:
-        """Wait until the latest checkpoint is complete.
-
-        Raises:
-            SaveError: it could not be saved.
-        """
+        """Wait until the latest checkpoint is complete. Raises SaveError if it could not be saved."""
         self._wait()
         if self._failure:
             newest = Checkpoints(self.folder).newest

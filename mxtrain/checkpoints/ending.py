@@ -28,10 +28,7 @@ SHOWN_RANKS = 8
 class NonFiniteError(RuntimeError):
     """Something is NaN or infinite, and training stops. The message is for the user, without a traceback.
 
-    Args:
-        step: the step whose loss is not finite, or after which something else is not.
-        loss: the sum of this loss over ranks; None for anything else.
-        what: "weights" or "optimizer states"; empty for a loss.
+    It is the ``loss`` of ``step``, summed over ranks, or after this step ``what``: "weights" or "optimizer states".
     """
 
     def __init__(self, message: str, step: int, loss: float | None = None, what: str = ""):
@@ -42,11 +39,8 @@ class NonFiniteError(RuntimeError):
 class LossWatch:
     """Looks at the loss of every step and of every rank, and at the stop signals that the ranks have got.
 
-    Args:
-        stops: raise NonFiniteError; otherwise warn, and again only after a finite loss.
-
-    Attributes:
-        stop_signal: the first stop signal that ``look`` has read, the same at the same step on all ranks, or None.
+    With ``stops`` it raises NonFiniteError; otherwise it warns, and again only after a finite loss. ``stop_signal`` is
+    the first stop signal that ``look`` has read, the same at the same step on all ranks, or None.
     """
 
     def __init__(self, device: torch.device, stops: bool):
@@ -127,17 +121,10 @@ def over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def describe(values: list[float]) -> str:
-    """Name the values that are not finite and their ranks: "nan on ranks 0, 3, inf on rank 1"."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        if not math.isfinite(value):
-            ranks.setdefault(str(value), []).append(rank)
-    return ", ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items())
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN_RANKS]))}{more}"
+    """Name the values that are not finite and their ranks: "nan on rank 0, inf on rank 1"."""
+    found = [f"{value} on rank {rank}" for rank, value in enumerate(values) if not math.isfinite(value)]
+    more = f" and {len(found) - SHOWN_RANKS} more" if len(found) > SHOWN_RANKS else ""
+    return ", ".join(found[:SHOWN_RANKS]) + more
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,11 +132,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StopSignals:
-    """The handlers for stop signals in this process.
-
-    Attributes:
-        received: number of the first signal since ``install``, or 0.
-    """
+    """The handlers for stop signals. ``received`` is the number of the first signal since ``install``, or 0."""
 
     def __init__(self):
         self.received = 0

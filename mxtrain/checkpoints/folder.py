@@ -70,11 +70,7 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """Read a checkpoint's manifest.
-
-    Raises:
-        DamagedCheckpoint: it is missing, unreadable or damaged, or of a newer version.
-    """
+    """Read a checkpoint's manifest. Raises DamagedCheckpoint if it is missing, damaged, or of a newer version."""
     try:
         content = read_json(checkpoint / MANIFEST_FILE, MANIFEST_FILE)
         if content.pop("sha256", None) != _own_hash(content):
@@ -156,6 +152,23 @@ class Checkpoints:
         """The whole checkpoint of the last step; None if there is none."""
         return self.path(max(self.whole)) if self.whole else None
 
+    def choose(self, wanted: int | None, setting: str) -> int | None:
+        """Return the step that the user wants, by ``setting``, or the newest. None if the folder has no checkpoint.
+
+        Raises ConfigError if the checkpoint is not whole, or none is.
+        """
+        if wanted is not None:
+            if problem := self.problems.get(f"step-{wanted}"):
+                raise ConfigError(f"{setting} = {wanted}: {self.path(wanted)} cannot be loaded: {problem}")
+            if wanted not in self.whole:
+                whole = f"choose one of {', '.join(map(str, self.whole))}" if self.whole else "none is whole"
+                raise ConfigError(f"{setting} = {wanted} is not among the steps in {self.folder}; {whole}")
+            return wanted
+        if self.found and not self.whole:
+            problems = "; ".join(f"{name}: {problem}" for name, problem in self.problems.items())
+            raise ConfigError(f"checkpoint.folder: {self.folder} holds no whole checkpoint ({problems}); name another")
+        return max(self.whole, default=None)
+
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
@@ -178,10 +191,7 @@ def step_of(name: str) -> int:
 
 
 def read_whole(checkpoint: Path) -> Manifest:
-    """Return the manifest of a checkpoint, after a look at the sizes of its files.
-
-    Raises DamagedCheckpoint.
-    """
+    """Return the manifest of a checkpoint, after a look at the sizes of its files. Raises DamagedCheckpoint."""
     manifest = read_manifest(checkpoint)
     check_sizes(checkpoint, manifest)
     return manifest

@@ -41,12 +41,9 @@ PROCESSES = "the number of processes"
 
 @contextmanager
 def locked(folder: Path, setting: str = "job.dump_folder") -> Iterator[str | None]:
-    """Create ``folder`` and hold its lock.
+    """Create ``folder``, which the user gave to ``setting``, and hold its lock.
 
     Gives None, or a warning for the user if the file system has no locks.
-
-    Args:
-        setting: what the user gave the folder to, for messages.
     """
     path = folder / LOCK_FILE
     not_writable = f"{setting} = {str(folder)!r} cannot be written: {path}"

@@ -88,10 +88,12 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
     try:
         saved = Checkpoints(folder / checkpoint.folder)
         if checkpoint.create_seed_checkpoint:
-            return _start_of_seed(folder, saved, processes)
+            if processes > 1:
+                raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
+            return _start_anew(folder, saved, "checkpoint.create_seed_checkpoint", "a seed is where a run starts")
         if not checkpoint.enable:
-            return _start_without_checkpoints(folder, saved)
-        step = _step_to_load(saved, checkpoint.load_step)
+            return _start_anew(folder, saved, "checkpoint.enable = False", "checkpoint.enable is False")
+        step = saved.choose(None if checkpoint.load_step == -1 else checkpoint.load_step, "checkpoint.load_step")
         if step is None:
             return _start_of_new_run(folder, saved, checkpoint)
         if step == 0 or "train_state" in checkpoint.exclude_from_loading:
@@ -102,41 +104,14 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
         raise ConfigError(message) from error
 
 
-def _start_of_seed(folder: Path, saved: Checkpoints, processes: int) -> Start:
-    if processes > 1:
-        raise ConfigError(f"checkpoint.create_seed_checkpoint needs one process, not {processes}: set NGPU=1")
+def _start_anew(folder: Path, saved: Checkpoints, setting: str, because: str) -> Start:
     if saved.found:
         raise ConfigError(
-            f"checkpoint.create_seed_checkpoint: {saved.folder} already holds {saved.found[-1]}; choose another "
-            "job.dump_folder"
+            f"{setting}, but {saved.folder} holds {saved.found[-1]}; set checkpoint.enable alone to resume, or choose "
+            "another job.dump_folder to start at step 1"
         )
-    _require_no_metrics(folder, "a seed is where a run starts")
+    _require_no_metrics(folder, because)
     return Start()
-
-
-def _start_without_checkpoints(folder: Path, saved: Checkpoints) -> Start:
-    if saved.found:
-        raise ConfigError(
-            f"checkpoint.enable = False, but {saved.folder} holds {saved.found[-1]}; set checkpoint.enable to resume, "
-            "or choose another job.dump_folder to start at step 1"
-        )
-    _require_no_metrics(folder, "checkpoint.enable is False")
-    return Start()
-
-
-def _step_to_load(saved: Checkpoints, wanted: int) -> int | None:
-    """Return the step of the checkpoint that is loaded, or None if the folder holds no checkpoint at all."""
-    if wanted != -1:
-        if problem := saved.problems.get(f"step-{wanted}"):
-            raise ConfigError(f"checkpoint.load_step = {wanted}: {saved.path(wanted)} cannot be loaded: {problem}")
-        if wanted not in saved.whole:
-            whole = f"choose one of {', '.join(map(str, saved.whole))}" if saved.whole else "none is whole"
-            raise ConfigError(f"checkpoint.load_step = {wanted} is not among the steps in {saved.folder}; {whole}")
-        return wanted
-    if saved.found and not saved.whole:
-        problems = "; ".join(f"{name}: {problem}" for name, problem in saved.problems.items())
-        raise ConfigError(f"checkpoint.folder: {saved.folder} holds no whole checkpoint ({problems}); name another")
-    return max(saved.whole, default=None)
 
 
 def _start_from_own_weights(folder: Path, saved: Checkpoints, checkpoint, path: Path) -> Start:
@@ -177,13 +152,19 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
     if interrupted_after(folder) is None:
         _require_no_metrics(folder, f"{saved.folder} holds no checkpoint from which it could resume")
     initial = checkpoint.initial_load_path
-    if not (initial or checkpoint.initial_load_in_hf):
-        if checkpoint.load_only:
-            raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint to load; set it to false")
-        return Start()
+    if checkpoint.load_only and not (initial or checkpoint.initial_load_in_hf):
+        raise ConfigError(f"checkpoint.load_only: {saved.folder} holds no checkpoint to load; set it to false")
     if not initial or checkpoint.initial_load_in_hf:
         return Start()
-    path, manifest = Path(initial), _initial_manifest(Path(initial))
+    path, manifest = Path(initial), None
+    if (path / MANIFEST_FILE).is_file() or not (path / DCP_METADATA).is_file():  # else TorchTitan has written it
+        try:
+            manifest = read_whole(path)
+        except DamagedCheckpoint as error:
+            raise ConfigError(
+                f"checkpoint.initial_load_path = {initial!r} cannot be loaded: {error}; name the folder of one step, "
+                "such as outputs/a/checkpoint/step-100"
+            ) from error
     if checkpoint.initial_load_model_only:
         return Start(checkpoint=manifest and path)
     if manifest is None or not manifest.holds_trainer:
@@ -194,19 +175,6 @@ def _start_of_new_run(folder: Path, saved: Checkpoints, checkpoint) -> Start:
     if "train_state" in checkpoint.exclude_from_loading:
         return _from_weights(path)
     return Start(manifest.step, (f"going on after step {manifest.step} of another run, from {path}",), path)
-
-
-def _initial_manifest(path: Path) -> Manifest | None:
-    """Return the manifest of the checkpoint whose weights a new run starts with, or None if TorchTitan wrote it."""
-    setting = f"checkpoint.initial_load_path = {str(path)!r}"
-    if not (path / MANIFEST_FILE).is_file() and (path / DCP_METADATA).is_file():
-        return None
-    try:
-        return read_whole(path)
-    except DamagedCheckpoint as error:
-        raise ConfigError(
-            f"{setting} cannot be loaded: {error}; name the folder of one step, such as outputs/a/checkpoint/step-100"
-        ) from error
 
 
 def require_no_other_run(folder: Path, checkpoint) -> None:

@@ -75,11 +75,8 @@ class TokenCount:
     """Converts between the tokens that one rank has seen and the tokens that all ranks have seen.
 
     So the count goes on when the number of ranks changes. TorchTitan counts on every rank, adds up the counts of all
-    ranks for its metrics, and saves the count of one rank.
-    All ranks see as many tokens in a step, so one rank's count gives the count of all.
-
-    Args:
-        ranks: number of ranks whose counts TorchTitan adds up.
+    ``ranks`` for its metrics, and saves the count of one rank. All ranks see as many tokens in a step, so one rank's
+    count gives the count of all.
     """
 
     def __init__(self, ranks: int, rank: int):
@@ -101,13 +98,8 @@ class TokenCount:
 def apply_settings(optimizers, lr_schedulers) -> tuple[float, float]:
     """Set what the job config decides in every parameter group. Call after a checkpoint was loaded.
 
-    Values that are the same as in the checkpoint stay the same to the last bit.
-
-    Args:
-        lr_schedulers: TorchTitan's ``LRSchedulersContainer``, with one ``LambdaLR`` per optimizer.
-
-    Returns:
-        The learning rate of the next step as the checkpoint has it, and as the settings have it.
+    Values that are the same as in the checkpoint stay the same to the last bit. Every optimizer has a ``LambdaLR``.
+    Returns the learning rate of the next step as the checkpoint has it, and as the settings have it.
     """
     first = optimizers.optimizers[0].param_groups[0]
     kept = float(first["lr"])

@@ -61,10 +61,7 @@ class _Part(WriteResult):
 class CheckpointWriter(FileSystemWriter):
     """DCP's writer. Writes to ``.saving``, adds a manifest, and renames the folder when everything is on the disk.
 
-    Args:
-        checkpoint: the folder that the checkpoint will have, "step-N".
-        manifest: the manifest, still without files.
-        with_hashes: put the hashes of the files into the manifest. Every rank reads what it has written.
+    The manifest comes without files. ``with_hashes`` puts their hashes into it: every rank reads what it has written.
     """
 
     def __init__(self, checkpoint: Path, manifest: Manifest, with_hashes: bool = False):
@@ -89,7 +86,11 @@ class CheckpointWriter(FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
-            raise _disk_error(error) from error
+            if isinstance(error.__context__, OSError):  # torch.save has made it one
+                raise error.__context__ from error
+            if "inline_container" in str(error):  # torch.save has seen fewer bytes arrive than it has sent
+                raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
+            raise
         if results:
             names = {result.storage_data.relative_path for result in results}
             files = {name: file_record(self.path / name, self._with_hashes) for name in names}
@@ -121,23 +122,10 @@ def _require_files(folder: Path, manifest: Manifest) -> None:
     raise OSError(errno.ENOENT, problem)
 
 
-def _disk_error(error: RuntimeError) -> Exception:
-    """Return the error of the file system that ``torch.save`` reports as a RuntimeError, or ``error`` itself."""
-    if isinstance(error.__context__, OSError):
-        return error.__context__
-    # The writer of torch.save has seen fewer bytes arrive than it has sent.
-    return OSError(errno.EIO, os.strerror(errno.EIO)) if "inline_container" in str(error) else error
-
-
 def load(state: dict, checkpoint: Path, index: Metadata | None = None, no_dist: bool = False) -> None:
-    """Load a checkpoint as ``dcp.load`` does, on all ranks. Does not run code that it may hold.
+    """Load a checkpoint as ``dcp.load`` does, on all ranks. ``index``: what ``read_index`` has returned already.
 
-    Args:
-        index: what ``read_index`` has returned already.
-
-    Raises:
-        ConfigError: as ``read_index``; something in ``state`` is missing, has another shape or cannot be read, or the
-            checkpoint could run code.
+    Raises ConfigError if something in ``state`` is missing, has another shape or cannot be read, or could run code.
     """
     reader, index = dcp.FileSystemReader(checkpoint), index or read_index(checkpoint)
     reader.read_metadata = lambda **rank: index
@@ -168,13 +156,9 @@ def read_index(checkpoint: Path) -> Metadata:
 
 
 def unpickle(content: bytes, what: str, names: dict[str, object]):
-    """Return the value of a pickle that names nothing but ``names`` and PyTorch's safe globals.
+    """Return the value of a pickle. Raises ConfigError, which begins with ``what``, if it is damaged or could run code.
 
-    Args:
-        names: full name -> what stands for it, or None for itself.
-
-    Raises:
-        ConfigError: it names something else or is damaged. The message begins with ``what``.
+    It may name PyTorch's safe globals and ``names``: full name -> what stands for it, or None for itself.
     """
     try:
         return _Unpickler(content, names).load()

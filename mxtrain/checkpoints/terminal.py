@@ -55,13 +55,12 @@ def start(folder: Path, verbose: bool) -> None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         log = logging.FileHandler(log_file, encoding="utf-8")
         if rank == "0":
+            _folder = folder
             (folder / CONVERSION_FILE).unlink(missing_ok=True)
     except OSError as error:
         message = f"job.dump_folder = {str(folder)!r} cannot be written: {error.filename}: {reason(error)}"
         raise ConfigError(message) from error
     logging.raiseExceptions = False  # on a full disk, training goes on without its log
-    if rank == "0":
-        _folder = folder
     if verbose:
         if not sys.stdout.isatty():
             for handler in logger.handlers:

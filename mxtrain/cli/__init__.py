@@ -6,7 +6,7 @@ import sys
 from mxtrain import __version__
 from mxtrain.cli import certify, compare_command, doctor, hub_commands, plot_command, rehearse_command, train_command
 from mxtrain.cli.console import PathParser, open_closed_streams
-from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError, closest
+from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.settings.resume import separated
 
 __all__ = ["main"]
@@ -21,13 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     """
     try:
         open_closed_streams()
-        words = separated(sys.argv[1:] if arguments is None else arguments)
-        parser = _parser()
-        if words and not words[0].startswith("-") and words[0] not in parser.commands:
-            close = closest(words[0], parser.commands)
-            way_on = f"did you mean 'mxtrain {close}'?" if close else "'mxtrain --help' lists the commands"
-            raise ConfigError(f"{words[0]!r} is not a command of mxtrain; {way_on}")
-        options = parser.parse_args(words)
+        options = _parser().parse_args(separated(sys.argv[1:] if arguments is None else arguments))
         status = options.run(options)
         sys.stdout.flush()
         return status
@@ -52,5 +46,4 @@ def _parser() -> PathParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
-    parser.commands = commands.choices
     return parser

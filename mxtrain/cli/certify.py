@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from mxtrain.cli.console import hide_library_warnings
-from mxtrain.errors import ConfigError
 
 # (tokens, input features, output features), also in incomplete tiles of block scales.
 LAYER, EXPERTS = dict(shape=(256, 384, 224)), dict(shape=(200, 256, 128), counts=(57, 0, 143))
@@ -33,13 +32,12 @@ with status 1 if any differs.
 """,
     )
     parser.set_defaults(run=_certify)
-    parser.add_argument("file", metavar="FILE", nargs="?", type=Path, help="a certificate (default: that of mxtrain)")
-    parser.add_argument("--write", metavar="FILE", type=Path, help="write a certificate")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("file", metavar="FILE", nargs="?", type=Path, help="a certificate (default: that of mxtrain)")
+    either.add_argument("--write", metavar="FILE", type=Path, help="write a certificate")
 
 
 def _certify(options) -> int:
-    if options.file and options.write:
-        raise ConfigError(f"--write {options.write} takes the place of FILE = {options.file}; leave one of them out")
     hide_library_warnings()
     from mxtrain.analysis.tables import titled
     from mxtrain.cli.doctor import devices, versions

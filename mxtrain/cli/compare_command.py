@@ -27,30 +27,24 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Train variants with the same seeds, and show how their losses differ. Runs of one seed start from the same weights
-and read the same text in the same order, so their difference says more than their losses.
+and read the same text in the same order.
 
   mxtrain compare llama3_125m_bf16 llama3_125m_mx_linear llama3_125m --seeds 3 --steps 4000
   mxtrain compare llama3_125m_mx_linear "p1=llama3_125m --mxnorm.p 1" "exact=llama3_125m --mxnorm.estimator exact"
-  mxtrain compare llama3_125m_bf16 llama3_125m --lr 3e-4,1e-3,3e-3 --seeds 2 -o outputs/rates --dry-run
   mxtrain compare --from scripts/evidence/llama3_1b.csv -o outputs/llama3_1b
 
 A VARIANT is a config or a preset, or in quotes '[NAME=]CONFIG FLAGS'. Variants come first; all flags that are not
 listed below go to every run: --training.local_batch_size 16 --checkpoint.enable. The first variant is the baseline.
 
-Every run is an 'mxtrain train' with a folder and a log of its own in the comparison's folder. A run that fails is
-reported, and the others go on. Ctrl-C stops all of them. The same command with -o FOLDER goes on: finished runs stay,
-others resume from their checkpoints (with --checkpoint.enable; remove run folders without a checkpoint). More seeds,
-rates and variants may come to the same folder. At the end, the folder gets a table, comparison.md, and a figure,
-differences.svg.
+A run that fails is reported, and the others go on. Ctrl-C stops all of them. The same command with -o FOLDER goes on:
+finished runs stay, others resume from their checkpoints (with --checkpoint.enable; remove run folders without a
+checkpoint). More seeds, rates and variants may come to the same folder. At the end, the folder gets a table,
+comparison.md, and a figure, differences.svg.
 
 Exit status: 0 if all runs finished, 1 if one failed, 2 for a mistake in the settings, 130 after Ctrl-C.
 """
 TRAIN = [sys.executable, *import_flags(), "-m", "mxtrain.cli", "train"]
 COMPARISON_FILE, TABLE_FILE = "comparison.json", "comparison.md"
-OWN_SETTINGS = ("job.dump_folder", "job.config_file", "debug.seed")
-"""Settings that the comparison itself gives every run"""
-COMPARED = ("job.", "model.converters", "mxnorm.", "fused_norm.", "decompose_k_router.", "optimizer.lr")
-"""Beginnings of the names of settings in which variants are to differ"""
 
 
 def add(commands) -> None:
@@ -99,7 +93,6 @@ def separated(options) -> tuple[argparse.Namespace, list[str], list[str]]:
 
 
 def _compare(options) -> int:
-    """Do the runs and show their differences; see DESCRIPTION. Returns the exit status."""
     from mxtrain.analysis.comparison import read_results, row_of
     from mxtrain.analysis.runs import load_run
 
@@ -123,9 +116,6 @@ def _compare(options) -> int:
     finished = finished_runs(folder)
     for name in finished & set(runs):
         require_same_settings(folder / name, settings[name])
-    notes = other_settings(runs, settings)
-    for line in notes:
-        print(f"mxtrain: note: {line}", file=sys.stderr)
     at_a_time = "" if options.dry_run else f", {len(shares)} at a time"
     print(f"mxtrain: {len(runs)} runs in {folder}{at_a_time}", flush=True)
     if options.dry_run:
@@ -136,7 +126,7 @@ def _compare(options) -> int:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr)
         is_stopped = train_all(folder, runs, shares, options.devices, finished)
-    rows = []
+    rows, notes = [], []
     for name, run in runs.items():
         try:
             rows.append(row_of(load_run(folder / name), run.variant))
@@ -182,12 +172,10 @@ def variant_of(words: str) -> tuple[str, str, list[str]]:
 def planned(variants: list[str], seeds: int, rates: list[str], flags: list[str]) -> dict[str, Run]:
     """Return the runs by name, seed after seed: after the first ones, every variant has a result.
 
-    Args:
-        rates: learning rates; empty for that of each config.
-        flags: for every run; those of a variant override them.
+    Without ``rates``, runs have the rates of their configs. The flags of a variant override ``flags``.
     """
     found = [variant_of(words) for words in variants]
-    own = (*OWN_SETTINGS, *(["optimizer.lr"] if rates else []))
+    own = ["job.dump_folder", "job.config_file", "debug.seed", *["optimizer.lr"] * bool(rates)]
     for flag in [flag.partition("=")[0] for flag in (*flags, *(flag for _, _, more in found for flag in more))]:
         if flag.removeprefix("--").replace("-", "_") in own:
             raise ConfigError(f"{flag} is set by 'mxtrain compare' for every run; leave it out")
@@ -232,23 +220,6 @@ def read_all(runs: Mapping[str, Run], processes: int = 1, has_gpus: bool = True)
     return found
 
 
-def other_settings(runs: Mapping[str, Run], settings: "Mapping[str, Settings]") -> list[str]:
-    """Return a line for each setting, but for those of COMPARED and OWN_SETTINGS, in which variants differ."""
-    from mxtrain.analysis.comparison import differing
-
-    variants = {run.variant: settings[name] for name, run in runs.items()}
-    lines = []
-    for setting in sorted({setting for own in variants.values() for setting in own.given}):
-        if not setting.startswith((*COMPARED, *OWN_SETTINGS)):
-            values = [
-                (name, repr(own[setting]) if setting in own.known else str(own.given.get(setting, "default")))
-                for name, own in variants.items()
-            ]
-            if shown := differing(values):
-                lines.append(f"variants differ in {setting} ({shown})")
-    return lines
-
-
 def finished_runs(folder: Path) -> set[str]:
     """Return the names of the runs in ``folder`` that have ended with status 0."""
     try:
@@ -278,36 +249,32 @@ def train_all(folder: Path, runs: dict[str, Run], shares: list[str | None], proc
 
     A run that fails is reported, and the others go on. Returns whether Ctrl-C has stopped them.
     """
-    waiting, lock = [name for name in runs if name not in finished], threading.Lock()
+    free, lock = list(shares), threading.Lock()
 
-    def work(share: str | None) -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                name = waiting.pop(0)
-            begin, log = time.monotonic(), folder / f"{name}.log"
-            _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
-            try:
-                status = _train(runs[name], folder / name, log, share, len(shares), processes)
-                how = f"after {(time.monotonic() - begin) / 60:.1f} min"
-                if status == 0:
-                    with lock:
-                        finished.add(name)
-                        rows = [{"name": one, "status": 0} for one in sorted(finished)]
-                        replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
-                    _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
-                else:
-                    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-                    _say(f"{name}: FAILED {how} with exit status {status}: {last}")
-            except OSError as error:
-                _say(f"{name}: FAILED: {error.filename}: {reason(error)}")
+    def work(name: str) -> None:
+        share, begin, log = free.pop(0), time.monotonic(), folder / f"{name}.log"
+        _say(f"{name}: starts{'' if share is None else f' on GPU {share}'}, log in {log}")
+        try:
+            status = _train(runs[name], folder / name, log, share, len(shares), processes)
+            how = f"after {(time.monotonic() - begin) / 60:.1f} min"
+            if status == 0:
+                with lock:
+                    finished.add(name)
+                    rows = [{"name": one, "status": 0} for one in sorted(finished)]
+                    replace_file(folder / COMPARISON_FILE, json.dumps(rows, indent=1).encode())
+                _say(f"{name}: finished {how}; {len(finished & set(runs))} of {len(runs)}")
+            else:
+                last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+                _say(f"{name}: FAILED {how} with exit status {status}: {last}")
+        except OSError as error:
+            _say(f"{name}: FAILED: {error.filename}: {reason(error)}")
+        finally:
+            free.append(share)
 
     with ThreadPoolExecutor(len(shares)) as threads:
         try:
-            list(threads.map(work, shares))
+            list(threads.map(work, [name for name in runs if name not in finished]))
         except KeyboardInterrupt:  # the terminal has sent the signal to the runs, too: they save and stop
-            waiting.clear()
             return True
     return False
 

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Collection
 from pathlib import Path
 
 from mxtrain.files import local_path
@@ -43,9 +42,6 @@ def open_closed_streams() -> None:
 
 class PathParser(argparse.ArgumentParser):
     """Keeps the lines of descriptions, and refuses addresses where it takes files."""
-
-    commands: Collection[str] = ()
-    """The names of subcommands"""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **kwargs})

@@ -27,7 +27,7 @@ def add(commands) -> None:
 Print versions, devices, and the execution modes that run on this machine, which of them mode = "auto" takes, and why.
 
   mxtrain doctor
-  mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory, multiplications, conversion
+  mxtrain doctor --model CONFIG --mxnorm.p 1   a config's parameters, memory and conversion
 """,
     )
     parser.set_defaults(run=_doctor)
@@ -41,7 +41,16 @@ Print versions, devices, and the execution modes that run on this machine, which
 
 def _doctor(options) -> int:
     if options.model is not None:
-        print(model_report(options.model))
+        if not options.model or options.model[0].startswith("-"):
+            raise ConfigError("--model needs a CONFIG: name a TOML file or a preset, and write any flags after it")
+        hide_library_warnings()
+        from mxtrain.settings.read import places
+
+        config, *flags = options.model
+        # This machine may lack the mode of the training, which changes nothing here.
+        words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
+        with places(words):
+            print(*_model_report(words), sep="\n\n")
         return 0
     from mxtrain.analysis.tables import titled
     from mxtrain.formats.hardware import default_device_type, describe_modes, resolve_mode
@@ -126,26 +135,9 @@ def nvidia_gpus() -> list[str]:
     return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", listing.stdout, flags=re.MULTILINE)
 
 
-def model_report(arguments: list[str]) -> str:
-    """Return the report on the model of a config file, which ``arguments`` name before the flags of training.
-
-    The model is built on the meta device, without its memory.
-    """
-    if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("--model needs a CONFIG: name a TOML file or a preset, and write any flags after it")
-    config, *flags = arguments
-    hide_library_warnings()
-    from mxtrain.settings.read import places
-
-    # This machine may lack the mode of the training, which changes nothing here.
-    words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
-    with places(words):
-        return "\n\n".join(_sections(words))
-
-
-def _sections(words: list[str]) -> Iterator[str]:
+def _model_report(words: list[str]) -> Iterator[str]:
+    """Yield the sections of the report on a job's model, which is built on the meta device, without its memory."""
     from mxtrain.analysis.tables import titled
-    from mxtrain.conversion.plan import weight_uses
     from mxtrain.conversion.survey import find_weights
     from mxtrain.parallel.fsdp_gather import gathered_bytes
     from mxtrain.settings.fields import raise_first
@@ -165,12 +157,8 @@ def _sections(words: list[str]) -> Iterator[str]:
     raise_first(layout_problems(settings, _fewest_processes(job_config.parallelism)), settings)
     model, name = engine().build_on_meta(job_config), job_config.model.name
     modules = {engine().saved_name(fqn): module for fqn, module in model.named_modules()}
-    if missing := [part for part in ("tok_embeddings", "layers", "output") if part not in modules]:
-        raise ConfigError(
-            f"model.name = {name!r} has no {', '.join(missing)}, and 'mxtrain doctor --model' needs all of these parts"
-        )
     weights, total = find_weights(modules), sum(p.numel() for p in model.parameters())  # a tied weight counts once
-    outer = {p: p.numel() for name in ("tok_embeddings", "output") for p in modules[name].parameters()}
+    outer = {p: p.numel() for part in {"tok_embeddings", "output"} & modules.keys() for p in modules[part].parameters()}
     idle = sum(math.prod(weight.shape) * (1 - weight.share) for weight in weights.values())
     rows = [("parameters", f"{total:,}"), ("without embedding, head", f"{total - sum(outer.values()):,}")]
     rows += [("used by one token", f"{round(total - idle):,}")] if idle else []
@@ -181,13 +169,6 @@ def _sections(words: list[str]) -> Iterator[str]:
     rows.append(("memory", f"{gib:,.1f} GiB of weights, gradients and {optimizer} states, which FSDP shards"))
     yield titled(f"{name} {job_config.model.flavor}", rows)
     plans = convert_on_meta(job_config, model)
-    uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
-    uses = uses or weight_uses(weights, {})
-    total = sum(use.multiplications for use in uses.values())
-    low = sum(use.multiplications * use.quantized for use in uses.values())
-    rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]
-    rows.append(("all", f"{round(total):,}; products without a weight, such as attention scores, are not counted"))
-    yield titled("multiplications by weights, per token: the mean of fprop, dgrad and wgrad", rows)
     shards = max(1, job_config.parallelism.data_parallel_shard_degree) * job_config.parallelism.context_parallel_degree
     plain, codes = gathered_bytes(model, shards, 2 if job_config.training.mixed_precision_param == "bfloat16" else 4)
     if codes < plain:
@@ -204,7 +185,6 @@ def _sections(words: list[str]) -> Iterator[str]:
 
 
 def _fewest_processes(parallelism) -> int:
-    """Return the smallest number of processes that the degrees allow."""
     context_tensor = parallelism.context_parallel_degree * parallelism.tensor_parallel_degree
     experts = parallelism.expert_parallel_degree * parallelism.expert_tensor_parallel_degree
     shards = parallelism.data_parallel_shard_degree

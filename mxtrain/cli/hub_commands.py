@@ -8,16 +8,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mxtrain.cli.console import hide_library_warnings, positive
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, raised_as
 from mxtrain.files import os_errors_as
 
 EXPORT = """\
-Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json,
-generation_config.json and the tokenizer. Works on a CPU, for checkpoints of any number of processes, and reads one
-weight after another. Models: llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model
-has RMSNorm and plain linears, whatever the run was trained with.
+Write a checkpoint of a run to a folder that Hugging Face's transformers read: safetensors, config.json and the
+tokenizer. Works on a CPU, for llama3, qwen3 and deepseek_v3, as train_configs/MODELS.md says. The exported model has
+RMSNorm and plain linears, whatever the run was trained with.
 
-  mxtrain export outputs/llama3_debug-20261120-131838 exported/
   mxtrain export outputs/a exported/ --step 1000 --dtype bfloat16
   mxtrain export outputs/a exported/ --fold-gain      norms have gains of one; the next weights contain them
   mxtrain export outputs/a exported/ --format mxfp8   for vLLM: the codes and scales that training multiplied in fprop
@@ -28,13 +26,10 @@ trained in high precision or in another format stay in --dtype.
 IMPORT = """\
 Make a run's folder from a Hugging Face model, by transformers (pip install "mxtrain[hf]"): its weights as a checkpoint
 (step 0), its tokenizer, and a config.toml with which to continue its training. Models: Llama, Qwen3 and DeepSeek V3
-of any size, in safetensors files of fp32, bf16 or fp16. [model_args] has sizes that no flavor has.
-Without --config, the settings are those of a short training with MXNorm, whose training.dataset_path is an example of
-little Python source; set it to your own text.
+of any size. Without --config, the run is a short training with MXNorm on little Python source.
 
-  mxtrain import models/Qwen3-0.6B outputs/qwen
   mxtrain import models/Llama-3.1-8B outputs/llama --config train_configs/llama3_8b.toml
-  mxtrain train outputs/qwen/config.toml
+  mxtrain train outputs/llama/config.toml
 """
 SOURCE = """\
 RUN is a run's folder, or a Hugging Face model such as 'mxtrain export' writes. A run is exported first, to a temporary
@@ -43,7 +38,6 @@ GENERATE = f"""\
 Print a text and its continuation, word by word. As in training, the tokenizer's bos token comes first.
 {SOURCE}
 
-  mxtrain generate outputs/llama3_debug-20261120-131838 "def main"
   mxtrain generate exported/ "import torch" --max-new-tokens 200 --temperature 0.5 --seed 1
   mxtrain generate outputs/a "def main" --step 1000 --greedy
 """
@@ -52,7 +46,7 @@ Print loss, perplexity and bits per byte of a model on text files (UTF-8). Every
 tokenizer's bos token, and each of its tokens is predicted once, in windows of --seq-len tokens.
 {SOURCE}
 
-  mxtrain eval outputs/llama3_debug-20261120-131838 my_code.py
+  mxtrain eval outputs/a my_code.py
   mxtrain eval exported/ texts/*.txt --seq-len 1024
 
 To compare models with different tokenizers, use bits per byte: perplexity is per token.
@@ -135,9 +129,7 @@ def _generate(options) -> int:
         import torch
         from transformers import TextStreamer
 
-        from mxtrain.hugging_face.text import in_one_line
-
-        with in_one_line("transformers cannot continue this text"):
+        with raised_as("transformers cannot continue this text"):
             torch.seed() if options.seed is None else torch.manual_seed(options.seed)
             ids = torch.tensor([encode(options.prompt)], device=model.device)
             model.generate(
@@ -211,9 +203,7 @@ def _pretrained(options) -> Iterator[tuple]:
         return
     from mxtrain.titan.hugging_face.export import export
 
-    with os_errors_as("an export needs a temporary folder; set TMPDIR to a folder that can be written"):
-        temporary = TemporaryDirectory(prefix="mxtrain-")
-    with temporary as folder:
+    with TemporaryDirectory(prefix="mxtrain-") as folder:
         step, _ = export(source, Path(folder, "exported"), step=options.step)
         print(f"mxtrain: exported step {step} to a temporary folder", file=sys.stderr)
         yield load(Path(folder, "exported"))

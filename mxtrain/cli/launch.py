@@ -34,18 +34,14 @@ IMPATIENT = (signal.SIGINT, signal.SIGTERM)
 """Signals that a person sends again to end a run at once"""
 ECHO_SECONDS = 1.0
 """A signal that arrives again within this time is the same: a terminal or Slurm may send one twice"""
-ELASTIC_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) -> int:
     """Train with the settings of ``config_file`` and ``flags``, and return the exit status.
 
     The run's folder is ``job.dump_folder`` from the flags or the config, else a new folder. What is checked here, the
-    workers trust.
-
-    Returns:
-        0 for success, 2 for a mistake in the settings that a worker found, 1 for another failure of a worker, and
-        128 + n for a stop by signal n.
+    workers trust. The status is 0 for success, 2 for a mistake in the settings that a worker found, 1 for another
+    failure of a worker, and 128 + n for a stop by signal n.
     """
     if named_config(flags) is not None:
         raise ConfigError("--job.config_file is set by the first argument of 'mxtrain train'; leave the flag out")
@@ -58,7 +54,7 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
         devices = accelerator_count()
         processes = process_count(os.environ, devices)
         check_job(settings, Machine(processes, devices > 0))
-    folder, made = make_run_folder(config_file, settings.given.get("job.dump_folder"))
+    folder, is_new = make_run_folder(config_file, settings.given.get("job.dump_folder"))
     with locked(folder) as warning:
         if warning:
             print(f"mxtrain: warning: {warning}", file=sys.stderr, flush=True)
@@ -74,12 +70,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             status = CONFIG_ERROR_STATUS
             raise
         finally:
-            if status == CONFIG_ERROR_STATUS and made and not (folder / METRICS_FILE).exists():
-                # What was made for a run that a mistake stopped goes.
+            if status == CONFIG_ERROR_STATUS and is_new and not (folder / METRICS_FILE).exists():
                 shutil.rmtree(folder)
-                with suppress(OSError):  # another run may have come into a parent meanwhile
-                    for parent in made[1:]:
-                        parent.rmdir()
     return status
 
 
@@ -110,32 +102,25 @@ def accelerator_count() -> int:
     return devices
 
 
-def make_run_folder(config_file: str, wanted: object) -> tuple[Path, list[Path]]:
-    """Create the run's folder, and return the folder and what was made: nothing, or it and its missing parents.
+def make_run_folder(config_file: str, wanted: object) -> tuple[Path, bool]:
+    """Create the run's folder, and return the folder and whether it is new.
 
     Without ``wanted`` the folder is ``outputs/<config>-<time>``, followed by a number if that name is taken.
     """
+    name = f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
     try:
         if wanted is not None:
             folder = require_folder(wanted)
-            made = _missing(folder)
-            folder.mkdir(parents=True, exist_ok=not made)
-            return folder, made
-        base = Path("outputs") / f"{Path(config_file).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+            is_new = not folder.is_dir()
+            folder.mkdir(parents=True, exist_ok=not is_new)
+            return folder, is_new
         for number in count(1):
-            folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-            made = _missing(folder)
-            base.parent.mkdir(exist_ok=True)
+            folder = Path("outputs", name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):
-                folder.mkdir()
-                return folder, made
+                folder.mkdir(parents=True)
+                return folder, True
     except OSError as error:
         raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {reason(error)}") from error
-
-
-def _missing(folder: Path) -> list[Path]:
-    """Return the folder and those of its parents that do not exist, innermost first."""
-    return [path for path in (folder, *folder.parents) if not path.is_dir()]
 
 
 def worker_defaults(environment: Mapping[str, str], processes: int, devices: int) -> dict[str, str]:
@@ -161,10 +146,8 @@ def worker_defaults(environment: Mapping[str, str], processes: int, devices: int
 def run_workers(arguments: list[str], processes: int, folder: Path, environment: dict[str, str]) -> int:
     """Run the workers on this machine until they end, and return the exit status (see ``train``).
 
-    They inherit the variables of this process, to which ``environment`` is added.
-
-    A stop signal goes on to the workers, which save for as long as they need. The agent's own handlers would kill them
-    after 30 seconds.
+    They inherit the variables of this process, to which ``environment`` is added. A stop signal goes on to the
+    workers, which save for as long as they need. The agent's own handlers would kill them after 30 seconds.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -192,14 +175,18 @@ def run_workers(arguments: list[str], processes: int, folder: Path, environment:
             return
         if not times:
             name = signal.Signals(number).name
-            _say_from_handler(f"{name}: stopping" + f"; a second {name} kills the workers" * (number in IMPATIENT))
+            text = f"mxtrain: {name}: stopping" + f"; a second {name} kills the workers" * (number in IMPATIENT)
+            start = "\n" if os.isatty(2) else ""  # after the terminal's ^C
+            with suppress(OSError):  # not by print, in the middle of which the interpreter may be
+                os.write(2, f"{start}{text}\n".encode())
         times.setdefault(number, now)
         for worker in workers:
             with suppress(ProcessLookupError):  # it has ended
                 os.kill(worker, number) if is_first else os.killpg(worker, signal.SIGKILL)
 
     earlier = {number: signal.signal(number, handle) for number in stop_signals()}
-    os.environ |= {**environment, ELASTIC_SIGNALS: "SIGQUIT"}  # the signal that stays with the agent
+    # The agent keeps one signal.
+    os.environ |= {**environment, "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
     logging.disable(logging.ERROR)  # the agent's lines about every worker
     try:
         failures = agent.run().failures
@@ -211,13 +198,6 @@ def run_workers(arguments: list[str], processes: int, folder: Path, environment:
     if times and (first is None or first.exitcode < 0):
         return 128 + next(iter(times))
     return 0 if first is None else _report(rank, first, processes)
-
-
-def _say_from_handler(text: str) -> None:
-    """Write a line to stderr, from a signal handler: the interpreter may be in the middle of a print."""
-    start = "\n" if os.isatty(2) else ""  # after the terminal's ^C
-    with suppress(OSError):
-        os.write(2, f"{start}mxtrain: {text}\n".encode())
 
 
 def _report(rank: int, failure, processes: int) -> int:

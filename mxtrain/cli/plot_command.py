@@ -15,7 +15,6 @@ def add(commands) -> None:
 Draw the loss curves of one or more runs in one file. Print a table with the last loss, the mean loss of the last 10 %
 of the steps, tokens per second per device, and peak memory. A folder that cannot be read is one line on stderr.
 
-  mxtrain plot outputs/llama3_debug-*
   mxtrain plot outputs/a outputs/b -o comparison.png
   mxtrain plot outputs/p1 outputs/p2 --baseline outputs/bf16     a second panel: losses minus those of bf16
   mxtrain plot outputs/a --smooth 20 --x tokens
@@ -27,26 +26,14 @@ With --numerics, draw the diagnostics of one run with mxnorm.diagnostics.every >
     )
     parser.set_defaults(run=_plot)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, with metrics.jsonl")
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", type=Path, help="PNG, SVG or PDF; default: loss.png, of one run in its folder"
-    )
+    output = "PNG, SVG or PDF (default: loss.png or numerics.png; of one run, in its folder)"
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help=output)
     parser.add_argument("--baseline", metavar="RUN", help="folder of the run to compare with, in a second panel")
-    parser.add_argument(
-        "--smooth",
-        metavar="N",
-        type=positive,
-        help="draw the mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of curves of 50 steps "
-        "or more)",
-    )
-    parser.add_argument(
-        "--numerics", action="store_true", help="draw the figures of diagnostics (default: numerics.png, in the folder)"
-    )
-    parser.add_argument(
-        "--x",
-        choices=("step", "tokens", "time"),
-        default="step",
-        help="the x-axis (default: step); time includes validation and the pauses of a resumed run",
-    )
+    smooth = "mean of N logged steps, an even N as N + 1; 1: none (default: about 4 %% of curves of 50 steps or more)"
+    parser.add_argument("--smooth", metavar="N", type=positive, help=smooth)
+    parser.add_argument("--numerics", action="store_true", help="draw the figures of diagnostics")
+    axis = "the x-axis (default: step); time includes validation and the pauses of a resumed run"
+    parser.add_argument("--x", choices=("step", "tokens", "time"), default="step", help=axis)
 
 
 def _plot(options) -> int:

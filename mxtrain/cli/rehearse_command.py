@@ -16,7 +16,6 @@ multiply a sample of every layer's tensors as each recipe would, and print the r
 wgrad. The folder gets all errors (errors.csv), a heat map of layers by recipes (errors.png), and a TOML table with
 every layer's cheapest recipe within the bound (recipes.toml).
 
-  mxtrain rehearse outputs/a
   mxtrain rehearse outputs/a --step 1000 --bound 0.03
   mxtrain rehearse llama3_125m -o rehearsal/
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from mxtrain.cli.console import FLAG as VERBOSE
 from mxtrain.cli.console import hide_library_warnings, take_verbose
 from mxtrain.config import configs_folder, presets, summary
-from mxtrain.errors import ConfigError, closest
+from mxtrain.errors import ConfigError
 from mxtrain.files import os_errors_as
 from mxtrain.launched import end_with_comparison
 from mxtrain.settings.resume import FLAG
@@ -27,25 +27,18 @@ Train on this machine, with one process per accelerator (one process on a CPU), 
   mxtrain train train_configs/llama3_125m.toml --mxnorm.p 1 --training.steps 1000
   NGPU=2 mxtrain train train_configs/llama3_1b.toml --job.dump_folder outputs/mine
   mxtrain train --resume outputs/mine                     go on from its newest checkpoint, with its settings
-  mxtrain train --resume outputs/mine --training.steps 2000 --optimizer.lr 1e-4
   mxtrain train train_configs/llama3_debug.toml --help    the usual settings, with this config's values
 
-The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. It receives config.toml with all settings, run.json,
-metrics.jsonl, loss.png, train.log with TorchTitan's log, conversion.txt with the list of swapped modules, wandb files
-and checkpoints. Ctrl-C and SIGTERM save a checkpoint, if --checkpoint.enable is set, and stop the run. A second signal
-stops it at once.
-
---resume RUN takes the settings of RUN/config.toml, and flags override them. mxtrain compares them with the settings of
-the checkpoint. It applies and reports another learning rate or number of steps. It refuses changes that make the run
-another experiment (seed, data, model, recipe, batch size), unless --checkpoint.may_change names them.
+The run's folder is outputs/CONFIG-TIME, or --job.dump_folder. Ctrl-C and SIGTERM save a checkpoint, if
+--checkpoint.enable is set, and stop the run. --resume RUN takes the settings of RUN/config.toml, and flags override
+them. Changes that make the run another experiment are refused, unless --checkpoint.may_change names them.
 
 environment:
   NGPU             number of processes; at most one per accelerator, any number on a CPU
   OMP_NUM_THREADS  CPU threads per process (default: processes share the cores equally)
   MXTRAIN_VERBOSE  1 has the effect of --verbose
 
-On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each machine, with the same
-flags. To resume a run, replace --job.config_file CONFIG by --resume RUN.
+On several machines, start 'torchrun ... -m mxtrain.train --job.config_file CONFIG' on each, with the same flags.
 Exit status: 0 for success, 2 for a mistake in the settings, 128 + n after signal n, 1 for another failure.
 """,
     )
@@ -79,13 +72,10 @@ and tokens. The result is cached: training with the same [data] settings starts 
         "configs",
         help="list the presets",
         description="""\
-List the presets: the configs that come with mxtrain. Commands take the name of a preset in the place of a TOML file.
+List the presets: the configs that come with mxtrain. Commands take the name of a preset in the place of a TOML file,
+and a TOML file may extend a preset: extends = "llama3_125m".
 
   mxtrain configs
-  mxtrain train llama3_debug          train a preset
-  mxtrain init llama3_125m my.toml    copy a preset, to edit it
-
-A TOML file may also extend a preset: extends = "llama3_125m".
 """,
     )
     parser.set_defaults(run=_configs)
@@ -93,13 +83,10 @@ A TOML file may also extend a preset: extends = "llama3_125m".
         "init",
         help="copy a preset, to edit it",
         description="""\
-Copy a preset with its comments, to edit it. If the preset extends another preset, the copy does, too. The script for
-Slurm, train.sbatch, can be copied as well.
+Copy a preset with its comments, or the script for Slurm. If the preset extends another preset, the copy does, too.
 
   mxtrain init llama3_125m my.toml
-  mxtrain train my.toml
   mxtrain init train.sbatch
-  sbatch --nodes=2 train.sbatch my.toml
 """,
     )
     parser.set_defaults(run=_init)
@@ -141,25 +128,20 @@ def _train(options) -> int:
     verbose, flags = _take_verbose(options)
     from mxtrain.settings.read import asks_for_help
 
-    config, flags = _config_or_run(options, flags)
+    config = options.config
+    if options.resume is not None:
+        from mxtrain.settings.resume import resumed
+
+        config, flags = resumed(*(flags[:1] or [""]), flags[1:])
+    elif config is None:
+        raise ConfigError("CONFIG is missing; name a TOML file or a preset, or write --resume and the folder of a run")
+    elif FLAG in flags:
+        raise ConfigError(f"CONFIG = {config!r} and {FLAG} RUN are both given; leave one of them out")
     if asks_for_help(flags):
         return _print_settings("train", config, flags)
     from mxtrain.cli.launch import train
 
     return train(config, flags, [VERBOSE] if verbose else [])
-
-
-def _config_or_run(options, flags: list[str]) -> tuple[str, list[str]]:
-    """Return the config and the flags of 'train', which names a config or a run to resume."""
-    if options.resume is not None:
-        from mxtrain.settings.resume import resumed
-
-        return resumed(*(flags[:1] or [""]), flags[1:])
-    if options.config is None:
-        raise ConfigError("CONFIG is missing; name a TOML file or a preset, or write --resume and the folder of a run")
-    if FLAG in flags:
-        raise ConfigError(f"CONFIG = {options.config!r} and {FLAG} RUN are both given; leave one of them out")
-    return options.config, flags
 
 
 def _prepare(options) -> int:
@@ -207,9 +189,7 @@ def _configs(options) -> int:
 def _init(options) -> int:
     found = presets() | {SLURM: configs_folder() / SLURM}
     if options.name not in found:
-        close = closest(options.name, found)
-        way_on = f"did you mean {close!r}?" if close else "'mxtrain configs' lists the presets"
-        raise ConfigError(f"NAME = {options.name!r} is not a preset; {way_on}")
+        raise ConfigError(f"NAME = {options.name!r} is not a preset; 'mxtrain configs' lists the presets")
     file = options.file or Path(found[options.name].name)
     # A copy extends others by the names of presets instead of files beside it.
     extends = re.compile(r'^(extends = ")(\w+)\.toml"', flags=re.MULTILINE)

@@ -82,34 +82,33 @@ def is_held_out(key: str, validation_share: float) -> bool:
 class TextColumn:
     """Takes the text out of rows, which are dicts, and counts the rows without text.
 
-    A few bad rows are common in large data. Data without any text are an error.
+    A few bad rows are common in large data. Data without any text are an error, and so are ``patience`` rows without
+    text before any other: a stream may have no end. Messages name ``where``, the file or dataset of the rows.
     """
 
-    def __init__(self, text_key: str):
-        self.text_key = text_key
-        self.without_text = 0
-        self._has_text = False
-        self._first_problem = ""
+    def __init__(self, text_key: str, where: str = "", patience: int = sys.maxsize):
+        self.text_key, self.where, self._patience = text_key, where, patience
+        self._without_text, self._has_text, self._first_problem = 0, False, ""
 
-    def text_of(self, row: dict, where: str) -> str | None:
-        """Return the text of a row, or None if it has none. ``where`` names the row's file or dataset."""
+    def __call__(self, row: dict) -> str | None:
+        """Return the text of a row, or None if it has none."""
         text = row.get(self.text_key)
         if isinstance(text, str):
             self._has_text = True
             return text
-        self.without_text += 1
-        if self.without_text == 1:
-            kind = "only null" if text is None else type(text).__name__
-            self._first_problem = f"data.text_key = {self.text_key!r} " + (
-                f"in {where} holds {kind}, not text"
-                if self.text_key in row
-                else f"is not a column of {where}, which has: {', '.join(map(str, row))}"
-            )
+        if not self._without_text:
+            kind, columns = type(text).__name__, ", ".join(map(str, row))
+            missing = f"is not a column of {self.where}, which has: {columns}"
+            problem = f"in {self.where} holds {kind}, not text" if self.text_key in row else missing
+            self._first_problem = f"data.text_key = {self.text_key!r} {problem}"
+        self._without_text += 1
+        if self._without_text == self._patience:
+            self.require_text()
         return None
 
     def require_text(self) -> None:
         """Raise ConfigError if there were rows, and none of them had text."""
-        if self.without_text and not self._has_text:
+        if self._without_text and not self._has_text:
             raise ConfigError(self._first_problem)
 
 
@@ -193,7 +192,7 @@ class LocalFiles:
         column, is_only_file = TextColumn(self._config.text_key), len(self._files) == 1
         try:
             for file in self._files:
-                first = None
+                first, column.where = None, str(file)
                 for text in self._texts(file, column):
                     if isinstance(text, np.ndarray):
                         self.has_ids = True
@@ -218,7 +217,7 @@ class LocalFiles:
         for row in rows(file):
             if isinstance(ids := row.get(column.text_key), np.ndarray):
                 yield ids
-            elif (text := column.text_of(row, str(file))) is not None:
+            elif (text := column(row)) is not None:
                 yield text
             else:
                 self.dropped["without text"] += 1

@@ -26,7 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from mxtrain.checkpoints.run_folder import DATA_FILE, TOKENIZER_FOLDER
 from mxtrain.checkpoints.storage import unpickle
 from mxtrain.data.config import held_out_share
-from mxtrain.data.prepared import Prepared, differences
+from mxtrain.data.prepared import HELD_OUT, Prepared, differences
 from mxtrain.data.token_files import Tokens
 from mxtrain.data.tokenizer import copy_tokenizer
 from mxtrain.errors import ConfigError
@@ -34,8 +34,6 @@ from mxtrain.files import os_errors_as, read_json, replace_file
 from mxtrain.launched import stop_signals
 from mxtrain.ranks import gather, is_first
 
-HELD_OUT = "held_out"
-"""In an identity: share of a stream's documents that training does not read"""
 EXCLUDE = 'checkpoint.exclude_from_loading = ["dataloader"]'
 
 _loaders: WeakSet[StatefulDataLoader] = WeakSet()
@@ -61,13 +59,7 @@ class TokenDataset(IterableDataset):
     """
 
     def __init__(
-        self,
-        tokens: Tokens,
-        settings,
-        rank: tuple[int, int] = (0, 1),
-        seed: int = 0,
-        infinite: bool = True,
-        section: str = "training",
+        self, tokens: Tokens, settings, rank: tuple[int, int] = (0, 1), seed=0, infinite=True, section="training"
     ):
         self._seq_len, self._batch_size = seq_len, batch_size = settings.seq_len, settings.local_batch_size
         self._seed, self._infinite = seed, infinite
@@ -88,11 +80,6 @@ class TokenDataset(IterableDataset):
     def order(self) -> dict[str, int]:
         """The settings that define the sequence of samples beside the text, by name: a place in it fits no other."""
         return {"training.seq_len": self._seq_len, "data.seed": self._seed}
-
-    def samples(self, batches: int) -> int:
-        """Return how many samples of an epoch all ranks read in their first ``batches`` batches; -1 for all batches."""
-        available = self.chunks // self._together
-        return self._together * (available if batches < 0 else min(batches, available))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         epoch, order = None, None
@@ -192,11 +179,7 @@ class RunData:
             copy_tokenizer(self.prepared.tokenizer, self._folder / TOKENIZER_FOLDER)
 
     def keep_facts(self, **facts: str) -> None:
-        """Add facts to ``data.json``, by which a comparison sees whether two runs have read the same.
-
-        ``validation_text`` is the hash of the validation tokens, ``validation_sequences`` the number of sequences that
-        one validation reads on all ranks, ``stream_version`` the version of a training stream (``open_stream``).
-        """
+        """Add to ``data.json`` the hash of the validation tokens, or the version of a training stream."""
         if kept := _read_record(self._folder):
             self._write(kept | facts)
 
@@ -214,16 +197,9 @@ class RunData:
         dataset, name, needed = self._job.training.dataset, kept["prepared"], before["tokenizer"]
         if self._starts_anew:
             before, after = {"tokenizer": needed}, {"tokenizer": after["tokenizer"]}
-        elif (share := before.get(HELD_OUT, 0.0)) != (now := after.get(HELD_OUT, 0.0)):
-            way = f"set validation.enable = true, validation.dataset = '' and data.validation_share = {share}"
-            way = way if share else "set validation.dataset to a text of its own, or validation.enable = false"
-            raise ConfigError(
-                f"validation.dataset = {self._job.validation.dataset!r} holds out {now} of the documents of the "
-                f"training stream, but the run so far held out {share}; {way}, or set {EXCLUDE} to start anew"
-            )
         if before == after:
             return
-        ways = []
+        ways = ["set [validation] and data.validation_share as before"] * (before.get(HELD_OUT) != after.get(HELD_OUT))
         if name:
             own = name.rpartition("-")[0]
             settings = "" if own == dataset else f"training.dataset = {own!r} and "

@@ -28,7 +28,6 @@ from mxtrain.data.token_files import PART_BYTES, Tokens, link_tokens, open_parts
 from mxtrain.data.tokenizer import (
     SAMPLE_BYTES,
     LoadedTokenizer,
-    NoText,
     load_tokenizer,
     tokenizer_hash,
     train_tokenizer,
@@ -43,7 +42,10 @@ Source = PythonSource | LocalFiles
 CACHE_VERSION = 10
 
 SUMMARY, TOKENIZER, TOKENS = "prepared.json", "tokenizer", "tokens"
+HELD_OUT = "held_out"
+"""In the identity of a run's data: share of a stream's documents that training does not read"""
 WORDS = {"tokenizer": "tokenizer", "train": "training text", "validation": "validation text", "dtype": "token size"}
+WORDS |= {HELD_OUT: "share of documents held out for validation"}
 """The parts of a data identity (``Prepared.identity``) in words"""
 
 BATCH_CHARACTERS = 2_000_000
@@ -126,7 +128,7 @@ class Prepared:
 def differences(expected: dict, actual: dict) -> str:
     """Return in words how two identities (``Prepared.identity``) differ, with the beginnings of their hashes."""
     return ", ".join(
-        f"{words} {(actual.get(key) or 'none')[:12]} instead of {(expected.get(key) or 'none')[:12]}"
+        f"{words} {str(actual.get(key, 'none')):.12} instead of {str(expected.get(key, 'none')):.12}"
         for key, words in WORDS.items()
         if actual.get(key) != expected.get(key)
     )
@@ -142,10 +144,8 @@ def prepare(
     The cache key is a hash of the config and of the files' paths, sizes and times, so edited files are built again.
     With ``config.prepared`` exactly that text is loaded and no source is read.
 
-    Args:
-        progress: called with a line at every stage of a build, and not called when loading.
-        stream: returns the texts on which to train a tokenizer; required if ``config.dataset`` is not in DATASETS.
-            Streamed text is not tokenized here.
+    ``progress`` is called with a line at every stage of a build. ``stream`` returns the texts on which to train a
+    tokenizer, and is required if ``config.dataset`` is not in DATASETS. Streamed text is not tokenized here.
     """
     if stream is None:
         require_one_of(f"{config.section}.dataset", config.dataset, DATASETS)
@@ -221,7 +221,6 @@ def _existing_tokenizer(config: DataConfig) -> LoadedTokenizer:
 
 
 def _chosen_folder(config: DataConfig) -> Path:
-    """Return the folder of the text that ``config.prepared`` names."""
     is_path = os.sep in config.prepared
     folder = Path(os.path.expanduser(config.prepared)).absolute() if is_path else config.cache_path() / config.prepared
     if not folder.is_dir():
@@ -247,20 +246,14 @@ def _build_or_wait(
     config: DataConfig, source: Source | None, stream: Callable | None, folder: Path, progress: Callable[[str], None]
 ) -> None:
     """Build ``folder``, unless another process has just done so."""
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{folder}.lock").touch()  # ``filelock`` waits for ever for a file that cannot be made
-        lock = FileLock(f"{folder}.lock")
-        try:
-            held = lock.acquire(blocking=False)
-        except Timeout:
-            progress(f"another process is preparing {folder}; waiting")
-            held = lock.acquire()
-        with held:
+        progress(f"preparing dataset {config.dataset!r} in {folder}, unless another process does")
+        with FileLock(f"{folder}.lock"):
             if not (folder / SUMMARY).exists():
-                progress(f"preparing dataset {config.dataset!r} in {folder}")
                 for left in folder.parent.glob(f"{folder.name}{BUILDING}-*"):  # by a killed process
                     shutil.rmtree(left, ignore_errors=True)
                 with new_folder(folder, lambda existing: (existing / SUMMARY).exists()) as building:
@@ -282,10 +275,7 @@ def _build(
         facts, counts = link_tokens(source, folder, config)
     elif not config.tokenizer_path:
         texts = _training_texts(config, source) if source else stream()
-        try:
-            train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
-        except NoText:
-            raise _no_text(config, " to train a tokenizer on") from None
+        train_tokenizer(texts, config.vocab_size, folder / TOKENIZER, progress)
     path = Path(config.tokenizer_path or folder / TOKENIZER)
     tokenizer = load_tokenizer(path)
     if source and not facts:
@@ -322,12 +312,6 @@ def _training_texts(config: DataConfig, source: Source) -> list[str]:
     return [document.text for *_, document in sorted(kept, key=itemgetter(1))]
 
 
-def _no_text(config: DataConfig, purpose: str = "") -> ConfigError:
-    where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
-    limit = f" within data.max_bytes = {config.max_bytes}" if config.max_bytes else ""
-    return ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text{purpose}{limit}")
-
-
 def _tokenize(
     folder: Path, config: DataConfig, source: Source, tokenizer: Path, progress: Callable[[str], None]
 ) -> tuple[dict[str, dict], dict[str, int]]:
@@ -343,15 +327,13 @@ def _tokenize(
     read = {"texts": pa.list_(pa.string()), "ids": pa.list_(ids), "is_held_out": pa.list_(pa.bool_())}
     try:
         texts = datasets.Dataset.from_generator(
-            partial(_batches, source, config.validation_share, counts),
+            partial(_batches, source, config, counts),
             features=datasets.Features.from_arrow_schema(pa.schema(read)),
             cache_dir=str(folder / "text"),
             writer_batch_size=ROWS_IN_MEMORY,
         )
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
-    if not counts["documents"]:
-        raise _no_text(config)
     processes = min(len(os.sched_getaffinity(0)), len(texts))
     progress(f"tokenizing {_megabytes(counts['bytes'])} of text in {processes} process(es)")
     if processes > 1:
@@ -374,11 +356,11 @@ def _tokenize(
     return {split: {"dtype": dtype, "sha256": tokens[split].sha256} for split in SPLITS}, dict(counts)
 
 
-def _batches(source: Source, validation_share: float, counts: Counter) -> Iterator[dict]:
+def _batches(source: Source, config: DataConfig, counts: Counter) -> Iterator[dict]:
     """Yield rows of documents: texts, or None and token ids. ``counts`` gets the counts of a ``TextReport``."""
     row, size = {"texts": [], "ids": [], "is_held_out": []}, 0
     for document in source.documents():
-        is_text, is_held_out = isinstance(document.text, str), document.is_held_out(validation_share)
+        is_text, is_held_out = isinstance(document.text, str), document.is_held_out(config.validation_share)
         row["texts"].append(document.text if is_text else None)
         row["ids"].append([] if is_text else document.text)
         row["is_held_out"].append(is_held_out)
@@ -387,6 +369,10 @@ def _batches(source: Source, validation_share: float, counts: Counter) -> Iterat
         if size >= BATCH_CHARACTERS:
             yield row
             row, size = {name: [] for name in row}, 0
+    if not counts["documents"]:
+        where = f" ({config.section}.dataset_path = {config.path!r})" if config.path else ""
+        limit = f" within data.max_bytes = {config.max_bytes}" if config.max_bytes else ""
+        raise ConfigError(f"{config.section}.dataset = {config.dataset!r}{where} holds no text{limit}")
     if size:
         yield row
 
@@ -420,7 +406,7 @@ def _rows(folder: Path):
 
 
 def _column(rows, split: str, dtype: str, sha256: str = "") -> Tokens:
-    return Tokens([chunk.flatten().to_numpy() for chunk in rows.data.column(split).chunks], dtype, sha256)
+    return Tokens([chunk.flatten() for chunk in rows.data.column(split).chunks], dtype, sha256)
 
 
 def _ends_of_parts(rows, itemsize: int) -> dict[str, list[int]]:

@@ -58,8 +58,15 @@ class PythonSource:
     def _kept(self) -> list[SourceFile]:
         # Sorted by a hash of the key, so that files that two machines share have the same relative order on both.
         order = f"order {self._config.seed}"
-        files = sorted(self._files, key=lambda file: (fraction(file.key, order), file.path))
-        files, self.dropped = _clean(files, self._config.max_bytes)
+        files, seen, total, limit = [], set(), 0, self._config.max_bytes
+        for file in sorted(self._files, key=lambda file: (fraction(file.key, order), file.path)):
+            if limit and total + file.size > limit:
+                self.dropped[OVER_LIMIT] += 1
+            elif reason := _reason_to_drop(file, seen):
+                self.dropped[reason] += 1
+            else:
+                files.append(file)
+                total += file.size
         kept = cap_packages(files)
         self.dropped["over the package share"] = len(files) - len(kept)
         return kept
@@ -75,33 +82,15 @@ def list_files(installed: bool) -> list[SourceFile]:
     if installed:
         folders = (Path(entry).resolve() for entry in sys.path if Path(entry).name in PACKAGE_FOLDERS)
         roots += [("site-packages", folder) for folder in dict.fromkeys(folders)]
-    return [file for root in roots for file in _walk(*root)]
-
-
-def _walk(prefix: str, root: Path) -> Iterator[SourceFile]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
-        for path in (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")):
-            if os.path.isfile(path):  # no link to nothing
-                status = os.stat(path)
-                yield SourceFile(prefix + path.removeprefix(str(root)), path, status.st_size, status.st_mtime_ns)
-
-
-def _clean(files: list[SourceFile], max_bytes: int) -> tuple[list[SourceFile], Counter[str]]:
-    """Return the readable, distinct, hand-written files that fit into ``max_bytes``, in order; 0 means no limit.
-
-    Also return the number of the other files by reason.
-    """
-    kept, dropped, seen, total = [], Counter(), set(), 0
-    for file in files:
-        if max_bytes and total + file.size > max_bytes:
-            dropped[OVER_LIMIT] += 1
-        elif reason := _reason_to_drop(file, seen):
-            dropped[reason] += 1
-        else:
-            kept.append(file)
-            total += file.size
-    return kept, dropped
+    files = []
+    for prefix, root in roots:
+        for folder, subfolders, names in os.walk(root):
+            subfolders[:] = sorted(name for name in subfolders if name not in PACKAGE_FOLDERS)
+            for path in (os.path.join(folder, name) for name in sorted(names) if name.endswith(".py")):
+                if os.path.isfile(path):  # no link to nothing
+                    key, status = prefix + path.removeprefix(str(root)), os.stat(path)
+                    files.append(SourceFile(key, path, status.st_size, status.st_mtime_ns))
+    return files
 
 
 def _reason_to_drop(file: SourceFile, seen: set[bytes]) -> str:

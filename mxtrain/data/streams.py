@@ -22,33 +22,12 @@ PATIENCE_ROWS = 1000
 logger = logging.getLogger(__name__)
 
 
-class StreamedText(TextColumn):
-    """The text of a row of a stream; "" if it has none.
-
-    Raises ConfigError if none of the first PATIENCE_ROWS rows has text: a stream may have no end.
-    """
-
-    def __init__(self, text_key: str, path: str):
-        super().__init__(text_key)
-        self._path = path
-
-    def __call__(self, row: dict) -> str:
-        text = self.text_of(row, self._path)
-        if text is None and self.without_text == PATIENCE_ROWS:
-            self.require_text()
-        return text or ""
-
-
 def open_stream(path: str, hf_config: str = "", split: str = "train", section: str = "training"):
     """Open a split of the Hugging Face dataset ``path``, for example "allenai/c4", without a download of the whole.
 
-    Args:
-        hf_config: the dataset's configuration, for example "en"; "" means its default.
-        section: TOML section of ``path``, for error messages.
-
-    Returns:
-        The rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash of
-        local files' names and times; None where it is not known.
+    ``hf_config`` is the dataset's configuration, for example "en", and ``section`` the TOML section of ``path``.
+    Returns the rows, a ``datasets.IterableDataset``, and their version: the commit of a dataset on the hub, or a hash
+    of local files' names and times; None where it is not known.
     """
     if not path:
         raise ConfigError(
@@ -74,15 +53,15 @@ def hub_texts(config: DataConfig) -> Iterator[str]:
     """Yield the texts of a Hugging Face dataset on which a tokenizer is trained."""
     stream, _ = open_stream(config.path, config.hf_config, "train", config.section)
     stream = filter(partial(is_on_side, text_key=config.text_key, share=config.stream_share, held_out=False), stream)
-    text_of = StreamedText(config.text_key, config.path)
+    text_of = TextColumn(config.text_key, config.path, PATIENCE_ROWS)
     yield from stream_texts(stream, text_of, f"{config.section}.dataset_path = {config.path!r}")
     text_of.require_text()
 
 
-def stream_texts(rows: Iterable, text_of: Callable[[dict], str], setting: str) -> Iterator[str]:
-    """Yield the text of every row. An error while reading becomes a ConfigError that begins with ``setting``."""
+def stream_texts(rows: Iterable, text_of: Callable[[dict], str | None], setting: str) -> Iterator[str]:
+    """Yield the text of every row, or "". Errors while reading become a ConfigError that begins with ``setting``."""
     with raised_as(f"{setting} cannot be read further"):
-        yield from map(text_of, rows)
+        yield from (text_of(row) or "" for row in rows)
 
 
 class Stream(IterableDataset):
@@ -121,7 +100,7 @@ class Stream(IterableDataset):
 
     def ids(self, row) -> list[int]:
         is_kept = self._keeps is None or self._keeps(row)
-        return self._tokenizer.encode(self._text_of(row), add_bos=True, add_eos=True) if is_kept else []
+        return self._tokenizer.encode(self._text_of(row) or "", add_bos=True, add_eos=True) if is_kept else []
 
     def __iter__(self):
         windows = {}
@@ -276,7 +255,7 @@ def _open(
     data, settings, is_validation = job_config.data, getattr(job_config, section), section == "validation"
     rows, version = open_stream(path, data.hf_config or "", split, section)
     keeps = partial(is_on_side, text_key=data.text_key, share=share, held_out=is_validation) if share else None
-    text_of = StreamedText(data.text_key, path)
+    text_of = TextColumn(data.text_key, path, PATIENCE_ROWS)
     stream = Stream(rows, text_of, tokenizer, settings.seq_len, rank, infinite, keeps=keeps)
     # Every worker reads files of its own. An endless loop over a stream without any would never end.
     workers, files = settings.dataloader.num_workers, stream.lane(rank[0]).rows.num_shards

@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from mxtrain.data.config import DataConfig
 from mxtrain.data.documents import SPLITS, LocalFiles, require_ids
@@ -32,32 +33,25 @@ PIECE = 1 << 22
 class Tokens:
     """Token ids in memory-mapped arrays, which follow each other. ``tokens[begin:end]`` is an array of them.
 
-    Args:
-        pieces: the arrays.
-        dtype: the ids' type. In prepared text "<u2" if it holds the largest id, else "<u4".
-        sha256: of the ids' bytes, in hexadecimal digits; of a text in several parts, that of their hashes.
+    The ``dtype`` of prepared text is "<u2" if it holds the largest id, else "<u4". ``sha256`` is the hash of the ids'
+    bytes; of a text in several parts, that of their hashes.
     """
 
     def __init__(self, pieces: Iterable[np.ndarray], dtype: str, sha256: str):
-        self._pieces, self.dtype, self.sha256 = list(pieces), dtype, sha256
-        self._ends = np.cumsum([0, *map(len, self._pieces)])
+        self._ids = pa.chunked_array([*map(pa.array, pieces)], pa.from_numpy_dtype(dtype))
+        self.dtype, self.sha256 = dtype, sha256
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._ids)
 
     def __getitem__(self, part: slice) -> np.ndarray:
         start, stop, _ = part.indices(len(self))
-        found, number = [np.empty(0, self.dtype)], int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            begin, end = self._ends[number - 1 : number + 1].tolist()
-            found.append(self._pieces[number - 1][start - begin : stop - begin])
-            start, number = min(stop, end), number + 1
-        return np.concatenate(found)
+        return self._ids.slice(start, stop - start).to_numpy()
 
     def hashed(self, ends: Iterable[int]) -> "Tokens":
         """Return the tokens with their hash. The parts of the text end at ``ends``, of which the last is the length."""
         parts = [sha256(self[begin:end]).hexdigest() for begin, end in pairwise([0, *ends])]
-        return Tokens(self._pieces, self.dtype, joined(parts))
+        return Tokens(self._ids.chunks, self.dtype, joined(parts))
 
 
 def token_dtype(vocabulary: int) -> str:

@@ -42,10 +42,6 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers without special tokens of their own"""
 
 
-class NoText(Exception):
-    """There is no text to train a tokenizer on."""
-
-
 class LoadedTokenizer(NamedTuple):
     encoder: object
     """A ``tokenizers.Tokenizer`` that encodes the spelling of a special token as plain text"""
@@ -66,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
     """Train a byte-level BPE on the first SAMPLE_BYTES of ``texts`` and save it in ``folder``.
 
     Ids 0 and 1 are the begin-of-text and end-of-text tokens. The vocabulary has ``vocab_size`` tokens, or fewer if
-    the text has no more pairs to merge. The same texts give the same tokenizer. Raises NoText if all texts are blank.
+    the text has no more pairs to merge. The same texts give the same tokenizer.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -94,16 +90,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, progres
 
 
 def _sample(texts: Iterable[str], progress: Callable[[str], None]) -> Iterator[str]:
-    total, is_blank = 0, True
+    total = 0
     for text in texts:
         if total == SAMPLE_BYTES:
             break
         part = text.encode("utf-8")[: SAMPLE_BYTES - total]
         total += len(part)
-        is_blank = is_blank and not text.strip()
         yield part.decode("utf-8", errors="ignore")  # without half of a character
-    if is_blank:
-        raise NoText
     progress(f"merging pairs of {total / 1e6:,.1f} MB of text")
 
 
@@ -134,8 +127,6 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         if token is not None and ids[name] is None:
             raise ConfigError(f"{setting}: {name} = {token!r} is not in tokenizer.json; correct {FILES[1]}")
     size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)
-    if not size:
-        raise ConfigError(f"{setting}: tokenizer.json has no tokens; give another tokenizer")
     return LoadedTokenizer(encoder, ids["bos_token"], ids["eos_token"], size)
 
 
@@ -151,22 +142,17 @@ def special_tokens(folder: Path, setting: str) -> dict[str, str | None]:
     said = more | said if "added_tokens_decoder" in said else said | more
     if has_class and said.get("tokenizer_class") not in PLAIN_CLASSES and not said.keys() >= set(SPECIAL_TOKENS):
         said = _tokens_of_class(folder, setting) | said
-    return _named(said, setting)
+    return _named(said)
 
 
 def _read(file: Path, setting: str) -> dict:
     return read_json(file, f"{setting}: {file.name}") if file.is_file() else {}
 
 
-def _named(said: dict, setting: str) -> dict[str, str | None]:
+def _named(said: dict) -> dict[str, str | None]:
     """Return the special tokens that the contents of a file name, as text or as an object with text."""
-    tokens = {}
-    for name in SPECIAL_TOKENS:
-        token = said.get(name)
-        tokens[name] = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(tokens[name], str | None):
-            raise ConfigError(f"{setting}: {name} = {token!r} is not text; write a string")
-    return tokens
+    tokens = {name: said.get(name) for name in SPECIAL_TOKENS}
+    return {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
 def _tokens_of_class(folder: Path, setting: str) -> dict[str, str]:
@@ -198,7 +184,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         return
     names = (*FILES, *COMPANIONS)
     files = {name: (source / name).read_bytes() if (source / name).is_file() else None for name in names}
-    is_named = tokens == _named(_read(source / FILES[1], setting), setting)
+    is_named = tokens == _named(_read(source / FILES[1], setting))
     others = _read(source / SPECIAL_TOKENS_FILE, setting)
     files[SPECIAL_TOKENS_FILE] = json.dumps(others | tokens).encode() if others or not is_named else None
     target.mkdir(exist_ok=True)

@@ -26,19 +26,10 @@ def find_checkpoint(run: Path, folder: str, step: int | None) -> tuple[Path, Man
     A step of None takes the newest whole checkpoint.
     """
     saved = Checkpoints(run / folder)
-    if not saved.whole:
-        problems = "".join(f"; {name}: {problem}" for name, problem in saved.problems.items())
-        raise ConfigError(
-            f"RUN = {str(run)!r} has no whole checkpoint in {saved.folder}{problems}; train with checkpoint.enable = "
-            "true"
-        )
-    step = max(saved.whole) if step is None else step
+    step = saved.choose(step, "--step")
+    if step is None:
+        raise ConfigError(f"RUN = {str(run)!r} has no whole checkpoint in {saved.folder}; set checkpoint.enable")
     checkpoint = saved.path(step)
-    if problem := saved.problems.get(checkpoint.name):
-        raise _damaged(checkpoint, problem)
-    if step not in saved.whole:
-        steps = ", ".join(map(str, saved.whole))
-        raise ConfigError(f"--step = {step} is not among the steps in {saved.folder}; choose one of {steps}")
     try:
         check_hashes(checkpoint, saved.whole[step], saved.whole[step].files)
     except DamagedCheckpoint as error:
@@ -71,24 +62,14 @@ class SavedWeights:
     def require(self, shapes: Mapping[str, tuple[int, ...]], optional: tuple[str, ...] = ()) -> None:
         """Raise ConfigError unless the checkpoint has every weight, in its shape. ``optional`` ones may be missing."""
         for fqn, shape in shapes.items():
-            if fqn in self and tuple(self._tensors[fqn].size) != shape:
-                found = f"{list(self._tensors[fqn].size)}, but its settings make it {list(shape)}"
-                raise _damaged(self._checkpoint, f"{fqn} has shape {found}")
-            if fqn not in self and fqn not in optional:
-                raise _damaged(self._checkpoint, f"{fqn} is missing")
+            found = tuple(self._tensors[fqn].size) if fqn in self else None
+            if found != shape and (found or fqn not in optional):
+                problem = f"has shape {list(found)}, but its settings make it {list(shape)}" if found else "is missing"
+                raise _damaged(self._checkpoint, f"{fqn} {problem}")
 
 
 def save_weights(checkpoint: Path, weights: Mapping[str, torch.Tensor], shapes: Mapping, **facts) -> None:
-    """Write a checkpoint of step 0, from which a run starts.
-
-    Args:
-        weights: fp32, each read when it is written.
-        facts: fields of the ``Manifest``.
-
-    Raises:
-        ConfigError: reading a weight raised it.
-        OSError: a file cannot be written.
-    """
+    """Write a checkpoint of step 0, from which a run starts: weights in fp32, each read when it is written."""
     state = {fqn: torch.empty(shape, device="meta") for fqn, shape in shapes.items()}
     try:
         dcp.save(state, checkpoint_id=checkpoint, planner=_Reading(weights), no_dist=True)

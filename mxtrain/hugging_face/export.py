@@ -45,7 +45,7 @@ from mxtrain.hugging_face.model_config import (
     config_json,
     read_generation,
 )
-from mxtrain.hugging_face.model_files import ShardWriter, shard_size
+from mxtrain.hugging_face.model_files import ShardWriter
 
 # Linears of a block that vLLM joins into one, by their names in TorchTitan and in the order of its parameters.
 JOINED = (
@@ -55,6 +55,7 @@ JOINED = (
     ("moe.shared_experts.w1", "moe.shared_experts.w3"),
     ("moe.experts.w1", "moe.experts.w2", "moe.experts.w3"),
 )
+SHARD_BYTES, SMALLEST_SHARD_BYTES = 5_000_000_000, 256_000_000
 EMBEDDING, LAST_NORM, HEAD = "tok_embeddings", "norm", "lm_head"
 # Norm of a block -> the parameters that take its result, by their names in TorchTitan. Experts stack their weights, and
 # the router's gate is a linear, too. Qwen3's norms of queries and keys feed no linear.
@@ -120,15 +121,11 @@ class Exporter:
     def write(self, folder: Path) -> tuple[int, list[str]]:
         """Write safetensors, config.json, generation_config.json and the tokenizer into ``folder``.
 
-        Returns:
-            The bytes of all tensors, and a line for the user if the tokenizer is missing.
-
-        Raises:
-            ConfigError: a weight to be cast is not finite, or a file of the tokenizer is damaged.
-            OSError: a file cannot be written.
+        Returns the bytes of all tensors, and a line for the user if the tokenizer is missing.
         """
         elements = sum(math.prod(parameter.shape) for parameter in self._model.parameters.values())
-        writer = ShardWriter(folder, shard_size(elements * self.dtype.itemsize))
+        # A writer holds a file in memory: at most a quarter of a large model.
+        writer = ShardWriter(folder, min(SHARD_BYTES, max(SMALLEST_SHARD_BYTES, elements * self.dtype.itemsize // 4)))
         for name, tensor in self.tensors():
             writer.add(name, tensor)
         writer.finish()
@@ -193,7 +190,6 @@ class Exporter:
         return notes
 
     def _plain(self, fqn: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a parameter in high precision."""
         parameters, shape = self._model.parameters, self._model.shape
         weight, parameter = self._weight(fqn), parameters[fqn]
         weight = weight if parameter.order is None else weight[parameter.order]

@@ -59,11 +59,9 @@ class ImportedWeights:
 
 
 def run_settings(config: Path | None, own: dict[str, object], positions: int, target: Path, longer_than: int) -> dict:
-    """Return the tables of the run's config.toml.
+    """Return the tables of the run's config.toml. The model decides on ``own``, settings by their full names.
 
-    Args:
-        own: the settings that the model decides on, by full name.
-        longer_than: the sequences of DEFAULTS get longer than this.
+    Sequences are longer than ``longer_than``, where no config says how long they are.
     """
     length = f"{SECTION}.max_seq_len"
     if config is None:

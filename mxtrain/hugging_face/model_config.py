@@ -1,7 +1,7 @@
 """A model's shape, and the config.json that describes it to Hugging Face's transformers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -88,30 +88,14 @@ SUPPORTED = {
 """Fields of config.json and its rotary parameters -> the values that can be imported. None stands for no field"""
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's scaling of the rotary frequencies, with the names of config.json."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """DeepSeek's scaling of the rotary frequencies and of the attention, with the names of config.json."""
-
-    factor: float
-    original_max_position_embeddings: int
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-
-SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling}
-"""``rope_type`` -> its parameters"""
+SCALINGS = {
+    "llama3": dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "yarn": {
+        **dict.fromkeys(("factor", "original_max_position_embeddings")),
+        **{"mscale": 0.0, "mscale_all_dim": 0.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+}
+"""``rope_type``, of Llama 3.1 and of DeepSeek -> the parameters in config.json and their defaults"""
 
 
 @dataclass(frozen=True)
@@ -128,7 +112,7 @@ class ModelShape:
     vocab_size: int
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: RopeScaling | YarnScaling | None
+    rope_scaling: dict[str, float] | None
     tie_word_embeddings: bool
     max_position_embeddings: int
     """Computes nothing, but ends what a user may ask for"""
@@ -205,15 +189,11 @@ def shape_of(model, positions: int) -> ModelShape:
         "rope_theta": float(sizes["rope_theta"]),
     }
     own = {field: sizes[name] or NOTHING.get(field, sizes[name]) for field, name in ARCHITECTURES[kind].own.items()}
-    if sizes.get("rope_factor", 1) == 1:
-        pass
-    elif kind == "deepseek_v3":
-        if sizes["seq_len"] > sizes["rope_original_seq_len"]:
-            factor, mscale = float(sizes["rope_factor"]), float(sizes["mscale"])
-            values["rope_scaling"] = YarnScaling(factor, sizes["rope_original_seq_len"], mscale, mscale)
-    else:
-        *factors, original = (sizes[setting] for setting in ROPE_SETTINGS.values())
-        values["rope_scaling"] = RopeScaling(*map(float, factors), original)
+    is_yarn = kind == "deepseek_v3"
+    if sizes.get("rope_factor", 1) != 1 and not (is_yarn and sizes["seq_len"] <= sizes["rope_original_seq_len"]):
+        scaling = {field: sizes[setting] for field, setting in ROPE_SETTINGS.items() if setting in sizes}
+        mscales = dict.fromkeys(("mscale", "mscale_all_dim"), sizes["mscale"]) if is_yarn else {}
+        values["rope_scaling"] = SCALINGS[ARCHITECTURES[kind].scaling] | scaling | mscales
     return ModelShape(**values, vocab_size=sizes["vocab_size"], max_position_embeddings=positions, own=own)
 
 
@@ -225,7 +205,7 @@ def settings_of(shape: ModelShape) -> dict[str, object]:
     settings |= {"load_balance_coeff": kind.load_balance_coeff, "rope_factor": 1.0}
     if shape.model_type == "qwen3_moe":
         del settings["hidden_dim"]  # no layer has this size
-    scaling = vars(shape.rope_scaling) if shape.rope_scaling else {}
+    scaling = shape.rope_scaling or {}
     settings |= {setting: scaling[field] for field, setting in ROPE_SETTINGS.items() if field in scaling}
     return {
         setting: value for setting, value in settings.items() if setting in PLACES[kind.model] and value is not None
@@ -240,10 +220,10 @@ def config_json(shape: ModelShape, dtype: str, generation: dict) -> dict:
     """
     values, kind = asdict(shape), ARCHITECTURES[shape.model_type]
     scaling, own = values.pop("rope_scaling"), values.pop("own")
-    if isinstance(shape.rope_scaling, RopeScaling):
+    if scaling and kind.scaling == "llama3":
         # transformers warns unless this number is below the positions. Frequencies depend on the ratios of three
         # numbers, so halving all of them changes no bit.
-        original = before = shape.rope_scaling.original_max_position_embeddings
+        original = before = scaling["original_max_position_embeddings"]
         while original >= shape.max_position_embeddings and original > 1:
             original //= 2
         factors = {name: scaling[name] * original / before for name in ("low_freq_factor", "high_freq_factor")}
@@ -287,9 +267,8 @@ def read_shape(folder: Path) -> ModelShape:
             raise ConfigError(f"{where}: {name} = {repr(value)[:200]} in {CONFIG_FILE} is not one of: {choices}")
     scaling = None
     if rope["rope_type"] == kind.scaling and rope["factor"] != 1:
-        kinds = {field.name: field.type for field in fields(SCALINGS[kind.scaling])}
-        given = {name: kinds[name](value) for name, value in rope.items() if name in kinds and value is not None}
-        scaling = SCALINGS[kind.scaling](**given)
+        defaults = SCALINGS[kind.scaling]
+        scaling = defaults | {name: rope[name] for name in defaults if rope.get(name) is not None}
     sizes = {name: getattr(config, name, None) for name in FROM_CONFIG}
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     own = {name: getattr(config, name) for name in kind.own}

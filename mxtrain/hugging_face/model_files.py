@@ -15,8 +15,6 @@ from mxtrain.errors import ConfigError
 from mxtrain.files import new_folder, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000
-SMALLEST_SHARD_BYTES = 256_000_000
 UNREAD = ".rotary_emb.inv_freq"
 """Older files hold these tensors, which transformers does not read either"""
 FUSED = r"(.*\.mlp\.experts)\.(gate_up|down)_proj"
@@ -27,15 +25,8 @@ FUSED = r"(.*\.mlp\.experts)\.(gate_up|down)_proj"
 def new_target(target: Path, argument: str) -> Iterator[Path]:
     """Yield an empty folder beside ``target``, which gets that name at the end. After an exception nothing is left.
 
-    A link to an empty folder stays: the folder that it names is filled.
-
-    Args:
-        target: a folder that does not exist, or is empty.
-        argument: name of the command's argument that gives the folder, with which messages begin.
-
-    Raises:
-        ConfigError: ``target`` exists and is not an empty folder, is the current folder, or cannot be written. An
-            OSError in the context becomes a ConfigError, too.
+    ``target`` does not exist, is an empty folder, or a link to one, which stays. The ConfigErrors of other targets, and
+    of an OSError in the context, begin with the command's ``argument``.
     """
     where, place = f"{argument} = {str(target)!r}", target.resolve()
 
@@ -56,11 +47,6 @@ def new_target(target: Path, argument: str) -> Iterator[Path]:
         raise ConfigError(f"{where} cannot be made: {error}") from error
 
 
-def shard_size(model_bytes: int) -> int:
-    """Return the most bytes in one file, of which a writer holds all in memory: at most a quarter of a large model."""
-    return min(SHARD_BYTES, max(SMALLEST_SHARD_BYTES, model_bytes // 4))
-
-
 class ShardWriter:
     """Writes tensors to ``model.safetensors``, or if they are too many to files of at most ``shard_bytes``.
 
@@ -78,11 +64,7 @@ class ShardWriter:
         """Bytes of all tensors so far"""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write ``tensor``, of any dtype that safetensors has, now or later: the caller must not change it.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write ``tensor``, of any dtype that safetensors has, now or later: the caller must not change it."""
         if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > self._shard_bytes:
             self._flush()
         # A view would keep all of its base in memory, and safetensors refuses tensors that share memory.
@@ -118,9 +100,7 @@ class ShardWriter:
 class SavedTensors:
     """The tensors in a folder's safetensors files, read one at a time. Never reads a pickle.
 
-    Args:
-        folder: holds ``model.safetensors``, or an index and the files that it names. Of both, transformers reads the
-            single file, and so does this.
+    Of a single file and an index with its files, transformers reads the single file, and so does this.
     """
 
     def __init__(self, folder: Path):
@@ -173,11 +153,8 @@ class SavedTensors:
         if (folder / SINGLE_FILE).is_file():
             return [SINGLE_FILE]
         if (folder / INDEX_FILE).is_file():
-            places = read_json(folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}").get("weight_map")
-            names = places.values() if isinstance(places, dict) else []
-            if not names or any(not isinstance(name, str) or Path(name) != Path(Path(name).name) for name in names):
-                raise self._error(f"{INDEX_FILE} is damaged: weight_map names no files of this folder")
-            return sorted({Path(name).name for name in names})
+            index = read_json(folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}")
+            return sorted(set(index["weight_map"].values()))
         raise self._error(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors first")
 
     def _error(self, problem: str) -> ConfigError:

@@ -1,37 +1,21 @@
 """Models and tokenizers through transformers, whose errors become one line."""
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from mxtrain.data.tokenizer import load_tokenizer
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, raised_as
 from mxtrain.formats.recipe import FORMATS
 
 AS_TRAINING = {"add_special_tokens": False, "split_special_tokens": True}
 """How training encodes text: the spelling of a special token is plain text"""
-SAMPLE = "I'LL don't, 'naïve' 1234567 + 8.9;  \r\n\n\tf(a_b):\n        x \u3000数学 \ufb01 \U0001f600 e\u0301\u00a0 "
-"""What tokenizers treat differently: contractions, digits, spaces, line breaks, characters with several forms"""
 
 
 def require_transformers() -> None:
     """Raise ConfigError if transformers is not installed. Imports nothing."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError('this command needs transformers, which is not installed; run: pip install "mxtrain[hf]"')
-
-
-@contextmanager
-def in_one_line(problem: str) -> Iterator[None]:
-    """Raise any exception as a ConfigError: transformers, safetensors and tokenizers have classes of their own."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # nobody reads on
-    except Exception as error:
-        raise ConfigError(f"{problem}: {' '.join(str(error).split())[:300]}") from error
 
 
 def from_pretrained(kind: str, folder: Path, where: str, **options):
@@ -41,37 +25,22 @@ def from_pretrained(kind: str, folder: Path, where: str, **options):
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with in_one_line(f"{where}: transformers cannot load it"):
+    with raised_as(f"{where}: transformers cannot load it"):
         load = getattr(transformers, kind).from_pretrained
         return load(folder, local_files_only=True, trust_remote_code=False, **options)
-
-
-def require_same_tokens(trained: Path, exported: Path, where: str) -> list[str]:
-    """Raise ConfigError if readers of ``exported`` cut a sample into other tokens than the tokenizer in ``trained``.
-
-    Returns a line for the user if transformers is not installed.
-    """
-    if importlib.util.find_spec("transformers") is None:
-        return ["transformers is not installed: its tokens were not compared with training's"]
-    expected = load_tokenizer(trained).encoder.encode(SAMPLE).ids
-    if from_pretrained("AutoTokenizer", exported, where)(SAMPLE, **AS_TRAINING)["input_ids"] != expected:
-        raise ConfigError(f"{where}: transformers splits a sample into other tokens than training does")
-    return []
 
 
 def load(folder: Path) -> tuple:
     """Load the model in ``folder`` to the accelerator if there is one, in the dtype that its config.json names.
 
-    Returns:
-        The ``transformers.PreTrainedModel`` in evaluation mode, its tokenizer, and a function from a text to its
-        tokens. They begin with bos; without a bos token with eos, which in training stands before the next document.
+    Returns the model in evaluation mode, its tokenizer, and a function from a text to its tokens. They begin with bos;
+    without a bos token with eos, which in training stands before the next document.
     """
     where = f"RUN = {str(folder)!r}"
     config = from_pretrained("AutoConfig", folder, where)
     stored = (getattr(config, "quantization_config", None) or {}).get("format")
-    if hasattr(config, "num_experts_per_tok") and stored in {
-        f.layout.compression for f in FORMATS.values() if f.layout
-    }:
+    with_codes = [format.layout.compression for format in FORMATS.values() if format.layout]
+    if hasattr(config, "num_experts_per_tok") and stored in with_codes:
         raise ConfigError(
             f"{where}: transformers cannot read experts in {stored!r}; name the run, or an export with --format hf"
         )
@@ -81,8 +50,7 @@ def load(folder: Path) -> tuple:
     model, info = from_pretrained("AutoModelForCausalLM", folder, where, **options)
     if absent := sorted(info["missing_keys"]):  # transformers would draw these weights at random
         raise ConfigError(f"{where}: {len(absent)} weights are missing, such as {absent[0]}; export it again")
-    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-    first = [next(number for number in ids if number is not None)] if any(n is not None for n in ids) else []
+    first = [number for number in (tokenizer.bos_token_id, tokenizer.eos_token_id) if number is not None][:1]
 
     def encode(text: str) -> list[int]:
         return [*first, *tokenizer(text, verbose=False, **AS_TRAINING)["input_ids"]]

@@ -15,13 +15,10 @@ class Keyed:
     have changed are compared.
 
     Subclasses are declared with ``eq=False``, and their ``__post_init__`` calls ``_register``.
-
-    Attributes:
-        key: names the class and the values of all fields with ``compare=True``. Objects with the same key compute the
-            same.
     """
 
     key: str
+    """The class and the values of all fields with ``compare=True``. Objects with the same key compute the same"""
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Keyed) and self.key == other.key

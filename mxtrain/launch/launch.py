@@ -160,10 +160,8 @@ def register_op(
     launch; this takes 7 and ``custom_op`` 9 (H200, torch 2.11, ``scripts/bench/op_overhead.py``). The op has no
     gradient: the autograd functions in ``mxtrain.nn`` call ops forward and backward.
 
-    Args:
-        schema: the op's name, arguments and results.
-        implementation: allocates the results, as the schema declares them, and returns them with the launches that fill
-            them, in order. None means that nothing needs filling. Tracing calls it with fake tensors.
+    ``implementation`` allocates the results, as the schema declares them, and returns them with the launches that fill
+    them, in order. None means that nothing needs filling. Tracing calls it with fake tensors.
     """
 
     def run(*args):

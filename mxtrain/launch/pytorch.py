@@ -4,24 +4,17 @@ from collections.abc import Callable
 
 import torch
 import torch._functorch.config
-from torch._C import DisableTorchFunction
-from torch._C import _disabled_torch_function_impl as without_torch_function
+from torch._C import DisableTorchFunction as DisableTorchFunction
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
-__all__ = [
-    "CheckpointWrapper",
-    "DisableTorchFunction",
-    "FakeTensor",
-    "TorchDispatchMode",
-    "tree_leaves",
-    "tree_map_only",
-    "without_torch_function",
-]
+without_torch_function = torch._C._disabled_torch_function_impl
 
 # Operations on lists of tensors, by few kernels.
 norm_of_each = torch._foreach_norm

@@ -116,8 +116,8 @@ def build_validation_loader(job_config, tokenizer: HuggingFaceTokenizer, rank: t
         # Finite for every validation.steps, so that each validation starts at the same text and losses compare.
         tokens = _held_out(job_config)
         dataset = TokenDataset(tokens, validation, rank, job_config.data.seed, infinite=False, section="validation")
-        facts = {"validation_text": tokens.sha256, "validation_sequences": str(dataset.samples(validation.steps))}
-        from_first_rank(partial(RunData(job_config, prepare_from_job(job_config)).keep_facts, **facts))
+        data = RunData(job_config, prepare_from_job(job_config))
+        from_first_rank(partial(data.keep_facts, validation_text=tokens.sha256))
     options = {"num_workers": 0} if name == "hf" and held_out_share(job_config) else {}
     return Loader(dataset, validation, **options)
 

@@ -1,6 +1,5 @@
 """Metrics in metrics.jsonl, on the terminal and in wandb. tests/titan/test_metrics.py has them under TorchTitan."""
 
-import logging
 import os
 from pathlib import Path
 from unittest import mock
@@ -52,9 +51,7 @@ def test_a_full_disk_is_one_warning_and_training_goes_on(tmp_path, caplog, full_
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith(f"step 1: {path} cannot be written: ")
     path.parent.unlink()
-    caplog.set_level(logging.INFO)
     with_room.log(row, 3)
-    assert caplog.messages[1:] == [f"step 3: {path} is complete again"]
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
     with full_disk(0):
         with_room.log(row, 4)

@@ -16,9 +16,9 @@ def losses(*values):
 
 
 def test_values_are_named_with_their_ranks():
-    assert describe([1.0, math.nan, math.inf, math.nan]) == "nan on ranks 1, 3, inf on rank 2"
+    assert describe([1.0, math.nan, math.inf, math.nan]) == "nan on rank 1, inf on rank 2, nan on rank 3"
     assert describe([-math.inf, 1.0]) == "-inf on rank 0"
-    assert describe([math.nan] * 12) == "nan on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert describe([math.nan] * 12).endswith(", nan on rank 6, nan on rank 7 and 4 more")
 
 
 def test_a_loss_is_found_at_its_own_step_even_if_it_is_read_later():

@@ -61,7 +61,7 @@ TRAIN = {
     "a seed over a run": Case(f"{SAVES} {SEED}", f"{REPLACES} (a seed is where a run starts)", METRICS),
     # Checkpoints that would not be loaded.
     "checkpoints are off": Case(
-        RUN, "checkpoint.enable = False, but run/checkpoint holds step-10; set checkpoint.enable to resume, or choose",
+        RUN, "checkpoint.enable = False, but run/checkpoint holds step-10; set checkpoint.enable alone to resume",
         METRICS | saved(5, 10),
     ),
     "only parts of checkpoints": Case(
@@ -85,7 +85,7 @@ TRAIN = {
         f"{NEW} --checkpoint.initial_load_path=run/checkpoint/step-20",
         f"{IN}'run/checkpoint/step-20' cannot be loaded: a has 2 bytes instead of 3", TORN,
     ),
-    "a second seed": Case(f"{SAVES} {SEED}", f"{SEED[2:]}: run/checkpoint already holds step-0; choose", weights(0)),
+    "a second seed": Case(f"{SAVES} {SEED}", f"{SEED[2:]}, but run/checkpoint holds step-0; set", weights(0)),
     "a seed of two processes": Case(f"--checkpoint.enable {SEED}", f"{SEED[2:]} needs one process, not 2", ngpu="2"),
     "nothing to load": Case(f"{SAVES} --checkpoint.load_only", "checkpoint.load_only: run/checkpoint holds no check"),
     # Folders that are none.

@@ -37,18 +37,10 @@ def test_help_names_every_command_and_each_has_help_with_an_example(capsys):
         assert f"\n  mxtrain {command}" in text, command
 
 
-@pytest.mark.parametrize(
-    "line, error",
-    [
-        ("trian llama3_debug", "'trian' is not a command of mxtrain; did you mean 'mxtrain train'?"),
-        ("llama3_debug", "'llama3_debug' is not a command of mxtrain; 'mxtrain --help' lists the commands"),
-        ("init lama3_debug", "NAME = 'lama3_debug' is not a preset; did you mean 'llama3_debug'?"),
-    ],
-)
-def test_names_that_do_not_exist_are_one_line(line, error, capsys):
-    assert cli.main(line.split()) == 2
+def test_a_preset_that_does_not_exist_is_one_line(capsys):
+    assert cli.main(["init", "lama3_debug"]) == 2
     (printed,) = capsys.readouterr().err.splitlines()
-    assert printed.startswith(f"mxtrain: error: {error}")
+    assert printed == "mxtrain: error: NAME = 'lama3_debug' is not a preset; 'mxtrain configs' lists the presets"
 
 
 def test_a_command_whose_stdout_is_closed_does_its_work():
@@ -69,10 +61,11 @@ def test_help_whose_reader_has_enough_ends_without_a_word(tmp_path):
 @pytest.mark.parametrize(
     "line, why",
     [
-        ("", "required: COMMAND"), ("prepare", "required: CONFIG"),
+        ("", "required: COMMAND"), ("trian", "COMMAND: invalid choice: 'trian'"), ("prepare", "required: CONFIG"),
         ("plot", "required: RUN"), ("plot a --x epochs", "--x: invalid choice: 'epochs'"),
         ("plot a --smooth 0", "--smooth: 0 is not an integer of at least 1"), ("compare a --seeds 0", "--seeds: 0 is"),
         ("export a b --dtype float8", "--dtype: invalid choice: 'float8'"),
+        ("certify a --write b", "--write: not allowed with argument FILE"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line_exits_with_2_and_usage(line, why, capsys):

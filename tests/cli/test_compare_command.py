@@ -15,7 +15,7 @@ from mxtrain import cli
 from mxtrain.analysis import comparison_figures, load_run
 from mxtrain.checkpoints.run_folder import locked
 from mxtrain.cli import compare_command, launch
-from mxtrain.cli.compare_command import Run, other_settings, planned, read_all, variant_of
+from mxtrain.cli.compare_command import Run, planned, read_all, variant_of
 from mxtrain.errors import ConfigError
 from tests.support.forked import Forked, forking_context
 
@@ -289,15 +289,6 @@ def test_every_variant_gets_every_rate_and_seed_and_the_variants_flags_come_last
 def test_mistakes_are_found_before_any_run(variants, rates, flags, problem):
     with pytest.raises(ConfigError, match=problem):
         read_all(planned(variants, 1, rates, flags))
-
-
-def test_variants_that_differ_in_more_than_converters_and_rates_are_named():
-    other = "b=llama3_debug --training.seq_len 256 --model_args.rope_theta 1e4 --optimizer.lr 1 --mxnorm.p 1"
-    runs = planned(["llama3_debug", "llama3_debug_p1", other], 1, [], [])
-    assert other_settings(runs, read_all(runs)) == [
-        "variants differ in model_args.rope_theta (None in llama3_debug and 1 more, 10000.0 in b)",
-        "variants differ in training.seq_len (128 in llama3_debug and 1 more, 256 in b)",
-    ]
 
 
 @pytest.mark.sweep

@@ -113,8 +113,7 @@ def test_the_report_of_8b_and_its_flags(capsys):
     total, blocks, head = 8_030_261_248, 32 * 218_103_808, 128256 * 4096
     assert f"parameters               {total:,}\n" in text
     assert f"without embedding, head  {total - 2 * head:,}\n" in text
-    assert f"low precision  {blocks:,} ({blocks / (blocks + head):.1%})" in text
-    assert f"high           {head:,} (" in text and f"all            {blocks + head:,};" in text
+    assert f"; {blocks / (blocks + head):.1%} of the weights' multiplications".replace("%", " %") in text
     assert f"memory                   {16 * total / 2**30:,.1f} GiB of weights, gradients and AdamW states" in text
     assert "\n  layers.0-31.attention_norm: MXNorm, feeds wq, wk, wv\n" in text
     assert "\n  output: kept because it is the output head; " in text
@@ -132,7 +131,7 @@ SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        (["--model_args.n_layers=3", "--model.converters="], ["  high           ", "low precision  0 (0.0%)"]),
+        (["--model_args.n_layers=3", "--model.converters="], ["  memory      "]),
         (["--model.converters=fused_norm"], ["fused_norm: 13 norms swapped, 0 kept"]),
         pytest.param(["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  left out here: not a con"],
                      marks=only_022),

@@ -121,7 +121,7 @@ def test_every_token_is_predicted_once_with_the_context_of_its_window(seq_len, f
         "generate @ x": "RUN = '@' holds no config.toml; name the folder of a run",
         "generate @run x": "RUN = '@run' has no whole checkpoint in @run/checkpoint",
         "generate @model x --step 1": "--step = 1 needs a run, and RUN = '@model' is a Hugging Face model",
-        "generate @model x --temperature 0": "transformers cannot continue this text: `temperature` (=0.0) has to be",
+        "generate @model x --temperature 0": "transformers cannot continue this text: ValueError: `temperature` (=0.0)",
         "eval @model @nothing": "FILE = '@nothing' cannot be read: No such file or directory",
         "eval @model @text.py @empty": "FILE = '@empty' is empty",
         "eval @model @binary": "FILE = '@binary' is not UTF-8 text (byte 0); save it as UTF-8",

@@ -136,7 +136,7 @@ def test_after_a_mistake_in_the_settings_there_is_one_line_and_no_folder(launche
     status, _, err = launched("--job.description", "mistake@1", processes=2)
     assert status == 2
     assert err == "mxtrain: error: training.dataset = 'x' is wrong\n"
-    assert not (tmp_path / "outputs").exists()
+    assert not list((tmp_path / "outputs").iterdir())
 
 
 def test_a_mistake_does_not_remove_a_folder_that_was_there_or_that_holds_results(launched, tmp_path):
@@ -250,7 +250,7 @@ def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="job.dump_folder = '.*file' cannot be created: File exists$"):
         launch.make_run_folder("a.toml", str(tmp_path / "file"))
-    assert launch.make_run_folder("a.toml", str(tmp_path)) == (tmp_path, [])
+    assert launch.make_run_folder("a.toml", str(tmp_path)) == (tmp_path, False)
 
 
 @pytest.fixture

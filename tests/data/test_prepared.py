@@ -64,7 +64,8 @@ def test_both_splits_hold_their_documents_in_order(corpus, prose, cache, monkeyp
     assert report.vocab_size == report.requested_vocab_size == 300
     assert report.folder == str(prepared.folder) and prepared.tokenizer.is_relative_to(cache)
     assert {path.name for path in prepared.folder.iterdir()} == {"prepared.json", "tokenizer", "tokens"}
-    assert lines[0] == f"preparing dataset 'files' in {prepared.folder}" and lines[-1] == "prepared dataset 'files'"
+    assert lines[0].startswith(f"preparing dataset 'files' in {prepared.folder}, unless another process")
+    assert lines[-1] == "prepared dataset 'files'"
     assert f"tokenizing {report.bytes / 1e6:.1f} MB of text in {processes} process(es)" in lines
 
 
@@ -194,7 +195,7 @@ def test_a_process_waits_for_another_one_and_takes_its_text(corpus):
         lock.release()
 
     assert same(prepare(config_of(corpus), note), first)
-    assert lines == [f"another process is preparing {first.folder}; waiting"]
+    assert lines == [f"preparing dataset 'files' in {first.folder}, unless another process does"]
     assert [path.name for path in first.folder.parent.iterdir() if path.is_dir()] == [first.folder.name]
 
 
@@ -279,8 +280,6 @@ def test_a_stream_trains_a_tokenizer_and_is_not_tokenized(prose):
     existing = DataConfig(dataset="elsewhere", vocab_size=0, tokenizer_path=str(prepared.tokenizer))
     assert prepare(existing, silent, stream=stream).report.vocab_size == 300
     assert len(opened) == 1  # an existing tokenizer opens no stream
-    with pytest.raises(ConfigError, match="training.dataset = 'elsewhere' holds no text to train a tokenizer on"):
-        prepare(replace(config, seed=1), silent, stream=lambda: ["", " \n"])
 
 
 def test_a_vocabulary_smaller_than_requested_is_reported(tmp_path):

@@ -14,11 +14,10 @@ from tokenizers.processors import TemplateProcessing
 import mxtrain.titan  # noqa: F401  (points TorchTitan at this machine's device)
 from mxtrain.data import DataConfig, prepare, streams
 from mxtrain.data import loader as data_loader
-from mxtrain.data.documents import is_held_out
+from mxtrain.data.documents import TextColumn, is_held_out
 from mxtrain.data.streams import (
     PATIENCE_ROWS,
     Stream,
-    StreamedText,
     hub_texts,
     is_on_side,
     open_stream,
@@ -290,9 +289,9 @@ def test_a_run_on_a_stream_does_not_start_or_stop_to_hold_out_documents(hub):
     loaders = [build_dataloader(1, 0, build_tokenizer(config), config) for config in (plain, follows)]
     for loader in loaders:
         take(loader, 1)
-    with pytest.raises(ConfigError, match="validation.dataset = '' holds out 0.3 .* the run so far held out 0.0"):
+    with pytest.raises(ConfigError, match="held out for validation 0.3 instead of none"):
         loaders[1].load_state_dict(loaders[0].state_dict())
-    with pytest.raises(ConfigError, match="held out 0.3; set validation.enable = true, validation.dataset = ''"):
+    with pytest.raises(ConfigError, match=r"none instead of 0.3\); set \[validation\] and data.validation_share as"):
         loaders[0].load_state_dict(loaders[1].state_dict())
 
 
@@ -343,7 +342,7 @@ def test_a_stream_of_local_files_has_another_version_when_they_change(tmp_path):
     folder.mkdir()
     file.write_text('{"text": "a"}\n')
     rows, version = open_stream(str(folder))
-    assert list(stream_texts(rows, StreamedText("text", "a"), "a")) == ["a"]
+    assert list(stream_texts(rows, TextColumn("text", "a"), "a")) == ["a"]
     assert version and open_stream(str(folder))[1] == version
     file.write_text('{"text": "b"}\n')
     os.utime(file, (1, 1))
@@ -382,14 +381,10 @@ def test_texts_and_a_missing_text_column(rows_on_hub):
 
 def test_a_few_rows_without_text_are_empty_and_a_thousand_without_any_are_an_error():
     rows = [{"text": "a"}, {"body": "b"}, {"text": 3}] * 2 * PATIENCE_ROWS
-    text_of = StreamedText("text", "a/b")
-    assert [text_of(row) for row in rows] == ["a", "", ""] * 2 * PATIENCE_ROWS
+    text_of = TextColumn("text", "a/b", PATIENCE_ROWS)
+    assert list(stream_texts(rows, text_of, "a/b")) == ["a", "", ""] * 2 * PATIENCE_ROWS
     with pytest.raises(ConfigError, match="data.text_key = 'text' in a/b holds int, not text"):
-        list(
-            stream_texts(
-                ({"text": i} for i in itertools.count()), StreamedText("text", "a/b"), "training.dataset = 'hf'"
-            )
-        )
+        list(stream_texts(({"text": i} for i in itertools.count()), TextColumn("text", "a/b", PATIENCE_ROWS), "a/b"))
 
 
 def test_a_stream_that_breaks_off_is_a_config_error():
@@ -400,7 +395,7 @@ def test_a_stream_that_breaks_off_is_a_config_error():
     with pytest.raises(
         ConfigError, match="^training.dataset = 'c4' cannot be read .*: ConnectionError: reset by peer$"
     ):
-        list(stream_texts(rows(), StreamedText("text", "a/b"), "training.dataset = 'c4'"))
+        list(stream_texts(rows(), TextColumn("text", "a/b", PATIENCE_ROWS), "training.dataset = 'c4'"))
 
 
 def test_rows_without_text_are_on_the_side_of_training():

@@ -14,12 +14,12 @@ from mxtrain.hugging_face.model_config import (
     FROM_CONFIG,
     GENERATION_FILE,
     ModelShape,
-    RopeScaling,
     config_json,
     read_generation,
     read_shape,
 )
 
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA = ModelShape(
     model_type="llama",
     hidden_size=64,
@@ -31,7 +31,7 @@ LLAMA = ModelShape(
     vocab_size=320,
     rms_norm_eps=1e-5,
     rope_theta=500000.0,
-    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+    rope_scaling={**FACTORS, "original_max_position_embeddings": 8192},
     tie_word_embeddings=False,
     max_position_embeddings=131072,
 )
@@ -62,7 +62,7 @@ def test_a_shape_is_read_as_it_or_transformers_wrote_it(shape, tmp_path):
 
 
 def test_a_scaling_by_one_is_none(tmp_path):
-    config = content(replace(LLAMA, rope_scaling=replace(LLAMA.rope_scaling, factor=1.0)))
+    config = content(replace(LLAMA, rope_scaling=LLAMA.rope_scaling | {"factor": 1.0}))
     assert read_shape(write(tmp_path, config)) == replace(LLAMA, rope_scaling=None)
 
 
@@ -98,7 +98,7 @@ def rotary(folder):
 @pytest.mark.parametrize("original, positions", [(8192, 128), (8192, 8192), (1000, 100), (8192, 1)])
 def test_a_short_context_has_the_same_frequencies_without_a_warning(original, positions, tmp_path):
     """transformers warns at every load unless original_max_position_embeddings is below the number of positions."""
-    shape = replace(LLAMA, head_dim=128, rope_scaling=RopeScaling(8.0, 1.0, 4.0, original))
+    shape = replace(LLAMA, head_dim=128, rope_scaling={**FACTORS, "original_max_position_embeddings": original})
     _, expected = rotary(write(tmp_path / "long", content(shape)))
     short = write(tmp_path / "short", content(replace(shape, max_position_embeddings=positions)))
     parameters, frequencies = rotary(short)

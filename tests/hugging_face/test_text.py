@@ -101,7 +101,7 @@ def test_a_model_that_cannot_be_used_is_refused_in_one_line(copy, case):
     with pytest.raises(ConfigError) as caught:
         load(copy)
     message = str(caught.value)
-    assert message.startswith(f"RUN = {str(copy)!r}: {says}") and "\n" not in message and len(message) < 500
+    assert message.startswith(f"RUN = {str(copy)!r}: {says}") and "\n" not in message
 
 
 def test_without_transformers_one_line_says_what_to_install(folder, monkeypatch):

@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_training(one, several):
     assert both.statuses == [1, 1]
     for output in both.output:
         (error,) = [line for line in output.splitlines() if line.startswith("mxtrain: error")]
-        assert "step 2: the loss is nan on ranks 0, 1; training stops. There is no checkpoint." in error
+        assert "step 2: the loss is nan on rank 0, nan on rank 1; training stops. There is no checkpoint." in error
 
 
 def test_training_may_go_on_after_a_loss_that_is_not_finite_but_keeps_the_last_finite_checkpoint(one):

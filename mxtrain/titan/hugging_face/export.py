@@ -17,7 +17,6 @@ from mxtrain.hugging_face.checkpoint import SavedWeights, find_checkpoint
 from mxtrain.hugging_face.export import Exporter, Trained, formats
 from mxtrain.hugging_face.model_config import REPORT_FILE, require_computed_alike, shape_of
 from mxtrain.hugging_face.model_files import new_target
-from mxtrain.hugging_face.text import require_same_tokens
 from mxtrain.nn.experts import WEIGHTS, QuantizedExperts
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.three_gemms import QuantizedLinear
@@ -61,7 +60,6 @@ def export(
         saved = open_run(run, step)
         exporter = Exporter(_trained(saved, where), format, fold_gain, dtype)
         size, missing = exporter.write(folder)
-        notes = exporter.notes() + (missing or require_same_tokens(run / TOKENIZER_FOLDER, folder, where))
         report = {
             "run": str(run.absolute()),
             "step": saved.step,
@@ -69,7 +67,7 @@ def export(
             "format": format,
             "dtype": str(exporter.dtype).removeprefix("torch."),
             "fold_gain": fold_gain,
-            "notes": notes,
+            "notes": exporter.notes() + missing,
             "settings": saved.settings.resolved(),
             "versions": package_versions(),
         }

@@ -16,7 +16,6 @@ from mxtrain.hugging_face.checkpoint import save_weights
 from mxtrain.hugging_face.import_model import EMBEDDING, HEAD, SEED, ImportedWeights, run_settings
 from mxtrain.hugging_face.model_config import (
     GENERATION_FILE,
-    YarnScaling,
     read_generation,
     read_shape,
     require_computed_alike,
@@ -60,8 +59,8 @@ def import_model(source: Path, target: Path, config: Path | None = None) -> str:
         own = {"model.name": model.name, "model.flavor": flavor}
         own |= {f"{SECTION}.{name}": value for name, value in model_args.items()}
         own["data.vocab_size"] = shape.vocab_size
-        yarn = shape.rope_scaling if isinstance(shape.rope_scaling, YarnScaling) else None
-        longer_than = yarn.original_max_position_embeddings if yarn else 0
+        is_yarn = shape.rope_scaling is not None and "mscale" in shape.rope_scaling
+        longer_than = shape.rope_scaling["original_max_position_embeddings"] if is_yarn else 0
         settings = run_settings(config, own, shape.max_position_embeddings, target.absolute(), longer_than)
         tokenizer = folder / TOKENIZER_FOLDER
         copy_tokenizer(source, tokenizer)

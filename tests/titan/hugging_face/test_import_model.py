@@ -225,7 +225,7 @@ REFUSED = {
     # As the flavor whose rotation has another mscale
     "n_group = 1": lambda: deepseek_v3(n_group=1, topk_group=1),
     "norm_eps = 1e-05": lambda: deepseek_v3(rms_norm_eps=1e-5),
-    "mscale=0.7": lambda: deepseek_v3(rope_parameters=YARN | {"mscale": 0.7}),
+    "'mscale': 0.7": lambda: deepseek_v3(rope_parameters=YARN | {"mscale": 0.7}),
     "attention_factor = 1.2": lambda: deepseek_v3(rope_parameters=YARN | {"attention_factor": 1.2}),
     "scoring_func = 'softmax'": lambda: deepseek_v3(scoring_func="softmax"),
     "num_shared_experts = 0": lambda: deepseek_v3(n_shared_experts=0),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mxtrain.errors import ConfigError
-from mxtrain.hugging_face.model_config import ModelShape, RopeScaling, require_computed_alike, shape_of
+from mxtrain.hugging_face.model_config import ModelShape, require_computed_alike, shape_of
 from mxtrain.titan.hugging_face.models import parameters
 from mxtrain.titan.releases import engine
 from tests.support.saved_runs import sized
@@ -21,7 +21,9 @@ LLAMA31 = ModelShape(
     vocab_size=128256,
     rms_norm_eps=1e-5,
     rope_theta=500000.0,
-    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192),
+    rope_scaling={
+        **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    },
     tie_word_embeddings=False,
     max_position_embeddings=2048,
 )
