@@ -244,9 +244,7 @@ class NormFacts:
         return norm.train(module.training)
 
 
-def find_norms(
-    modules: Mapping[str, nn.Module],
-) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
+def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
     """Every norm; and for each kind, modules that are only named like this kind -> what they are, in words.
 
     The model itself is left out: nothing can replace it.
