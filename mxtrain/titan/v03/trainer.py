@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch.nn as nn
 import torchtitan.trainer as titan
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
@@ -67,7 +67,10 @@ class Trainer(TrainingRun, LoggingTrainer):
         job_config = self.job_config
 
         def checkpoint(optimizers, lr_schedulers, **parts):
-            states = {"optimizers": OptimizerStates(optimizers), "lr_schedulers": SchedulerStates(lr_schedulers)}
+            # Of what the first scheduler saves, 0.3 restores the number of steps.
+            save, load = lr_schedulers.schedulers[0].state_dict, lr_schedulers.load_state_dict
+            schedule = SimpleNamespace(state_dict=save, load_state_dict=load)
+            states = {"optimizers": OptimizerStates(optimizers), "lr_schedulers": schedule}
             return Checkpointer(self, checkpoint_config=job_config.checkpoint, **states, **parts)
 
         def dataloader(dp_world_size, dp_rank, tokenizer, **_):
@@ -135,16 +138,3 @@ def _renamed(key: str) -> str:
     kind, _, rest = key.partition(".")
     name, _, last = rest.rpartition(".")
     return f"{kind}.{name_in_022(name)}.{last}"
-
-
-class SchedulerStates(Stateful):
-    """What the first scheduler saves. Of that, 0.3 restores the number of steps."""
-
-    def __init__(self, schedulers: LRSchedulersContainer):
-        self._schedulers = schedulers
-
-    def state_dict(self) -> dict:
-        return self._schedulers.schedulers[0].state_dict()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self._schedulers.load_state_dict(state_dict)
