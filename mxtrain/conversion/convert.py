@@ -115,10 +115,6 @@ def _swap(modules: Mapping[str, nn.Module], plan: Plan, prefix: str) -> None:
 
     Attributes of an old module whose names the new one does not use move to it. All new modules are built before the
     first one is put in its place, and that step runs no code of the model, so that an error leaves the model unchanged.
-
-    Args:
-        modules: every module of the model by FQN, before the swap.
-        prefix: FQN of the model within a whole model. Keys of random bits are made from the names there.
     """
     built = {}
     for fqn, step in plan.swaps.items():

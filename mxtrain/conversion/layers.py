@@ -215,7 +215,6 @@ class NormFacts:
 
     Attributes:
         kind: PyTorch's class; the other attributes are its arguments.
-        recognized: class of the module, and how it was recognized, in words.
         add_unit_offset: whether the gain is 1 + weight.
         group_size: size of the groups of features in a norm of x silu(gate); None for other norms.
     """
@@ -225,7 +224,6 @@ class NormFacts:
     eps: float | None
     elementwise_affine: bool = True
     bias: bool = False
-    recognized: str = ""
     add_unit_offset: bool = False
     group_size: int | None = None
 
@@ -276,13 +274,12 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     RMSNorm, as in T5.) An RMSNorm may have a gain of 1 + weight in fp32, as in Gemma, or take a gate, as in Mamba-2
     (``_gated_norm``). Any other module whose forward takes more than x is no norm.
     """
-    name, parameters = type(module).__name__, dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     has_bias, is_bare = "bias" in parameters, not dict(module.named_buffers()) and not state_of(module)
     for kind, fused in FUSED_NORMS.items():
         if type(module) in (kind, fused):
-            shape = tuple(module.normalized_shape)
-            offset = getattr(module, "add_unit_offset", False)
-            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type", offset)
+            shape, offset = tuple(module.normalized_shape), getattr(module, "add_unit_offset", False)
+            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, offset)
         offsets = (False, True) if kind is nn.RMSNorm else (False,)
         forms = {offset: partial(_norm_of_pytorch, kind, offset) for offset in offsets}
         if (
@@ -295,8 +292,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
             shape, (eps, offset) = tuple(module.weight.shape), found
             if offset and not _adds_in_fp32(module, eps):
                 return None
-            recognized = f"{name} by results and gradients{' (gain 1 + weight)' if offset else ''}"
-            return NormFacts(kind, shape, eps, True, has_bias, recognized, offset)
+            return NormFacts(kind, shape, eps, True, has_bias, offset)
     if parameters.keys() == {"weight"} and is_bare and len(signature(module.forward).parameters) == 2:
         return _gated_norm_facts(module)
     return None
@@ -312,8 +308,7 @@ def _gated_norm_facts(module: nn.Module) -> NormFacts | None:
     forms = {size: partial(_gated_norm, size) for size in {dim, *divisors, *(dim // value for value in divisors)}}
     if (found := _computed_by(module, forms)) is None:
         return None
-    recognized = f"{type(module).__name__} by results and gradients (with a gate)"
-    return NormFacts(nn.RMSNorm, (dim,), found[0], True, recognized=recognized, group_size=found[1])
+    return NormFacts(nn.RMSNorm, (dim,), found[0], True, group_size=found[1])
 
 
 def _gated_norm(size: int, x, gate, weight, eps: float) -> torch.Tensor:
