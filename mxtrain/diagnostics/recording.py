@@ -239,8 +239,6 @@ def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:
             raise ConfigError(
                 f"{FQNS} = {patterns!r}: {pattern!r} matches no swapped norm, linear or experts; "
                 f"'mxtrain doctor --model CONFIG' lists them, such as {swapped[0]!r}"
-                if swapped
-                else f"{FQNS} = {patterns!r}: this model has no swapped module to measure; leave it unset"
             )
 
 

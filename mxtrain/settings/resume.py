@@ -203,21 +203,19 @@ def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
     return {name: to_jsonable_python(field.default) for name, field in known.items() if field.resume is not None}
 
 
-def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[SettingChange]:
+def changes(before: Settings, now: Settings, batch_before: int, batch_now: int) -> list[SettingChange]:
     """Return every setting that differs, in the order of the tables, except those whose change has no effect.
 
     A setting of the user's own module is reported.
 
     Args:
-        batch_before, batch_now: sequences per step, over all processes and microbatches; None if unknown.
+        batch_before, batch_now: sequences per step, over all processes and microbatches.
     """
     found = []
     for name, field in now.known.items():
         old, new = before[name], now[name]
         if name == BATCH:
-            old, new = (old if batch_before is None else batch_before), batch_now
-            if old == -1:
-                continue
+            old, new = batch_before, batch_now
         rule = _rule_of_data(before, now) if field.resume is Resume.DATA else field.resume
         # Of several names in a table that match a layer, the last one counts.
         is_same = old == new and (not isinstance(old, dict) or list(old) == list(new))

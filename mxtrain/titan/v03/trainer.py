@@ -70,7 +70,7 @@ class Trainer(TrainingRun, LoggingTrainer):
             # Of what the first scheduler saves, 0.3 restores the number of steps.
             save, load = lr_schedulers.schedulers[0].state_dict, lr_schedulers.load_state_dict
             schedule = SimpleNamespace(state_dict=save, load_state_dict=load)
-            states = {"optimizers": OptimizerStates(optimizers), "lr_schedulers": schedule}
+            states = {"optimizers": _optimizer_states(optimizers), "lr_schedulers": schedule}
             return Checkpointer(self, checkpoint_config=job_config.checkpoint, **states, **parts)
 
         def dataloader(dp_world_size, dp_rank, tokenizer, **_):
@@ -120,18 +120,16 @@ class _Rows:
 # States are saved as 0.2.2 saves them, so that each release resumes from checkpoints of the other.
 
 
-class OptimizerStates(Stateful):
+def _optimizer_states(optimizers: OptimizersContainer) -> Stateful:
     """Moments and settings of every parameter by its name in 0.2.2: "state.layers.0.attention.wq.weight.exp_avg"."""
 
-    def __init__(self, optimizers: OptimizersContainer):
-        self._optimizers = optimizers
+    def state_dict() -> dict:
+        return {_renamed(key): value for key, value in optimizers.state_dict().items()}
 
-    def state_dict(self) -> dict:
-        return {_renamed(key): value for key, value in self._optimizers.state_dict().items()}
+    def load_state_dict(state: dict) -> None:
+        optimizers.load_state_dict({key: state[_renamed(key)] for key in optimizers.state_dict()})
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        keys = {key: _renamed(key) for key in self._optimizers.state_dict()}
-        self._optimizers.load_state_dict({key: state_dict[saved] for key, saved in keys.items()})
+    return SimpleNamespace(state_dict=state_dict, load_state_dict=load_state_dict)
 
 
 def _renamed(key: str) -> str:
