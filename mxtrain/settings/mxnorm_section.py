@@ -67,10 +67,20 @@ def schedule_in(job) -> list[ScheduleEntry]:
 
 
 def without_effect(job) -> Iterator[str]:
-    """Yield a line for the user per setting that does nothing in this run."""
+    """Yield a line for the user per setting that does nothing in this run. Shorter trials of a config may have some."""
     every, quantizes = job.mxnorm.diagnostics.every, quantizing_among(job.model.converters)
     for name, value in (("diagnostics.every", every), ("schedule", job.mxnorm.schedule)):
         if value and not quantizes:
             yield f"mxnorm.{name} has no effect without the converter 'mxnorm' or 'mx_linear'"
+    if quantizes:
+        default, others = get_recipes(job.mxnorm.recipe, job.mxnorm.recipes, **switches_of(job.mxnorm))
+        gemms = [gemm for recipe in (default, *others.values()) for gemm in (recipe.fprop, recipe.dgrad)]
+        if any(gemm.weight_tiles and gemm.error_for("weight") for gemm in gemms):
+            yield (
+                f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} changes at most 4 % of the tiles of weights; "
+                "set mxnorm.weight_tiles = false for an effect"
+            )
     if quantizes and job.mxnorm.mode == "fp8_merged" and not every:
         yield "mxnorm.merge_limit has no effect without mxnorm.diagnostics.every, such as 50: no layer is watched"
+    if quantizes and every > job.training.steps:
+        yield f"mxnorm.diagnostics.every = {every} measures nothing in {job.training.steps} steps; lower it"

@@ -1,18 +1,26 @@
-"""Lines about settings without what they need."""
+"""Lines about settings that a run is too short for, or lacks what they need."""
 
 from mxtrain.settings.mxnorm_section import without_effect
 from mxtrain.settings.read import read_settings
 
 SCHEDULE = '--mxnorm.schedule={from_step = 2, recipe = "dgrad=bf16"}'
+NVFP4 = ["--mxnorm.recipe=nvfp4"]
 
 
 def test_what_has_no_effect_is_said():
     for flags, begin in (
         ([], None),
+        (["--mxnorm.diagnostics.every=11"], "mxnorm.diagnostics.every = 11 measures nothing in 10 steps; lower it"),
         (["--mxnorm.diagnostics.every=10"], None),
         (["--mxnorm.diagnostics.every=2", "--model.converters="], "mxnorm.diagnostics.every has no effect without"),
+        (
+            [*NVFP4, "--mxnorm.four_over_six=both"],
+            "mxnorm.four_over_six = 'both' changes at most 4 % of the tiles",
+        ),
         (["--mxnorm.mode=fp8_merged"], "mxnorm.merge_limit has no effect without mxnorm.diagnostics.every"),
         (["--mxnorm.mode=fp8_merged", "--mxnorm.diagnostics.every=2"], None),
+        ([*NVFP4, "--mxnorm.four_over_six=both", "--mxnorm.weight_tiles=False"], None),
+        ([*NVFP4, "--mxnorm.four_over_six=activations"], None),
         (["--model.converters=", SCHEDULE], "mxnorm.schedule has no effect without the converter"),
     ):
         settings = read_settings(["--job.config_file=llama3_debug", "--training.steps=10", *flags])
