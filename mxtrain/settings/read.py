@@ -13,8 +13,7 @@ from mxtrain.config import find_setting, load_config, without_other_limit
 from mxtrain.errors import ConfigError, setting_in
 from mxtrain.settings.check import check_settings
 from mxtrain.settings.fields import Field, Known, Settings, flat
-from mxtrain.settings.releases import is_main
-from mxtrain.settings.titan import known_fields, unknown
+from mxtrain.settings.titan import known_fields, require_all_fields, unknown
 
 HELP_ALL = "--help-all"
 HELP_FLAGS = ("-h", "--help", HELP_ALL)
@@ -27,8 +26,7 @@ def read_settings(arguments: list[str]) -> Settings:
     Flags override the TOML file, which may extend others. Finds every mistake that shows without the machine and the
     model.
     """
-    if is_main():
-        raise ConfigError("torchtitan: its main works with its own trainer only; install TorchTitan 0.2.2 or 0.3")
+    require_all_fields()
     path = config_file(arguments)
     config = {} if path is None else load_config(path)
     search_beside(path)

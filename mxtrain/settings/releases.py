@@ -152,19 +152,21 @@ def release_of(found: str) -> str:
     raise ConfigError(f"torchtitan = {found!r} is not a version that mxtrain supports; install 0.2.2 or 0.3")
 
 
+def lacks(names: str) -> ConfigError:
+    """The error for a TorchTitan, such as a preview, without names that mxtrain needs."""
+    return ConfigError(f"the TorchTitan in {package_folder()} lacks what mxtrain needs: {names}; install 0.2.2 or 0.3")
+
+
 def package_folder() -> Path:
     (folder,) = find_spec("torchtitan").submodule_search_locations
     return Path(folder)
 
 
 @cache
-def is_main() -> bool:
-    """Whether the installed TorchTitan is its main, whose version is 0.2.2. It is treated as 0.3."""
-    return release_of(version("torchtitan")) == "v02" and not (package_folder() / "config/job_config.py").exists()
-
-
 def release_name() -> str:
-    return "v03" if is_main() else release_of(version("torchtitan"))
+    """The name of the installed release. TorchTitan's main is treated as 0.3, although its version is 0.2.2."""
+    name = release_of(version("torchtitan"))
+    return name if name != "v02" or (package_folder() / "config/job_config.py").exists() else "v03"
 
 
 def release() -> Release:

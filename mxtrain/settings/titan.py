@@ -16,7 +16,7 @@ from typing import Literal
 
 from mxtrain.errors import ConfigError, closest
 from mxtrain.settings.fields import Field, Known, classes_in, declarations, fields_of
-from mxtrain.settings.releases import package_folder, release
+from mxtrain.settings.releases import lacks, package_folder, release
 from mxtrain.settings.sections import JobConfig
 from mxtrain.settings.types import (
     Amount,
@@ -122,6 +122,13 @@ def _sources() -> dict[str, tuple[str, str, str]]:
         if source := dict(_fields_in(file, of_class)).get(field):
             found[name] = source
     return found
+
+
+def require_all_fields() -> None:
+    """Raise ConfigError for a TorchTitan, such as a preview, that does not declare settings of mxtrain's trainer."""
+    needed = {name for names in NARROWER.values() for name in names.split()} | release().renamed.keys()
+    if names := [name for name in sorted(needed - titan_fields().keys()) if not name.startswith(tuple(release().gone))]:
+        raise lacks(", ".join(names))
 
 
 def _fields_in(file: str, name: str, section: str = "") -> Iterator[tuple[str, tuple[str, str, str]]]:

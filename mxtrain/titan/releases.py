@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from mxtrain.settings.fields import Problems, Settings
-from mxtrain.settings.releases import release_name
+from mxtrain.settings.releases import lacks, release_name
 
 RELEASE = release_name()
 
@@ -60,4 +60,9 @@ class Engine(Protocol):
 
 def engine() -> Engine:
     """The engine of the installed release, imported here because engines import this package."""
-    return import_module(f"mxtrain.titan.{RELEASE}.engine")
+    try:
+        return import_module(f"mxtrain.titan.{RELEASE}.engine")
+    except ImportError as error:
+        if not (error.name or "").startswith("torchtitan"):
+            raise
+        raise lacks(str(error)) from error

@@ -6,8 +6,9 @@ from unittest.mock import patch
 import pytest
 
 from mxtrain.errors import ConfigError
-from mxtrain.settings import read, releases
+from mxtrain.settings import releases, titan
 from mxtrain.settings.releases import release_of
+from mxtrain.titan.releases import engine
 
 
 def test_every_version_that_runs_has_a_release():
@@ -24,13 +25,27 @@ def test_another_version_is_refused(version):
 def test_torchtitans_main_is_no_022(tmp_path):
     with patch.object(releases, "version", return_value="0.2.2"), patch.object(releases, "package_folder") as folder:
         folder.return_value = tmp_path
-        assert releases.is_main.__wrapped__()
+        assert releases.release_name.__wrapped__() == "v03"
         (tmp_path / "config").mkdir()
         Path(tmp_path, "config/job_config.py").touch()
-        assert not releases.is_main.__wrapped__()
+        assert releases.release_name.__wrapped__() == "v02"
 
 
-def test_mxtrains_trainer_refuses_torchtitans_main():
-    with patch.object(read, "is_main", return_value=True):
-        with pytest.raises(ConfigError, match="^torchtitan: its main works with its own trainer only; install"):
-            read.read_settings([])
+def test_an_import_that_torchtitan_lacks_is_one_line():
+    error = ModuleNotFoundError("No module named 'torchtitan.gone'", name="torchtitan.gone")
+    with patch("mxtrain.titan.releases.import_module", side_effect=error):
+        with pytest.raises(
+            ConfigError, match="^the TorchTitan in .* lacks what .*: No module named 'torchtitan.gone'; "
+        ):
+            engine()
+    with patch("mxtrain.titan.releases.import_module", side_effect=ImportError("other", name="torch")):
+        with pytest.raises(ImportError, match="other"):
+            engine()
+
+
+def test_settings_that_torchtitan_lacks_are_one_line(tmp_path):
+    titan.require_all_fields()
+    with patch.object(titan, "package_folder", return_value=tmp_path):
+        with patch.object(titan, "titan_fields", titan.titan_fields.__wrapped__):
+            with pytest.raises(ConfigError, match="^the TorchTitan in .* lacks .*, training.seq_len, .* 0.3$"):
+                titan.require_all_fields()
