@@ -26,6 +26,8 @@ from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import TILE_ROWS, make_groups, matmul_rows, matmul_tokens
 from mxtrain.formats.hardware import describe_modes
 from mxtrain.formats.matrices import CastSpec, Codes, Operand
+from mxtrain.formats.mx.reference import cast_of_torchao
+from mxtrain.formats.mxnorm import scale_rows
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import LinearRecipe, Recipe
 from mxtrain.nn.split import WHOLE
@@ -52,7 +54,7 @@ _UNIT, _UNIT_OF_BF16 = 2.0**-24, 2.0**-8
 class Target(NamedTuple):
     """Where a certificate is replayed: mode and device, and whether products run.
 
-    Casts of mode "native" run on all GPUs with kernels.
+    Mode "torchao" is torchao's casts, where they round as ours do. Casts of mode "native" run on all GPUs with kernels.
     """
 
     mode: str
@@ -68,10 +70,10 @@ REFERENCE = Target("reference", "cpu")
 
 def targets() -> list[Target]:
     """Return what this machine runs, ``REFERENCE`` first."""
-    found = [REFERENCE]
+    found = [REFERENCE, Target("torchao", "cpu", False)]
     if torch.cuda.is_available():
         modes = {support.mode: support.available for support in describe_modes("cuda")}
-        found.append(Target("reference", "cuda"))
+        found += [Target("reference", "cuda"), Target("torchao", "cuda", False)]
         if modes["emulated"]:
             found += [Target("emulated", "cuda"), Target("native", "cuda", modes["native"])]
     return found
@@ -156,18 +158,27 @@ def replay(case: dict, on: Sequence[Target]) -> Iterator[tuple[str, list[str], l
 class _WatchedGEMMs(ThreeGEMMs):
     """GEMMs that keep what is compared of each operand, as (name, tensor). A name may occur twice."""
 
+    target: Target
     tensors: dict[str, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
 
     def _cast(self, parts, recipes: dict[int, Recipe], spec: CastSpec) -> dict[int, Operand]:
         operands = super()._cast(parts, recipes, spec)
         for dim, recipe in recipes.items():
-            codes = None
+            codes, x = None, spec.scaled(spec.joined(parts))
             if self.mode == "reference":
                 codes = recipe.ops.cast(parts, recipe, self.mode, (dim,), spec._replace(as_codes=True))[dim]
-            self.keep(_OPERANDS[spec.role, dim], recipe, operands[dim], codes)
+            is_ours = recipe.has_tiles(spec.role) or recipe.error_for(spec.role)
+            is_ours = is_ours or (spec.role == "gradient" and recipe.stochastic_rounding)
+            is_ours = is_ours or (dim == 0 and spec.is_transformed(recipe))
+            self.keep(_OPERANDS[spec.role, dim], recipe, operands[dim], codes, x if dim else x.t(), is_ours)
         return operands
 
-    def keep(self, name: str, recipe: Recipe, operand: Operand, codes: Codes | None) -> None:
+    def keep(self, name: str, recipe: Recipe, operand: Operand, codes: Codes | None, x: torch.Tensor, is_ours) -> None:
+        """Keep the operand [R, K] of x [R, K]; of target "torchao" its cast of x, unless only we round like this."""
+        if self.target.mode == "torchao":
+            if not is_ours and (codes.tensor_scale is None or not codes.tensor_scale.ndim):
+                self.tensors[name] = cast_of_torchao(x, recipe.format, codes.tensor_scale)
+            return
         kept = self.tensors[name] = []
         if codes is not None:
             kept += [("codes", codes.data), ("scales", codes.scales)]
@@ -186,7 +197,8 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
     """Return the tensors of operands, products (bf16, or an error message), and ``_exact`` only for ``REFERENCE``."""
     recipe, device, others = get_recipe(case["recipe"]), target.device, {}
     rho = draws = source = ends = None
-    mode, gemms = target.mode, _WatchedGEMMs(recipe.key, target.mode, WHOLE)
+    mode = "reference" if target.mode == "torchao" else target.mode
+    gemms = _WatchedGEMMs(recipe.key, mode, WHOLE, target=target)
     inputs = {name: _integers(name, **settings, device=device) for name, settings in case["inputs"].items()}
     x, w, dy, gain = (inputs.get(name) for name in _INPUTS)
     signs = torch.tensor(case["signs"], device=device) if recipe.needs_signs else None
@@ -204,7 +216,7 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
         fprop, estimate = recipe.fprop, RMSEstimate.for_recipe(recipe.fprop, **case["norm"])
         x_operand, rho = fprop.ops.normalize(x, estimate, fprop, mode)
         codes = fprop.ops.normalize(x, estimate, fprop, mode, as_codes=True)[0] if mode == "reference" else None
-        gemms.keep("fprop X", fprop, x_operand, codes)
+        gemms.keep("fprop X", fprop, x_operand, codes, scale_rows(x, rho), fprop.error_for("input"))
         others["rho"] = [("fp32", rho)]
     else:
         x_operand = gemms.quantize_activation(x, source, ends)
@@ -213,7 +225,8 @@ def _run(case: dict, target: Target) -> tuple[dict, dict, dict]:
     operands = {"fprop X": x_operand, "fprop W": weights[1], "dgrad dY": of_dy[0], "dgrad W": weights[0]}
     operands |= {"wgrad dY": of_dy[1], "wgrad X": gemms.quantize_along_tokens(x, rho, signs, source, ends)}
     products = _products(recipe, operands, ends, torch.bfloat16) if target.multiplies else {}
-    return others | gemms.tensors, products, _exact(recipe, operands, ends) if target == REFERENCE else {}
+    tensors = gemms.tensors if target.mode == "torchao" else others | gemms.tensors
+    return tensors, products, _exact(recipe, operands, ends) if target == REFERENCE else {}
 
 
 def _integers(name: str, key: int, shape: list[int], device: str) -> torch.Tensor:

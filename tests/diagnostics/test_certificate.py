@@ -38,10 +38,11 @@ def test_the_shipped_certificate_holds_on_this_machine():
 
 def test_all_operands_and_products_of_all_targets_are_compared():
     case = certified("mxfp8", **LAYER)
-    compared = {name: agree for name, agree, _ in replay(case, [REFERENCE, KERNELS[1]])}
+    torchao = Target("torchao", "cpu", False)
+    compared = {name: agree for name, agree, _ in replay(case, [REFERENCE, torchao, KERNELS[1]])}
     assert len(compared) == 9
     for name, agree in compared.items():
-        of_kernels = [] if name in case["bounds"] else [str(KERNELS[1])]
+        of_kernels = [] if name in case["bounds"] else [str(torchao), str(KERNELS[1])]
         assert agree == [str(REFERENCE), *of_kernels], name
     assert {"codes", "scales", "values", "blocked scales"} == set(case["operands"]["wgrad X"])
     assert {"tensor scale"} < set(certified(MIXED, **LAYER)["operands"]["fprop W"])

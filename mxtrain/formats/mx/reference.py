@@ -139,6 +139,20 @@ def image(
     return values.transpose(1, 2).reshape(rows + padding, columns)[:rows]
 
 
+def cast_of_torchao(x: torch.Tensor, fmt: Format, tensor_scale: torch.Tensor | None) -> list[tuple[str, torch.Tensor]]:
+    """Return the "codes" and "scales" of the installed torchao for x [R, C] along its rows, rounded to nearest."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    if tensor_scale is None:
+        element, rounding = getattr(torch, fmt.element), ScaleCalculationMode.RCEIL
+        scales, codes = to_mx(x.contiguous(), element, fmt.block_size, rounding)
+    else:
+        scales, codes = nvfp4_quantize(x.contiguous(), fmt.block_size, tensor_scale)
+    return [("codes", codes), ("scales", scales.reshape(len(x), -1))]
+
+
 def rounded_amax(amax: torch.Tensor, fmt: Format, scale_rounding: str) -> torch.Tensor:
     """Return the block maximum that the rounded scale of ``amax`` stands for, fp32, shape of ``amax``.
 
