@@ -145,15 +145,16 @@ def model_report(arguments: list[str]) -> str:
 
 def _sections(words: list[str]) -> Iterator[str]:
     from mxtrain.analysis.tables import titled
+    from mxtrain.conversion.plan import weight_uses
     from mxtrain.conversion.survey import find_weights
     from mxtrain.parallel.fsdp_gather import gathered_bytes
-    from mxtrain.parallel.muon import NAME, is_matrix
     from mxtrain.settings.fields import raise_first
     from mxtrain.settings.machine import layout_problems, pipeline_problems
     from mxtrain.settings.mxnorm_section import schedule_in
     from mxtrain.settings.read import read_settings
     from mxtrain.titan.converters import convert_on_meta
     from mxtrain.titan.job_config import check_model, check_model_layout
+    from mxtrain.titan.muon import NAME, is_matrix
     from mxtrain.titan.releases import engine
 
     settings = read_settings(words)
@@ -180,7 +181,8 @@ def _sections(words: list[str]) -> Iterator[str]:
     rows.append(("memory", f"{gib:,.1f} GiB of weights, gradients and {optimizer} states, which FSDP shards"))
     yield titled(f"{name} {job_config.model.flavor}", rows)
     plans = convert_on_meta(job_config, model)
-    uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), weights)
+    uses = next((plan.weights for plan in plans.values() if plan is not None and plan.weights), None)
+    uses = uses or weight_uses(weights, {})
     total = sum(use.multiplications for use in uses.values())
     low = sum(use.multiplications * use.quantized for use in uses.values())
     rows = [(name, f"{round(n):,} ({n / total:.1%})") for name, n in (("low precision", low), ("high", total - low))]

@@ -22,13 +22,28 @@ from mxtrain.norms import FUSED_NORMS
 from mxtrain.norms.row_norm import FusedNorm
 
 
-def weight_uses(weights: Mapping[str, WeightFacts], recipes: Mapping[str, LinearRecipe]) -> dict[str, WeightFacts]:
+@dataclass(frozen=True)
+class WeightUse:
+    """What a conversion makes of a weight.
+
+    Attributes:
+        multiplications: per token of a forward pass.
+        quantized: share of its GEMMs (fprop, dgrad, wgrad) that a conversion quantizes, 0 to 1.
+        note: as in ``WeightFacts``.
+    """
+
+    multiplications: float
+    quantized: float
+    note: str
+
+
+def weight_uses(weights: Mapping[str, WeightFacts], recipes: Mapping[str, LinearRecipe]) -> dict[str, WeightUse]:
     """What becomes of every weight. ``recipes`` are those of all linears and experts that are swapped, by FQN."""
     uses = {}
     for name, weight in weights.items():
         gemms = [gemm for fqn in weight.multipliers if fqn in recipes for gemm in recipes[fqn].gemms]
         quantized = sum(gemm.format is not None for gemm in gemms) / len(gemms) if gemms else 0.0
-        uses[name] = replace(weight, quantized=quantized)
+        uses[name] = WeightUse(math.prod(weight.shape) * weight.share * len(weight.multipliers), quantized, weight.note)
     return uses
 
 
@@ -195,7 +210,7 @@ class Plan:
 
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, WeightFacts] = field(default_factory=dict)
+    weights: Mapping[str, WeightUse] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     converter: str = ""
 

@@ -1,7 +1,6 @@
 """What a model consists of, as plain values. Surveying a model does not change it."""
 
 import fnmatch
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -44,19 +43,12 @@ class WeightFacts:
         multipliers: FQNs of the modules that hold it and multiply it.
         share: share of its elements that one token multiplies in a call, in (0, 1].
         note: what a reader should know about ``share``; "" for nothing.
-        quantized: share of its GEMMs (fprop, dgrad, wgrad) that a conversion quantizes, 0 to 1.
     """
 
     shape: tuple[int, ...]
     multipliers: tuple[str, ...]
     share: float
     note: str
-    quantized: float = 0.0
-
-    @property
-    def multiplications(self) -> float:
-        """Per token of a forward pass."""
-        return math.prod(self.shape) * self.share * len(self.multipliers)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,19 @@
-"""``optimizer.name = "Muon"``: Muon for the matrices of blocks, AdamW for embedding, head, gains and biases.
+"""Muon for weights on any layout of processes, and for experts.
 
 ``torch.optim.Muon`` takes matrices only. On DTensors its iterations multiply parts of a matrix, with 11 or 16
 collectives a matrix, and tall matrices get other bits than in one process. Here every process that has a part of a
-matrix gathers and orthogonalizes all of it, on any layout: one collective in bf16, 2 bytes a weight and step. Experts
-have a batch of matrices.
+matrix gathers and orthogonalizes all of it: one collective in bf16, 2 bytes a weight and step.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from mxtrain.nn.split import own_part
 
-NAME = "Muon"
 BATCH = 2**27
 """Elements that are orthogonalized together, unless one weight has more: 256 MiB in bf16, four times in a step"""
 
@@ -100,29 +97,3 @@ def _part(update: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows, columns = (slice(start, start + size) for start, size in zip(part.offsets[-2:], part.sizes[-2:]))
         update = update[:, rows, columns]
     return update
-
-
-def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon trains a parameter: a matrix of a block, also of a router or of experts."""
-    return name.startswith("layers.") and parameter.ndim > 1 and not name.endswith("bias")
-
-
-def give_matrices_to_muon(optimizers) -> None:
-    """Let Muon train the matrices, with AdamW's learning rate and decay: up to two optimizers for a part of the model.
-
-    Args:
-        optimizers: TorchTitan's container before its first step, with one AdamW of one group for each part.
-    """
-    found = []
-    for part, adamw in zip(optimizers.model_parts, optimizers.optimizers, strict=True):
-        names = {parameter: name for name, parameter in part.named_parameters()}
-        (group,) = adamw.param_groups
-        by_muon = [is_matrix(names[parameter], parameter) for parameter in group["params"]]
-        lists = {key: group[key] for key in ("params", "param_names") if key in group}  # names in 0.3 only
-        matrices = {key: [*compress(values, by_muon)] for key, values in lists.items()}
-        group |= {key: [*compress(values, (not own for own in by_muon))] for key, values in lists.items()}
-        if group["params"]:
-            found.append((part, adamw))
-        if matrices["params"]:
-            found.append((part, Muon(matrices, lr=group["lr"], weight_decay=group["weight_decay"])))
-    optimizers.model_parts, optimizers.optimizers = map(list, zip(*found))

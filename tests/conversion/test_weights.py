@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 from mxtrain import convert
-from mxtrain.conversion.plan import weight_uses
+from mxtrain.conversion.plan import WeightUse, weight_uses
 from mxtrain.conversion.survey import WeightFacts, find_weights
 from mxtrain.formats.parse import get_recipe
 from tests.support.conversion_models import DIM, FeedForward, llama, loss
@@ -22,8 +22,9 @@ def test_a_linear_multiplies_and_an_embedding_is_looked_up():
     assert weights["layers.0.feed_forward.w1.weight"] == WeightFacts((128, 64), ("layers.0.feed_forward.w1",), 1.0, "")
     assert weights["tok_embeddings.weight"] == WeightFacts((96, 64), (), 1.0, "only looked up")
     assert len(weights) == 9, "four of attention, three of the feed-forward, embedding, output"
-    assert weights["layers.0.feed_forward.w1.weight"].multiplications == 128 * 64
-    assert weights["tok_embeddings.weight"].multiplications == 0
+    uses = weight_uses(weights, {})
+    assert uses["layers.0.feed_forward.w1.weight"] == WeightUse(128 * 64, 0.0, "")
+    assert uses["tok_embeddings.weight"] == WeightUse(0, 0.0, "only looked up")
 
 
 def test_a_tied_head_multiplies_under_its_own_name():
@@ -32,7 +33,7 @@ def test_a_tied_head_multiplies_under_its_own_name():
     weights = weights_of(model)
     assert weights["output.weight"] == WeightFacts((96, 64), ("output",), 1.0, "")
     assert "tok_embeddings.weight" not in weights
-    assert weights["output.weight"].multiplications == 96 * 64
+    assert weight_uses(weights, {})["output.weight"].multiplications == 96 * 64
 
 
 class Positions(nn.Module):
@@ -44,7 +45,7 @@ class Positions(nn.Module):
 
 def test_other_weights_multiply_with_all_elements():
     model = nn.ModuleDict({"conv": nn.Conv1d(4, 6, 3), "positions": Positions(), "lookup": nn.EmbeddingBag(9, 2)})
-    uses = weights_of(model)
+    uses = weight_uses(weights_of(model), {})
     assert uses["positions.batched"].note == uses["conv.weight"].note == "", "no experts"
     assert {name: use.multiplications for name, use in uses.items()} == {
         "conv.weight": 72,
@@ -162,6 +163,7 @@ def test_experts_in_a_list_count_by_top_k_quantized_or_not():
     assert sum(use.multiplications for use in plan.weights.values()) == total
     quantized = 2 * dense + expert + 3 * expert * 2 / 4
     assert plan.quantized_share == pytest.approx(quantized / total)
-    kept = plan.weights["layers.1.feed_forward.experts.3.w2.weight"]
-    assert (kept.multiplications, kept.quantized, kept.note) == (64 * 128 / 2, 0.0, "top 2 of 4 experts")
+    assert plan.weights["layers.1.feed_forward.experts.3.w2.weight"] == WeightUse(
+        64 * 128 / 2, 0.0, "top 2 of 4 experts"
+    )
     loss(model).backward()

@@ -22,10 +22,10 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.data.loader import Loader
-from mxtrain.parallel.muon import NAME, give_matrices_to_muon
 from mxtrain.titan.converters import titan_converter
 from mxtrain.titan.data import build_dataloader, build_tokenizer, build_validation_loader
 from mxtrain.titan.metrics import build_metrics_processor
+from mxtrain.titan.muon import NAME, give_matrices_to_muon
 from mxtrain.titan.v02.models import Flavors, Llama3, Llama3Adapter
 from mxtrain.titan.v02.parallelize import checked_parallelize, checked_pipeline
 

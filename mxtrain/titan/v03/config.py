@@ -17,7 +17,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from mxtrain.parallel.muon import NAME, give_matrices_to_muon
+from mxtrain.titan.muon import NAME, give_matrices_to_muon
 
 
 class MuonConfig(OptimizersContainer.Config):
