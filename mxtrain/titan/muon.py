@@ -1,8 +1,10 @@
 """``optimizer.name = "Muon"``: Muon for the matrices of blocks, AdamW for embedding, head, gains and biases."""
 
+from collections.abc import Callable
 from itertools import compress
 
 import torch
+from torch.optim import Optimizer
 
 from mxtrain.parallel.muon import Muon
 
@@ -14,11 +16,12 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
     return name.startswith("layers.") and parameter.ndim > 1 and not name.endswith("bias")
 
 
-def give_matrices_to_muon(optimizers) -> None:
+def give_matrices_to_muon(optimizers, build: Callable[..., Optimizer] = Muon) -> None:
     """Let Muon train the matrices, with AdamW's learning rate and decay: up to two optimizers for a part of the model.
 
     Args:
         optimizers: TorchTitan's container before its first step, with one AdamW of one group for each part.
+        build: makes an optimizer from a parameter group, ``lr`` and ``weight_decay``.
     """
     found = []
     for part, adamw in zip(optimizers.model_parts, optimizers.optimizers, strict=True):
@@ -31,5 +34,5 @@ def give_matrices_to_muon(optimizers) -> None:
         if group["params"]:
             found.append((part, adamw))
         if matrices["params"]:
-            found.append((part, Muon(matrices, lr=group["lr"], weight_decay=group["weight_decay"])))
+            found.append((part, build(matrices, lr=group["lr"], weight_decay=group["weight_decay"])))
     optimizers.model_parts, optimizers.optimizers = map(list, zip(*found))

@@ -17,16 +17,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from mxtrain.titan.muon import NAME, give_matrices_to_muon
-
-
-class MuonConfig(OptimizersContainer.Config):
-    """Builds one AdamW for each part of a model, which then gives its matrices to Muon."""
-
-    def build(self, **parts) -> OptimizersContainer:
-        optimizers = super().build(**parts)
-        give_matrices_to_muon(optimizers)
-        return optimizers
+from mxtrain.titan.muon import NAME
+from mxtrain.titan.v03.muon import MuonConfig
 
 
 def built(kind: type, build: Callable) -> type:
