@@ -30,6 +30,15 @@ HEAD_NAMES = ("output", "lm_head")
 
 NormKind = type[nn.RMSNorm] | type[nn.LayerNorm]
 
+# What a norm may make of its rows and weight before PyTorch's norm: how it uses the weight -> f(x, weight).
+_WEIGHT, _OFFSET = "weight", "1 + weight"
+_USES = {
+    _WEIGHT: lambda x, weight: (x, weight),
+    _OFFSET: lambda x, weight: (x, 1 + weight),
+    "x * weight": lambda x, weight: (x * weight, None),
+    "x * (1 + weight)": lambda x, weight: (x * (1 + weight), None),
+}
+
 # Magnitudes of rows. eps dominates the small ones, which tells it apart from its neighbors.
 _ROWS = (1.0, 1e-2, 1e-4, 1e-6)
 
@@ -216,6 +225,7 @@ class NormFacts:
     Attributes:
         kind: PyTorch's class; the other attributes are its arguments.
         add_unit_offset: whether the gain is 1 + weight.
+        differs: how the module differs from PyTorch's norm, in words; "" for no difference.
         group_size: size of the groups of features in a norm of x silu(gate); None for other norms.
     """
 
@@ -225,12 +235,13 @@ class NormFacts:
     elementwise_affine: bool = True
     bias: bool = False
     add_unit_offset: bool = False
+    differs: str = ""
     group_size: int | None = None
 
     @property
     def why_it_stays(self) -> str | None:
         """Why no converter takes this norm; None if a converter may."""
-        return None if len(self.normalized_shape) == 1 else "normalizes more than one dimension"
+        return self.differs or (None if len(self.normalized_shape) == 1 else "normalizes more than one dimension")
 
     def as_norm(self, module: nn.Module) -> nn.RMSNorm | nn.LayerNorm:
         """PyTorch's norm with the parameters of ``module``, the module that these facts are about."""
@@ -271,7 +282,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     Many models bring norm classes of their own, with "norm" in the name, a 1-D ``weight``, and an eps under some name.
     Such a module is an RMSNorm or LayerNorm if its results have the dtype of its rows, and results and gradients equal
     those of PyTorch's norm, with one of the module's float attributes as eps. (A module called LayerNorm may be an
-    RMSNorm, as in T5.) An RMSNorm may have a gain of 1 + weight in fp32, as in Gemma, or take a gate, as in Mamba-2
+    RMSNorm, as in T5.) An RMSNorm may have a gain of 1 + weight, as in Gemma, or take a gate, as in Mamba-2
     (``_gated_norm``). Any other module whose forward takes more than x is no norm.
     """
     parameters = dict(module.named_parameters())
@@ -280,8 +291,8 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
         if type(module) in (kind, fused):
             shape, offset = tuple(module.normalized_shape), getattr(module, "add_unit_offset", False)
             return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, offset)
-        offsets = (False, True) if kind is nn.RMSNorm else (False,)
-        forms = {offset: partial(_norm_of_pytorch, kind, offset) for offset in offsets}
+        uses = _USES if kind is nn.RMSNorm else (_WEIGHT,)
+        forms = {use: partial(_norm_of_pytorch, kind, use) for use in uses}
         if (
             {"weight"} <= parameters.keys() <= {*fused.parameters_of}
             and all(parameter.shape == (parameters["weight"].numel(),) for parameter in parameters.values())
@@ -289,35 +300,40 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
             and len(signature(module.forward).parameters) == 1
             and (found := _computed_by(module, forms)) is not None
         ):
-            shape, (eps, offset) = tuple(module.weight.shape), found
-            if offset and not _adds_in_fp32(module, eps):
-                return None
-            return NormFacts(kind, shape, eps, True, has_bias, offset)
+            shape, (eps, use) = tuple(module.weight.shape), found
+            differs = "" if use in (_WEIGHT, _OFFSET) else "multiplies by its weight before it normalizes"
+            if use == _OFFSET and not _adds_in_fp32(module, eps):
+                differs = "rounds 1 + weight to the dtype of its weight"
+            return NormFacts(kind, shape, eps, True, has_bias, use == _OFFSET, differs)
     if parameters.keys() == {"weight"} and is_bare and len(signature(module.forward).parameters) == 2:
         return _gated_norm_facts(module)
     return None
 
 
 def _gated_norm_facts(module: nn.Module) -> NormFacts | None:
-    """The facts of a module that computes RMSNorm of x silu(gate) in groups of features.
+    """The facts of a module that computes RMSNorm of x silu(gate), or silu(gate) RMSNorm(x), in groups of features.
 
     An attribute of the module is the size or the number of the groups.
     """
     dim = module.weight.numel()
     divisors = {value for value in vars(module).values() if type(value) is int and value > 0 and dim % value == 0}
-    forms = {size: partial(_gated_norm, size) for size in {dim, *divisors, *(dim // value for value in divisors)}}
+    sizes = {dim, *divisors, *(dim // value for value in divisors)}
+    forms = {(size, first): partial(_gated_norm, size, first) for size in sizes for first in (True, False)}
     if (found := _computed_by(module, forms)) is None:
         return None
-    return NormFacts(nn.RMSNorm, (dim,), found[0], True, group_size=found[1])
+    eps, (size, gates_first) = found
+    differs = "" if gates_first else "multiplies by a gate after it normalizes"
+    return NormFacts(nn.RMSNorm, (dim,), eps, True, differs=differs, group_size=size)
 
 
-def _gated_norm(size: int, x, gate, weight, eps: float) -> torch.Tensor:
-    u = x * F.silu(gate)
-    return F.rms_norm(u.unflatten(-1, (-1, size)), (size,), None, eps).flatten(-2) * weight
+def _gated_norm(size: int, gates_first: bool, x, gate, weight, eps: float) -> torch.Tensor:
+    u = x * F.silu(gate) if gates_first else x
+    y = F.rms_norm(u.unflatten(-1, (-1, size)), (size,), None, eps).flatten(-2) * weight
+    return y if gates_first else y * F.silu(gate)
 
 
-def _norm_of_pytorch(kind: NormKind, offset: bool, x: torch.Tensor, weight: torch.Tensor, eps: float, **bias):
-    weight = 1 + weight if offset else weight
+def _norm_of_pytorch(kind: NormKind, use: str, x: torch.Tensor, weight: torch.Tensor, eps: float, **bias):
+    x, weight = _USES[use](x, weight)
     return FUSED_NORMS[kind].formula(x, x.shape[-1:], weight=weight, eps=eps, **bias)
 
 
@@ -384,7 +400,7 @@ def _adds_in_fp32(module: nn.Module, eps: float) -> bool:
     x, weight = _draw(4, module.weight.numel(), seed=0), _draw(module.weight.numel(), seed=1).bfloat16()
     with suppress(RuntimeError):  # mixed dtypes
         got = functional_call(module, {"weight": weight}, (x,))
-        return _are_near([got], [_norm_of_pytorch(nn.RMSNorm, True, x.double(), weight.double(), eps)])
+        return _are_near([got], [_norm_of_pytorch(nn.RMSNorm, _OFFSET, x.double(), weight.double(), eps)])
     return False
 
 
