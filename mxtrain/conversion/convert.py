@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from mxtrain.compile.passes import install, remove
 from mxtrain.conversion.converters import Converter, get_converter
-from mxtrain.conversion.plan import Plan, Swap
+from mxtrain.conversion.plan import Plan
 from mxtrain.conversion.survey import survey
 from mxtrain.errors import ConfigError
 from mxtrain.formats.estimate import Estimator, P
@@ -115,12 +115,14 @@ def _swap(modules: Mapping[str, nn.Module], plan: Plan, prefix: str) -> None:
 
     Attributes of an old module whose names the new one does not use move to it. All new modules are built before the
     first one is put in its place, and that step runs no code of the model, so that an error leaves the model unchanged.
-
-    Args:
-        modules: every module of the model by FQN, before the swap.
-        prefix: FQN of the model within a whole model. Keys of random bits are made from the names there.
     """
-    built = {fqn: _build(fqn, modules[fqn], step, prefix) for fqn, step in plan.swaps.items()}
+    built = {}
+    for fqn, step in plan.swaps.items():
+        old = modules[fqn]
+        built[fqn] = step.build(f"{prefix}.{fqn}" if prefix else fqn, old)
+        for name, value in vars(old).items():
+            if not hasattr(built[fqn], name):
+                setattr(built[fqn], name, value)
     new = {modules[fqn]: module for fqn, module in built.items()}
     for parent in modules.values():
         for name, child in parent._modules.items():
@@ -131,11 +133,3 @@ def _swap(modules: Mapping[str, nn.Module], plan: Plan, prefix: str) -> None:
             built[fqn].fed_by = (built[norm],)  # a tuple, because a module would become a child
     for norm, linears in plan.groups.items():
         built[norm].group = LinearGroup([built[fqn] for fqn in linears])
-
-
-def _build(fqn: str, old: nn.Module, step: Swap, prefix: str) -> nn.Module:
-    new = step.build(f"{prefix}.{fqn}" if prefix else fqn, old)
-    for name, value in vars(old).items():
-        if not hasattr(new, name):
-            setattr(new, name, value)
-    return new

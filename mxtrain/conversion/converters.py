@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -147,10 +147,18 @@ class MXLinearConverter(Converter):
             )
         recipe_of, kept = self._recipes(survey)
         swaps, skipped = self._plan_norms(survey, recipe_of, kept)
-        others, left = self._plan_layers(survey, recipe_of, kept, swaps)
+        others = {}
+        for fqn, layer in survey.layers.items():
+            if fqn in swaps:  # MXNorms feed it
+                continue
+            if reason := kept.get(fqn) or layer.why_it_stays:
+                skipped[fqn] = reason
+            else:
+                kind = MXLinear if fqn in survey.linears else QuantizedExperts
+                others[fqn] = ToQuantized(kind, recipe_of[fqn], self.mode, self.seed)
         if not (swaps if self.watches_norms else others):
-            raise self._nothing_to_convert(survey, skipped | left)
-        swaps, skipped = swaps | others, skipped | left
+            raise self._nothing_to_convert(survey, skipped)
+        swaps |= others
         images, lines = image_layers(swaps, survey.layers) if self.mode == MERGED else ({}, [])
         swaps |= {fqn: replace(swaps[fqn], mode="emulated") for fqn in images}
         recipes = {fqn: swap.recipe for fqn, swap in swaps.items() if isinstance(swap, ToQuantized)}
@@ -233,21 +241,6 @@ class MXLinearConverter(Converter):
         last = tuple(f"{block}." for block in blocks[len(blocks) - count :])
         kept = [fqn for fqn in survey.fqns if f"{fqn}.".startswith(last)]
         return dict.fromkeys(kept, f"is in the last {words} ({setting})"), f"{setting} keeps {words}" if value else ""
-
-    def _plan_layers(
-        self, survey: Survey, recipe_of: Mapping[str, LinearRecipe], kept: Mapping[str, str], fed: Collection[str]
-    ) -> tuple[dict[str, Swap], dict[str, str]]:
-        """Swaps, and reasons to stay, of experts and of all linears but those that MXNorms feed, ``fed``."""
-        swaps, skipped = {}, {}
-        for fqn, layer in survey.layers.items():
-            if fqn in fed:
-                continue
-            if reason := kept.get(fqn) or layer.why_it_stays:
-                skipped[fqn] = reason
-            else:
-                kind = MXLinear if fqn in survey.linears else QuantizedExperts
-                swaps[fqn] = ToQuantized(kind, recipe_of[fqn], self.mode, self.seed)
-        return swaps, skipped
 
     @contextmanager
     def _advice(self, survey: Survey, fqn: str):

@@ -8,6 +8,7 @@ a ``TorchFunctionMode`` sees every other function that takes a norm's output.
 import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -74,18 +75,13 @@ def watch(
     by_name = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
     in_order = () if isinstance(example_inputs, Mapping) else tuple(example_inputs)
     fakes = fake_tensor_mode()
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        with fakes:
-            return _empty(tensor)
-
-    model = _copy_of(modules[""], fake)
+    model = _copy_of(modules[""], fakes)
     copies = dict(zip(modules, model.modules(), strict=True))
     watcher = _Watcher(copies, norms, linears, mixtures, where)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), warnings.catch_warnings(), fakes, watcher:
             warnings.simplefilter("ignore")  # of flex_attention outside of torch.compile
-            in_order, by_name = tree_map_only(torch.Tensor, fake, (in_order, by_name))
+            in_order, by_name = tree_map_only(torch.Tensor, _empty, (in_order, by_name))
             watcher.note_other_use(model(*in_order, **by_name), "the caller of the model")
     except Exception as error:
         message = (
@@ -207,14 +203,14 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def _copy_of(model: nn.Module, new_tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Copy a model with everything in it but its hooks, which belong to the user; ``new_tensor`` gives its tensors."""
+def _copy_of(model: nn.Module, fakes: AbstractContextManager) -> nn.Module:
+    """Copy a model with everything in it but its hooks, which belong to the user; its tensors become fake ones."""
     memo = {}
     for module in model.modules():
         memo |= {id(hooks): type(hooks)() for name, hooks in vars(module).items() if name.endswith("_hooks")}
         for tensor in tree_leaves(list(vars(module).values())):
-            if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = nn.Parameter(new_tensor(tensor), tensor.requires_grad)
-            elif isinstance(tensor, torch.Tensor):
-                memo[id(tensor)] = new_tensor(tensor)
+            if isinstance(tensor, torch.Tensor):
+                with fakes:
+                    new = _empty(tensor)
+                memo[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     return copy.deepcopy(model, memo)

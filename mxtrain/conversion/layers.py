@@ -224,7 +224,6 @@ class NormFacts:
 
     Attributes:
         kind: PyTorch's class; the other attributes are its arguments.
-        recognized: class of the module, and how it was recognized, in words.
         add_unit_offset: whether the gain is 1 + weight.
         differs: how the module differs from PyTorch's norm, in words; "" for no difference.
         group_size: size of the groups of features in a norm of x silu(gate); None for other norms.
@@ -235,7 +234,6 @@ class NormFacts:
     eps: float | None
     elementwise_affine: bool = True
     bias: bool = False
-    recognized: str = ""
     add_unit_offset: bool = False
     differs: str = ""
     group_size: int | None = None
@@ -255,9 +253,7 @@ class NormFacts:
         return norm.train(module.training)
 
 
-def find_norms(
-    modules: Mapping[str, nn.Module],
-) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
+def find_norms(modules: Mapping[str, nn.Module]) -> tuple[dict[str, NormFacts], dict[NormKind, dict[str, str]]]:
     """Every norm; and for each kind, modules that are only named like this kind -> what they are, in words.
 
     The model itself is left out: nothing can replace it.
@@ -289,13 +285,12 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
     RMSNorm, as in T5.) An RMSNorm may have a gain of 1 + weight, as in Gemma, or take a gate, as in Mamba-2
     (``_gated_norm``). Any other module whose forward takes more than x is no norm.
     """
-    name, parameters = type(module).__name__, dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     has_bias, is_bare = "bias" in parameters, not dict(module.named_buffers()) and not state_of(module)
     for kind, fused in FUSED_NORMS.items():
         if type(module) in (kind, fused):
-            shape = tuple(module.normalized_shape)
-            offset = getattr(module, "add_unit_offset", False)
-            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, f"{name} by type", offset)
+            shape, offset = tuple(module.normalized_shape), getattr(module, "add_unit_offset", False)
+            return NormFacts(kind, shape, module.eps, module.elementwise_affine, has_bias, offset)
         uses = _USES if kind is nn.RMSNorm else (_WEIGHT,)
         forms = {use: partial(_norm_of_pytorch, kind, use) for use in uses}
         if (
@@ -309,8 +304,7 @@ def norm_facts(module: nn.Module) -> NormFacts | None:
             differs = "" if use in (_WEIGHT, _OFFSET) else "multiplies by its weight before it normalizes"
             if use == _OFFSET and not _adds_in_fp32(module, eps):
                 differs = "rounds 1 + weight to the dtype of its weight"
-            recognized = f"{name} by results and gradients{' (gain 1 + weight)' if use == _OFFSET else ''}"
-            return NormFacts(kind, shape, eps, True, has_bias, recognized, use == _OFFSET, differs)
+            return NormFacts(kind, shape, eps, True, has_bias, use == _OFFSET, differs)
     if parameters.keys() == {"weight"} and is_bare and len(signature(module.forward).parameters) == 2:
         return _gated_norm_facts(module)
     return None
@@ -328,9 +322,8 @@ def _gated_norm_facts(module: nn.Module) -> NormFacts | None:
     if (found := _computed_by(module, forms)) is None:
         return None
     eps, (size, gates_first) = found
-    recognized = f"{type(module).__name__} by results and gradients (with a gate)"
     differs = "" if gates_first else "multiplies by a gate after it normalizes"
-    return NormFacts(nn.RMSNorm, (dim,), eps, True, recognized=recognized, differs=differs, group_size=size)
+    return NormFacts(nn.RMSNorm, (dim,), eps, True, differs=differs, group_size=size)
 
 
 def _gated_norm(size: int, gates_first: bool, x, gate, weight, eps: float) -> torch.Tensor:

@@ -78,7 +78,6 @@ class ToMXNorm:
         return f"{kind}{' with the exact RMS' if self.estimator == 'exact' else ''}, feeds {names}"
 
     def build(self, fqn: str, old: nn.Module) -> MXNorm:
-        """The MXNorm that takes the place of ``old``, called ``fqn``; they share the weight."""
         norm = self.norm.as_norm(old)
         kind, common = GatedMXNorm if self.norm.group_size else MXNorm, dict(recipe=self.recipe, mode=self.mode)
         new = kind.from_rms_norm(norm, p=self.p, estimator=self.estimator, eps=self.eps, **common)
@@ -107,7 +106,6 @@ class ToQuantized:
         return f"{self.kind.__name__}, {self.recipe.name}"
 
     def build(self, fqn: str, old: nn.Module) -> QuantizedLayer:
-        """The layer that takes the place of ``old``, called ``fqn``; they share the parameters."""
         make = QuantizedExperts.from_experts if self.kind is QuantizedExperts else self.kind.from_linear
         new = make(old, recipe=self.recipe, mode=self.mode)
         new.set_seed(self.seed, fqn)
@@ -125,7 +123,6 @@ class ToFusedNorm:
         return FUSED_NORMS[self.norm.kind].__name__
 
     def build(self, fqn: str, old: nn.Module) -> FusedNorm:
-        """The fused norm that takes the place of ``old``; they share the parameters."""
         return FUSED_NORMS[self.norm.kind].from_norm(self.norm.as_norm(old), when_compiled=self.when_compiled)
 
 
@@ -139,11 +136,11 @@ class ToRouter:
         return f"{self.kind.__name__}, in high precision"
 
     def build(self, fqn: str, old: nn.Linear) -> DecomposeKRouter | MXNormRouter:
-        """The router that takes the place of ``old``; they share the parameters."""
         return self.kind.from_linear(old)
 
 
 Swap = ToMXNorm | ToQuantized | ToFusedNorm | ToRouter
+"""``build`` returns the module that takes the place of ``old``, called ``fqn``; they share the parameters"""
 
 
 def _percent(share: float) -> str:
@@ -289,14 +286,11 @@ class Plan:
 
     @property
     def details(self) -> str:
-        """The notes, how norms were recognized, and what every module becomes or why it stays.
+        """The notes, and what every module becomes or why it stays.
 
         Layers with the same text share a line. Modules in high precision have their share of the multiplications.
         """
-        kinds = Counter(swap.norm.recognized for swap in self._swaps_to(ToMXNorm | ToFusedNorm).values())
         lines = [f"  {note}" for note in self.notes]
-        if kinds:
-            lines.append(f"  norms recognized: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}")
         texts = {fqn: str(swap) for fqn, swap in self.swaps.items()}
         texts |= {fqn: f"kept because it {reason}" for fqn, reason in self.skipped.items()}
         shares, total = Counter[str](), self._multiplications

@@ -131,12 +131,7 @@ def _choices(pattern: str, fqns: Collection[str]) -> str:
     return f"one of {', '.join(children)}, or a module inside of one"
 
 
-def survey(
-    model: nn.Module,
-    example_inputs: tuple | Mapping | None = None,
-    *,
-    watch_norms: bool = False,
-) -> Survey:
+def survey(model: nn.Module, example_inputs: tuple | Mapping | None = None, *, watch_norms: bool = False) -> Survey:
     """Look at every module of ``model`` and, with ``watch_norms``, at one forward pass of a copy without data."""
     _refuse_unfit_model(model)
     # A tensor would be taken apart into its rows, and a model may run on one row.

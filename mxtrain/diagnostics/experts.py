@@ -46,9 +46,7 @@ class _ByExpert:
     def __init__(self, experts: int, expert_of_row: torch.Tensor):
         self.experts, self.expert_of_row, self.squares = experts, expert_of_row, {}
 
-    def add(
-        self, name: str, values: torch.Tensor, image: torch.Tensor, owner: torch.Tensor | None, scales=None
-    ) -> None:
+    def add(self, name: str, values: torch.Tensor, image: torch.Tensor, owner: torch.Tensor | None, scales=None):
         """Add rows of ``values`` and what became of them. Without their experts, ``owner``, they are E equal parts.
 
         ``scales``: of an image without its exact tensor scales, fp32 [E].

@@ -42,28 +42,11 @@ from mxtrain.nn.three_gemms import ThreeGEMMs
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
-    """A matrix before its casts.
-
-    Attributes:
-        values: [R, C], fp32.
-        group: the name of the process group that holds the matrix together; None for a whole matrix.
-    """
-
-    values: torch.Tensor
-    group: str | None = None
-
-    @cached_property
-    def signal(self) -> torch.Tensor:
-        """The square root of the sum of squares, fp64 []."""
-        return norm(self.values)
-
-
-@dataclass(frozen=True, eq=False)
 class MeasuredCast:
     """A cast of a matrix [R, C].
 
     Attributes:
+        values: [R, C], fp32, before the cast.
         image: [R, C], the values that the cast's codes and scales stand for.
         recipe: of the cast.
         dim: the dimension along which blocks lie, 0 or 1: the axis that the GEMM reduces over.
@@ -71,9 +54,10 @@ class MeasuredCast:
         tensor_scale: exact, or known before the cast; None if it comes from the values, or the format has none.
         by_row: each row has a tensor scale of its own.
         merges: mode "fp8_merged" merges the codes, with one scale per "tile" or "group" of 128; None otherwise.
+        group: the name of the process group that holds the matrix together; None for a whole matrix.
     """
 
-    matrix: Matrix
+    values: torch.Tensor
     image: torch.Tensor
     recipe: Recipe
     dim: int
@@ -81,10 +65,11 @@ class MeasuredCast:
     tensor_scale: float | torch.Tensor | None = None
     by_row: bool = False
     merges: str | None = None
+    group: str | None = None
 
     @cached_property
     def totals(self) -> Totals:
-        values, recipe = self.matrix.values, self.recipe
+        values, recipe = self.values, self.recipe
         blocks = values.abs().unflatten(self.dim, (-1, recipe.block_size))
         amax, tensor_scale = blocks.amax(self.dim + 1), None
         amax = tile_amax(amax, recipe.block_size, 1 - self.dim) if self.tiles else amax
@@ -93,7 +78,7 @@ class MeasuredCast:
             tensor_scale = tensor_scale.unsqueeze(1) if tensor_scale.ndim else tensor_scale
         elif recipe.tensor_scaled:
             of_matrices = amax.amax(1, keepdim=True) if self.by_row else amax.amax()
-            tensor_scale = recipe.ops.tensor_scales(largest(of_matrices, self.matrix.group))
+            tensor_scale = recipe.ops.tensor_scales(largest(of_matrices, self.group))
         scales, tops = recipe.ops.block_scales(amax, recipe, tensor_scale)
         is_used = amax > 0  # a block of zeros has the smallest scale there is
         counts = {"nonzero": values != 0, "saturated": blocks > tops.unsqueeze(self.dim + 1)}
@@ -104,7 +89,7 @@ class MeasuredCast:
             {"elements": float(values.numel()), **{name: count(mask) for name, mask in counts.items()}, **merged},
             {"scale": torch.where(is_used, scales, math.inf).amin()},
             {"scale": torch.where(is_used, scales, -math.inf).amax()},
-            {"signal": self.matrix.signal, "noise": norm(self.image - values)},
+            {"signal": norm(values), "noise": norm(self.image - values)},
         )
 
 
@@ -133,7 +118,7 @@ class Input:
         rho: inverse RMS estimates, fp32 [R], or [R, groups]; None without an MXNorm.
         gain: the norm's gain [D]; None without.
         estimate: the norm's estimate; None without an MXNorm.
-        group: as in ``Matrix``.
+        group: as in ``MeasuredCast``.
     """
 
     x: torch.Tensor
@@ -143,10 +128,9 @@ class Input:
     group: str | None = None
 
     @cached_property
-    def matrix(self) -> Matrix:
-        """X [R, D], after the norm if there is one."""
-        values = at_least_fp32(self.x) if self.rho is None else scale_rows(self.x, self.rho)
-        return Matrix(values, self.group)
+    def values(self) -> torch.Tensor:
+        """X [R, D], fp32, after the norm if there is one."""
+        return at_least_fp32(self.x) if self.rho is None else scale_rows(self.x, self.rho)
 
     @property
     def groups(self) -> int:
@@ -212,30 +196,30 @@ def linear_casts(
     """
     recipe, split = gemms.recipe, gemms.split
     fprop, dgrad, wgrad = (of_gemm.rounds for of_gemm in recipe.gemms)
-    w_values = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
-    w, grad = Matrix(w_values, split.w), Matrix(at_least_fp32(dy), split.dy)
+    w = at_least_fp32(weight) if given.gain is None else at_least_fp32(weight) * given.gain
+    x, grad = given.values, at_least_fp32(dy)
 
-    def measured(matrix: Matrix, operand: Operand, of_gemm: Recipe, dim: int, tiles: bool = False) -> MeasuredCast:
+    def measured(values, group: str | None, operand: Operand, of_gemm: Recipe, dim: int, tiles=False) -> MeasuredCast:
         image = operand.values if dim == 1 else operand.values.t()
-        return MeasuredCast(matrix, image, of_gemm, dim, tiles, operand.tensor_scale)
+        return MeasuredCast(values, image, of_gemm, dim, tiles, operand.tensor_scale, group=group)
 
     weights = gemms.quantize_weights([weight], given.gain)
     dy_rows, dy_columns = gemms.quantize_gradients([dy], dgrad, wgrad, signs, [draws])
     found = {}
     if fprop:
-        of_w = measured(w, weights[1], recipe.fprop, 1, recipe.fprop.weight_tiles)
+        of_w = measured(w, split.w, weights[1], recipe.fprop, 1, recipe.fprop.weight_tiles)
         found["fprop"] = {"input": _input_along_features(gemms, given), "weight": of_w}
     if dgrad:
-        of_w = measured(w, weights[0], recipe.dgrad, 0, recipe.dgrad.weight_tiles)
-        found["dgrad"] = {"grad": measured(grad, dy_rows, recipe.dgrad.of_gradients, 1), "weight": of_w}
+        of_w = measured(w, split.w, weights[0], recipe.dgrad, 0, recipe.dgrad.weight_tiles)
+        found["dgrad"] = {"grad": measured(grad, split.dy, dy_rows, recipe.dgrad.of_gradients, 1), "weight": of_w}
     if wgrad:
-        x, of = given.matrix, recipe.wgrad
+        of = recipe.wgrad
         x_columns = gemms.quantize_along_tokens(given.x, given.rho, signs, estimate=given.estimate)
         if of.hadamard:
-            x, grad = (Matrix(along_tokens(matrix.values, signs), matrix.group) for matrix in (x, grad))
+            x, grad = along_tokens(x, signs), along_tokens(grad, signs)
         found["wgrad"] = {
-            "grad": measured(grad, dy_columns, of.of_gradients, 0),
-            "input": measured(x, x_columns, of, 0),
+            "grad": measured(grad, split.dy, dy_columns, of.of_gradients, 0),
+            "input": measured(x, given.group, x_columns, of, 0),
         }
     return found
 
@@ -248,12 +232,13 @@ def _input_along_features(gemms: ThreeGEMMs, given: Input) -> MeasuredCast:
         operand, _ = given.normalized(gemms)
         scale = fprop.ops.static_scale(given.x.shape[-1] // given.groups, estimate, fprop)
     scale = operand.tensor_scale if scale is None else scale
-    return MeasuredCast(given.matrix, operand.values, fprop, 1, False, scale, by_row=fprop.tensor_scale == "row")
+    by_row = fprop.tensor_scale == "row"
+    return MeasuredCast(given.values, operand.values, fprop, 1, False, scale, by_row, group=given.group)
 
 
 def product_totals(a: MeasuredCast, b: MeasuredCast) -> Totals:
     """Compare the product of the images of two casts with that of their matrices, both fp32."""
-    exact = matmul(*(_reduced_last(cast.matrix.values, cast.dim) for cast in (a, b)), torch.float32)
+    exact = matmul(*(_reduced_last(cast.values, cast.dim) for cast in (a, b)), torch.float32)
     quantized = matmul(*(_reduced_last(cast.image, cast.dim) for cast in (a, b)), torch.float32)
     return Totals({}, {}, {}, {"signal": norm(exact), "noise": norm(quantized - exact)})
 

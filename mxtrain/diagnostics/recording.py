@@ -101,7 +101,6 @@ class Numerics:
         self._hooks += [(module, partial(self._after_router, fqn)) for fqn, module in watched if fqn in routers]
         self._found: dict[tuple[str, str], Totals] = {}
         self._seen: set[str] = set()
-        self._pending: dict[str, tuple[Input, torch.Tensor | None]] = {}  # with signs; by linear
 
     def is_due(self, step: int) -> bool:
         return step % self.every == 0
@@ -117,7 +116,6 @@ class Numerics:
         """Measure one forward and backward inside of the context, and undo what they change."""
         self._found, self._seen = {}, set()
         with ExitStack() as stack:
-            stack.callback(self._pending.clear)
             devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
             stack.enter_context(torch.random.fork_rng(devices))
             stack.enter_context(kept_buffers(self._parts))
@@ -179,17 +177,14 @@ class Numerics:
                 given = Input(rows[index], x.rho[index], gain, x.made_by.estimate, linear.split.x)
             else:
                 given = Input(rows[index].to(compute_dtype(x)), group=linear.split.x)
-            self._pending[fqn] = given, signs
-            # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
-            y.grad_fn.register_prehook(partial(self._at_gradient, fqn, linear, index))
 
-    def _at_gradient(self, fqn: str, linear: QuantizedLinear, index: torch.Tensor, gradients) -> None:
-        given, signs = self._pending.pop(fqn)
-        (dy,) = gradients
-        if dy is None:
-            return
-        with torch.no_grad():
-            self._measure_linear(fqn, linear, given, dy.reshape(-1, dy.shape[-1])[index], signs)
+            def at_gradient(gradients) -> None:
+                if (dy := gradients[0]) is not None:
+                    with torch.no_grad():
+                        self._measure_linear(fqn, linear, given, dy.reshape(-1, dy.shape[-1])[index], signs)
+
+            # A hook of the node runs after the hooks of its result, in which FSDP2 gathers weights.
+            y.grad_fn.register_prehook(at_gradient)
 
     def _measure_linear(
         self, fqn: str, linear: QuantizedLinear, given: Input, dy: torch.Tensor, signs: torch.Tensor | None
@@ -244,8 +239,6 @@ def check_patterns(patterns: list[str] | None, model: torch.nn.Module) -> None:
             raise ConfigError(
                 f"{FQNS} = {patterns!r}: {pattern!r} matches no swapped norm, linear or experts; "
                 f"'mxtrain doctor --model CONFIG' lists them, such as {swapped[0]!r}"
-                if swapped
-                else f"{FQNS} = {patterns!r}: this model has no swapped module to measure; leave it unset"
             )
 
 

@@ -31,16 +31,10 @@ def combined(a: Totals, b: Totals) -> Totals:
 
 
 def numbers(found: dict[tuple, Totals]) -> dict[tuple, Totals]:
-    """Return the same totals with Python numbers. All tensors of a dtype are read from their device at once."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for totals in found.values():
-        for values in totals:
-            for value in values.values():
-                if isinstance(value, torch.Tensor):
-                    by_dtype.setdefault(value.dtype, []).append(value)
-    read = {}
-    for tensors in by_dtype.values():
-        read |= zip(map(id, tensors), torch.stack(tensors).tolist())
+    """Return the same totals with Python numbers. All tensors are read from their device at once."""
+    values = [value for totals in found.values() for part in totals for value in part.values()]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    read = dict(zip(map(id, tensors), torch.stack([t.double() for t in tensors]).tolist())) if tensors else {}
 
     def as_numbers(values: Values) -> Values:
         return {name: read.get(id(value), value) for name, value in values.items()}

@@ -41,12 +41,9 @@ def shared_seed(parallel_dims, debug_seed: int | None) -> int:
 def draw_by_name(
     model: torch.nn.Module, seed: int, device: torch.device, renamed: Callable[[str], str] = plain_name
 ) -> None:
-    """Make ``model.init_weights`` draw the same weights on every layout.
+    """Make ``init_weights`` of a parallelized model, or of a stage's part, draw the same weights on every layout.
 
-    Args:
-        model: a parallelized model, or the part of it that belongs to a pipeline stage.
-        seed: the same on all ranks.
-        device, renamed: see ``DrawsByName``.
+    Arguments as for ``DrawsByName``, with the same seed on all ranks.
     """
     init_weights = model.init_weights
 
@@ -76,17 +73,11 @@ class DrawsByName(TorchDispatchMode):
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        seed: int,
-        device: torch.device,
-        renamed: Callable[[str], str] = plain_name,
+        self, model: torch.nn.Module, seed: int, device: torch.device, renamed: Callable[[str], str] = plain_name
     ):
         super().__init__()
-        self._seed = seed
-        self._device = device
-        self._draws = Counter()
-        self._names = WeakTensorKeyDictionary()
+        self._seed, self._device = seed, device
+        self._draws, self._names = Counter(), WeakTensorKeyDictionary()
         for name, parameter in model.named_parameters():  # a shared parameter once, under its first name
             self._names[parameter] = renamed(name)
 

@@ -229,8 +229,7 @@ def flat(tables: Mapping, known: Mapping[str, Field], section: str = "") -> Iter
 def fields_of(job_config: type, section: str = "", resume: Resume | None = None) -> dict[str, Field]:
     """Every field of a job config and of its sections, by full name.
 
-    Args:
-        resume: what holds for fields; ``resume`` of a section's class, and the type of a field, may say something else.
+    ``resume`` holds for them, unless ``resume`` of a section's class or the type of a field says something else.
     """
     found, types = {}, get_type_hints(job_config, include_extras=True)
     file = getattr(sys.modules.get(job_config.__module__), "__file__", None)

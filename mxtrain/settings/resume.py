@@ -107,13 +107,9 @@ def checked_start(folder: Path, settings: Settings, processes: int) -> Start:
 
 
 def check_resume(start: Start, settings: Settings, processes: int) -> list[str]:
-    """Compare a run's settings with those of the checkpoint that it resumes from.
+    """Compare a run's settings with those of the checkpoint that it resumes from, if it does not start at step 0.
 
-    Args:
-        start: where the run starts. At step 0 it does not resume, and nothing is compared.
-
-    Returns:
-        One line for the user for every setting, and number of processes, that changes.
+    Returns one line for the user for every setting, and number of processes, that changes.
     """
     if start.step == 0:
         return []
@@ -184,12 +180,10 @@ def _refusal(refused: list[SettingChange], may_change: list[str], checkpoint: Pa
 def settings_before(
     tables: Mapping, known: Mapping[str, Field], defaults: Mapping[str, object] = MappingProxyType({})
 ) -> Settings:
-    """Return the settings of a run so far from the nested tables that it kept, which hold no defaults.
+    """Return the settings of a run so far from the nested tables that it kept, and from the defaults that it had.
 
-    A setting that this version does not know is left out. A value that this version refuses stays as it is.
-
-    Args:
-        defaults: the defaults that the run had, by full name. Of other settings it had those of this version.
+    Defaults have full names; of other settings the run had those of this version. A setting that this version does not
+    know is left out. A value that this version refuses stays as it is.
     """
     had = {**defaults, **dict(flat(tables, known))}
     return Settings(known, {name: _as_checked(known[name], value) for name, value in had.items() if name in known})
@@ -203,21 +197,19 @@ def kept_defaults(known: Mapping[str, Field]) -> dict[str, object]:
     return {name: to_jsonable_python(field.default) for name, field in known.items() if field.resume is not None}
 
 
-def changes(before: Settings, now: Settings, batch_before: int | None, batch_now: int) -> list[SettingChange]:
+def changes(before: Settings, now: Settings, batch_before: int, batch_now: int) -> list[SettingChange]:
     """Return every setting that differs, in the order of the tables, except those whose change has no effect.
 
     A setting of the user's own module is reported.
 
     Args:
-        batch_before, batch_now: sequences per step, over all processes and microbatches; None if unknown.
+        batch_before, batch_now: sequences per step, over all processes and microbatches.
     """
     found = []
     for name, field in now.known.items():
         old, new = before[name], now[name]
         if name == BATCH:
-            old, new = (old if batch_before is None else batch_before), batch_now
-            if old == -1:
-                continue
+            old, new = batch_before, batch_now
         rule = _rule_of_data(before, now) if field.resume is Resume.DATA else field.resume
         # Of several names in a table that match a layer, the last one counts.
         is_same = old == new and (not isinstance(old, dict) or list(old) == list(new))

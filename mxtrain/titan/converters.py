@@ -22,8 +22,6 @@ from mxtrain.settings.check import conflict_of_converters
 from mxtrain.settings.mxnorm_section import FSDP_GATHER, quantizing_among, schedule_in
 from mxtrain.titan.releases import engine
 
-# Stands for debug.seed where that is unset.
-DEFAULT_SEED = 0
 # Facts in run.json.
 _FACTS = ("recipe", "p", "estimator", *SWITCHES, "mode", "eps")
 
@@ -77,7 +75,7 @@ class TitanConverter:
         section = getattr(job_config, self._section)
         settings = {name: getattr(section, name) for name in self._settings if name != "seed"}
         if "seed" in self._settings:
-            settings["seed"] = DEFAULT_SEED if job_config.debug.seed is None else job_config.debug.seed
+            settings["seed"] = job_config.debug.seed or 0
         with self._full_names():
             self.converter = kind(**settings)
 

@@ -22,7 +22,6 @@ from mxtrain.parallel.initial_weights import DrawsByName
 from mxtrain.rng.rounding import set_rounding_step
 from mxtrain.settings.mxnorm_section import quantizing_among
 from mxtrain.settings.read import places
-from mxtrain.titan.converters import DEFAULT_SEED
 from mxtrain.titan.data import first_sequences
 from mxtrain.titan.hugging_face.export import open_run
 from mxtrain.titan.job_config import parse_job_config
@@ -62,7 +61,7 @@ def rehearse(source: Path, folder: Path | None, bound: float, step: int | None =
         job, sized, weights, of = run.settings.values, run.model, run.weights, f"step {run.step}"
         folder = folder or source / "rehearsal"
     device, recipes, tokens = torch.device(default_device_type()), candidates(), job.mxnorm.diagnostics.tokens
-    model, seed = sized.on_meta(), DEFAULT_SEED if job.debug.seed is None else job.debug.seed
+    model, seed = sized.on_meta(), job.debug.seed or 0
     plan = _convert(model, job, seed)
     _give_weights(model, seed, device, weights)
     with os_errors_as(f"{folder} cannot be written"):

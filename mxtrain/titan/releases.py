@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from mxtrain.settings.fields import Problems
+from mxtrain.settings.fields import Problems, Settings
 from mxtrain.settings.releases import lacks, release_name
 
 RELEASE = release_name()
@@ -32,41 +32,30 @@ class Engine(Protocol):
     with_mxtrain: Callable
     """Adds mxtrain to the spec of a user's own model"""
 
-    def register(self) -> None:
-        """Make mxtrain known to TorchTitan, once, when ``mxtrain.titan`` is imported."""
-
-    def models(self) -> Iterable[str]:
-        """The names of all models that somebody has registered."""
-
-    def converters(self) -> Iterable[str]:
-        """The names of all converters that somebody has registered."""
-
-    def sizes_of(self, job: Any) -> dict[str, Any]:
-        """The sizes of a job's model by their names in ``[model_args]``, "vocab_size" and "seq_len"."""
-
-    def layout_problems(self, settings: Any) -> Problems:
-        """Degrees of parallelism that the release does not have for a model."""
-
-    def build_on_meta(self, job: Any) -> nn.Module:
-        """A job's model as TorchTitan builds it before converters, on the meta device."""
-
-    def convertible(self, model: nn.Module) -> AbstractContextManager:
-        """Context in which converters know the modules of ``model``, under the names of TorchTitan 0.2.2."""
-
-    def example_inputs(self, model: nn.Module) -> tuple:
-        """Arguments for one forward pass of a language model without data."""
-
-    def saved_name(self, name: str) -> str:
-        """The name in checkpoints of a module or parameter."""
-
-    def metrics_processor(self, job: Any, parallel_dims: Any) -> Any:
-        """TorchTitan's metrics of a job, without its logger for wandb."""
-
-    def wandb_logger(self, folder: Any, job: Any) -> Any:
-        """TorchTitan's logger for wandb, whose files are in ``folder``."""
-
-    def hugging_face_tokenizer(self, folder: str) -> Any:
-        """The tokenizer in a folder."""
+    register: Callable[[], None]
+    """Makes mxtrain known to TorchTitan, once, when ``mxtrain.titan`` is imported"""
+    models: Callable[[], Iterable[str]]
+    """The names of all models that somebody has registered"""
+    converters: Callable[[], Iterable[str]]
+    """The names of all converters that somebody has registered"""
+    sizes_of: Callable[[Any], dict[str, Any]]
+    """(job) -> the sizes of its model by their names in ``[model_args]``, "vocab_size" and "seq_len"."""
+    layout_problems: Callable[[Settings], Problems]
+    """Degrees of parallelism that the release does not have for a model"""
+    build_on_meta: Callable[[Any], nn.Module]
+    """(job) -> its model as TorchTitan builds it before converters, on the meta device"""
+    convertible: Callable[[nn.Module], AbstractContextManager]
+    """Context in which converters know the modules of a model, under the names of TorchTitan 0.2.2"""
+    example_inputs: Callable[[nn.Module], tuple]
+    """Arguments for one forward pass of a language model without data"""
+    saved_name: Callable[[str], str]
+    """The name in checkpoints of a module or parameter"""
+    metrics_processor: Callable[[Any, Any], Any]
+    """(job, parallel_dims) -> TorchTitan's metrics of a job, without its logger for wandb"""
+    wandb_logger: Callable[[Any, Any], Any]
+    """(folder, job) -> TorchTitan's logger for wandb, whose files are in the folder"""
+    hugging_face_tokenizer: Callable[[str], Any]
+    """The tokenizer in a folder"""
 
 
 def engine() -> Engine:

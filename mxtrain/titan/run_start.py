@@ -7,13 +7,7 @@ from pathlib import Path
 import torch
 
 from mxtrain.checkpoints import terminal
-from mxtrain.checkpoints.folder import (
-    MANIFEST_FILE,
-    DamagedCheckpoint,
-    check_hashes,
-    clear_leftovers,
-    package_versions,
-)
+from mxtrain.checkpoints.folder import MANIFEST_FILE, DamagedCheckpoint, check_hashes, clear_leftovers, package_versions
 from mxtrain.checkpoints.run_folder import CONFIG_FILE, lock_owner
 from mxtrain.checkpoints.start import Start, interrupted_after, require_folder
 from mxtrain.config import dump_config, load_config

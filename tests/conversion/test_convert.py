@@ -81,7 +81,6 @@ def test_fused_norm_swaps_every_norm_and_no_linear():
     assert model.norm.when_compiled == "kernel"
     assert str(report).splitlines() == [
         "fused_norm: 5 norms swapped, 0 kept",
-        "  norms recognized: 5 RMSNorm by type",
         "  layers.0-1.attention_norm: FusedRMSNorm",
         "  layers.0-1.ffn_norm: FusedRMSNorm",
         "  norm: FusedRMSNorm",

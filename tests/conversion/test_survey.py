@@ -18,7 +18,7 @@ def test_a_survey_holds_the_facts_of_a_model():
     assert list(facts.fqns)[:4] == ["tok_embeddings", "layers", "layers.0", "layers.0.attention_norm"]
     assert facts.blocks == ("layers.0", "layers.1")
     assert list(facts.norms) == [f"layers.{i}.{n}" for i in (0, 1) for n in ("attention_norm", "ffn_norm")] + ["norm"]
-    assert facts.norms["layers.1.ffn_norm"] == NormFacts(nn.RMSNorm, (64,), 1e-6, recognized="RMSNorm by type")
+    assert facts.norms["layers.1.ffn_norm"] == NormFacts(nn.RMSNorm, (64,), 1e-6)
     assert not any(facts.lookalikes.values())
     assert len(facts.linears) == 15 and facts.linears["output"].out_features == 96
     uses: Uses = facts.uses

@@ -8,7 +8,6 @@ import torch
 from mxtrain.diagnostics import linears
 from mxtrain.diagnostics.linears import (
     Input,
-    Matrix,
     MeasuredCast,
     cast_figures,
     linear_figures,
@@ -124,7 +123,7 @@ def test_scales_of_output_gradients_are_those_of_their_own_format():
 
 def totals_of_product(a, b, b_cast):
     pairs = ((a, a), (b, b_cast))
-    return numbers({"": product_totals(*(MeasuredCast(Matrix(values), image, None, 1) for values, image in pairs))})[""]
+    return numbers({"": product_totals(*(MeasuredCast(values, image, None, 1) for values, image in pairs))})[""]
 
 
 def test_the_error_of_a_product_by_hand():
@@ -143,7 +142,7 @@ FLOOR, RCEIL, NVFP4 = get_recipe("mxfp8", scale_rounding="floor"), get_recipe("m
 
 
 def totals_of(values, recipe, image, dim=1, **options):
-    return numbers({"": MeasuredCast(Matrix(values), image, recipe, dim, **options).totals})[""]
+    return numbers({"": MeasuredCast(values, image, recipe, dim, **options).totals})[""]
 
 
 def test_a_block_by_hand():
@@ -216,7 +215,7 @@ def test_a_tensor_scale_is_that_of_the_matrix_in_all_processes(monkeypatch):
     monkeypatch.setattr(linears, "largest", lambda amax, group: amax * {None: 1, "others": 1024}[group])
     recipe, values = get_recipe("nvfp4_dynamic").fprop, torch.randn(16, 32)
     exponents = [
-        cast_figures(MeasuredCast(Matrix(values, group), values, recipe, 1).totals)["scale_max_exponent"]
+        cast_figures(MeasuredCast(values, values, recipe, 1, group=group).totals)["scale_max_exponent"]
         for group in (None, "others")
     ]
     assert exponents[0] - exponents[1] == 10

@@ -131,8 +131,6 @@ def test_sequences_per_step_are_compared_in_effect():
         assert compare({"training.local_batch_size": 4}, now) == []
     assert compare({}, {}, batch_before=8, batch_now=4) == [SettingChange("training.global_batch_size", 8, 4, True)]
     # A run that does not say its number of processes may have said its batch.
-    assert compare({}, {}, batch_before=None) == []
-    assert len(compare({"training.global_batch_size": 8}, {}, batch_before=None, batch_now=4)) == 1
 
 
 def test_streamed_text_has_no_hash_and_must_stay(lines):

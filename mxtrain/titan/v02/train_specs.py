@@ -49,7 +49,7 @@ def register() -> None:
         "deepseek_v3": deepseek_v3_spec(),
     }
     for name, spec in specs.items():
-        register_train_spec(name, _with_mxtrain(name, spec))
+        register_train_spec(name, replace(with_mxtrain(spec), model_args=Flavors(name, spec.model_args)))
 
 
 def with_mxtrain(spec: TrainSpec) -> TrainSpec:
@@ -61,13 +61,9 @@ def with_mxtrain(spec: TrainSpec) -> TrainSpec:
     Args:
         spec: of a model of TorchTitan or of the user. Its arguments are a dataclass with ``vocab_size``.
     """
-    return _with_mxtrain(None, spec)
-
-
-def _with_mxtrain(model: str | None, spec: TrainSpec) -> TrainSpec:
     return replace(
         spec,
-        model_args=Flavors(model, spec.model_args),
+        model_args=Flavors(None, spec.model_args),
         parallelize_fn=checked_parallelize(spec.parallelize_fn),
         pipelining_fn=spec.pipelining_fn and checked_pipeline(spec.pipelining_fn),
         build_optimizers_fn=functools.partial(build_optimizers, spec.build_optimizers_fn),

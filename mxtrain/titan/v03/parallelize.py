@@ -65,22 +65,17 @@ def name_in_022(name: str) -> str:
 
 @contextmanager
 def convertible(model: nn.Module) -> Iterator[None]:
-    model.named_modules, model.get_submodule = MethodType(_named_modules, model), MethodType(_get_submodule, model)
+    model.named_modules = MethodType(_named_modules, model)
     try:
         with plain_modules(model):
             yield
     finally:
-        del model.named_modules, model.get_submodule
+        del model.named_modules
 
 
 def _named_modules(model: nn.Module, *args, **kwargs) -> Iterator[tuple[str, nn.Module]]:
     for name, module in type(model).named_modules(model, *args, **kwargs):
         yield name_in_022(name), module
-
-
-def _get_submodule(model: nn.Module, target: str) -> nn.Module:
-    found = dict(model.named_modules(remove_duplicate=False)).get(target)
-    return type(model).get_submodule(model, target) if found is None else found
 
 
 def with_converters(spec: ModelSpec, job_config) -> ModelSpec:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch.nn as nn
 import torchtitan.trainer as titan
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
@@ -67,7 +67,10 @@ class Trainer(TrainingRun, LoggingTrainer):
         job_config = self.job_config
 
         def checkpoint(optimizers, lr_schedulers, **parts):
-            states = {"optimizers": OptimizerStates(optimizers), "lr_schedulers": SchedulerStates(lr_schedulers)}
+            # Of what the first scheduler saves, 0.3 restores the number of steps.
+            save, load = lr_schedulers.schedulers[0].state_dict, lr_schedulers.load_state_dict
+            schedule = SimpleNamespace(state_dict=save, load_state_dict=load)
+            states = {"optimizers": _optimizer_states(optimizers), "lr_schedulers": schedule}
             return Checkpointer(self, checkpoint_config=job_config.checkpoint, **states, **parts)
 
         def dataloader(dp_world_size, dp_rank, tokenizer, **_):
@@ -117,34 +120,19 @@ class _Rows:
 # States are saved as 0.2.2 saves them, so that each release resumes from checkpoints of the other.
 
 
-class OptimizerStates(Stateful):
+def _optimizer_states(optimizers: OptimizersContainer) -> Stateful:
     """Moments and settings of every parameter by its name in 0.2.2: "state.layers.0.attention.wq.weight.exp_avg"."""
 
-    def __init__(self, optimizers: OptimizersContainer):
-        self._optimizers = optimizers
+    def state_dict() -> dict:
+        return {_renamed(key): value for key, value in optimizers.state_dict().items()}
 
-    def state_dict(self) -> dict:
-        return {_renamed(key): value for key, value in self._optimizers.state_dict().items()}
+    def load_state_dict(state: dict) -> None:
+        optimizers.load_state_dict({key: state[_renamed(key)] for key in optimizers.state_dict()})
 
-    def load_state_dict(self, state_dict: dict) -> None:
-        keys = {key: _renamed(key) for key in self._optimizers.state_dict()}
-        self._optimizers.load_state_dict({key: state_dict[saved] for key, saved in keys.items()})
+    return SimpleNamespace(state_dict=state_dict, load_state_dict=load_state_dict)
 
 
 def _renamed(key: str) -> str:
     kind, _, rest = key.partition(".")
     name, _, last = rest.rpartition(".")
     return f"{kind}.{name_in_022(name)}.{last}"
-
-
-class SchedulerStates(Stateful):
-    """What the first scheduler saves. Of that, 0.3 restores the number of steps."""
-
-    def __init__(self, schedulers: LRSchedulersContainer):
-        self._schedulers = schedulers
-
-    def state_dict(self) -> dict:
-        return self._schedulers.schedulers[0].state_dict()
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        self._schedulers.load_state_dict(state_dict)
