@@ -12,11 +12,11 @@ from mxtrain.conversion.layers import find_experts
 from mxtrain.conversion.schedule import attach_schedule, set_step
 from mxtrain.formats.schedule import parse_entries
 from mxtrain.nn.experts import QuantizedExperts
-from mxtrain.titan.v02.train_specs import histc
 from tests.support.conversion_models import DIM, TOKENS, loss
 from tests.support.converter_checks import model_and_args
 
 moe = pytest.importorskip("torchtitan.models.moe.moe", reason="mixtures of experts of TorchTitan 0.2.2")
+from mxtrain.titan.v02.train_specs import histc  # noqa: E402
 
 EXPERTS = "layers.0.moe.experts"
 

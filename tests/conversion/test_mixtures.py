@@ -14,9 +14,9 @@ from mxtrain.nn.experts import QuantizedExperts
 from mxtrain.nn.mixture import MXNormRouter
 from mxtrain.nn.mxnorm import MXNorm
 from mxtrain.nn.ready_weights import ReadyWeights
-from mxtrain.titan.v02.train_specs import histc
 
 moe = pytest.importorskip("torchtitan.models.moe.moe", reason="mixtures of experts of TorchTitan 0.2.2")
+from mxtrain.titan.v02.train_specs import histc  # noqa: E402
 
 DIM, HIDDEN = 64, 96
 AFTER = dict(num_experts=8, top_k=2, use_grouped_mm=False, score_before_experts=False)
