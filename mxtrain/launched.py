@@ -14,6 +14,8 @@ from mxtrain.files import replace_file
 
 COMPARISON_VARIABLE = "MXTRAIN_COMPARISON_PID"
 """Environment variable by which ``mxtrain compare`` tells its runs its process id"""
+COMPILE_VARIABLE = "MXTRAIN_COMPILES"
+"""Environment variable by which ``mxtrain train`` tells its workers that they will compile for a GPU"""
 START_VARIABLE = "MXTRAIN_START"
 """Environment variable by which ``mxtrain train`` tells its workers where the run starts, as JSON"""
 STOP_FILE_VARIABLE = "MXTRAIN_STOP_FILE"

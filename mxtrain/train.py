@@ -9,7 +9,7 @@ import sys
 
 from mxtrain.cli.console import hide_library_warnings, open_closed_streams, take_verbose
 from mxtrain.cli.doctor import warn_of_untested_packages
-from mxtrain.launched import START_VARIABLE, end_with_launcher, let_memory_segments_grow
+from mxtrain.launched import COMPILE_VARIABLE, START_VARIABLE, end_with_launcher, let_memory_segments_grow
 
 if __name__ == "__main__":
     open_closed_streams()
@@ -24,6 +24,10 @@ if __name__ == "__main__":
     if START_VARIABLE not in os.environ and os.environ.get("RANK") == "0":
         warn_of_untested_packages()
     # Imported here because PyTorch, torchao and TorchTitan warn while they are imported.
+    if COMPILE_VARIABLE in os.environ:
+        from mxtrain.compile.passes import start_compile_workers
+
+        start_compile_workers()
     from mxtrain.titan.train import work
 
     sys.exit(work(arguments, verbose))

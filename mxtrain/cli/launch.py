@@ -22,7 +22,7 @@ from mxtrain.checkpoints.start import require_folder
 from mxtrain.cli.doctor import nvidia_gpus, warn_of_untested_packages
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.files import reason
-from mxtrain.launched import START_VARIABLE, import_flags, stop_signals
+from mxtrain.launched import COMPILE_VARIABLE, START_VARIABLE, import_flags, stop_signals
 from mxtrain.settings.machine import Machine
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
@@ -64,6 +64,8 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
                 start = checked_start(folder, settings, processes)
             print(f"mxtrain: run folder {folder}", flush=True)
             own = {START_VARIABLE: json.dumps(start.to_json()), **worker_defaults(os.environ, processes, devices)}
+            if devices and settings["compile.enable"]:
+                own[COMPILE_VARIABLE] = "1"
             worker_arguments = [*arguments, "--job.dump_folder", str(folder), *worker_flags]
             status = run_workers(worker_arguments, processes, folder, own)
         except ConfigError:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import config, custom_graph_pass
-from torch._inductor.async_compile import shutdown_compile_workers
+from torch._inductor.async_compile import maybe_warm_pool, shutdown_compile_workers
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import needs_realized_inputs
 from torch.fx import Graph
@@ -53,6 +53,15 @@ class _Passes(InferenceAware or CustomGraphPass):
         theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
         files = tuple(map(str, sorted(Path(__file__).parents[1].rglob("*.py"))))  # compiled graphs hold kernels
         return None if None in theirs else (get_hash_for_files(files), *theirs)
+
+
+def start_compile_workers() -> None:
+    """Start compile workers while the rest is imported and built.
+
+    A pool takes seconds to start. Until then, the training process itself compiles kernels, one by one.
+    """
+    os.environ.setdefault(VARIABLE, "1")
+    maybe_warm_pool()
 
 
 def install() -> None:

@@ -14,7 +14,7 @@ import torch
 
 from mxtrain.cli import doctor, launch
 from mxtrain.errors import ConfigError
-from mxtrain.launched import ALLOCATOR_VARIABLES
+from mxtrain.launched import ALLOCATOR_VARIABLES, COMPILE_VARIABLE
 from tests.support.forked import Forked
 
 FAKE_WORKER = """
@@ -63,6 +63,9 @@ else:
 """
 
 
+COMPILE = "--compile.enable"
+
+
 @pytest.fixture
 def launched(tmp_path, monkeypatch, capfd):
     """Run ``launch.train`` on the fake worker in an empty folder; returns (status, stdout, stderr)."""
@@ -104,6 +107,15 @@ def test_a_run_gets_a_folder_and_its_flags(launched, tmp_path):
     assert out == f"mxtrain: run folder {relative}\nworker 0 speaks\n"  # the worker prints its own summary
     assert err == ""
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "metrics.jsonl", "rank0.json"]
+
+
+@pytest.mark.parametrize(("devices", "flags", "compiles"), [(1, [], None), (1, [COMPILE], "1"), (0, [COMPILE], None)])
+def test_workers_know_early_that_they_compile_for_a_gpu(launched, monkeypatch, devices, flags, compiles):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(launch, "run_workers", lambda *args: seen.append(args[-1]) or 0)
+    launched("--model.converters=", *flags)
+    assert [environment.get(COMPILE_VARIABLE) for environment in seen] == [compiles]
 
 
 def test_files_in_the_current_folder_do_not_stand_in_for_packages(tmp_path, monkeypatch):

@@ -113,6 +113,16 @@ def test_compile_workers_begin_anew_once(monkeypatch):
     assert [environment[passes.VARIABLE] for environment in ended] == ["1"]
 
 
+def test_workers_that_begin_early_stay(monkeypatch):
+    monkeypatch.delenv(passes.VARIABLE, raising=False)
+    seen = []
+    monkeypatch.setattr(passes, "maybe_warm_pool", lambda: seen.append(os.environ[passes.VARIABLE]))
+    monkeypatch.setattr(passes, "shutdown_compile_workers", lambda: seen.append("shut down"))
+    passes.start_compile_workers()
+    passes.install()
+    assert seen == ["1"]
+
+
 def test_caches_tell_versions_of_the_passes_apart(monkeypatch):
     """By the text of all files of the package: graphs hold kernels, too."""
     passes.install()
