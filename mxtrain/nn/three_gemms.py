@@ -352,14 +352,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         cls, linear: nn.Linear, *, recipe: str | LinearRecipe = DEFAULT_RECIPE, mode: Mode = "auto"
     ) -> Self:
         """Return the same layer, sharing the parameters of ``linear`` (which may be on the meta device)."""
-        new = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            recipe=recipe,
-            mode=mode,
-            device="meta",
-        )
+        features, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
+        new = cls(*features, has_bias, recipe=recipe, mode=mode, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 

@@ -19,15 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import (
-    Cast,
-    as_bytes,
-    block_amax,
-    by_dim,
-    empty_casts,
-    flat,
-    tile_start,
-)
+from mxtrain.formats.cast_kernels import Cast, as_bytes, block_amax, by_dim, empty_casts, flat, tile_start
 from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,

@@ -23,13 +23,7 @@ from mxtrain.formats.norm_kernel import (
     powers_near,
     whole_blocks,
 )
-from mxtrain.formats.nvfp4.arithmetic import (
-    BLOCK,
-    STORAGE,
-    amax_across,
-    pack_nearest_words,
-    tensor_scale_bits,
-)
+from mxtrain.formats.nvfp4.arithmetic import BLOCK, STORAGE, amax_across, pack_nearest_words, tensor_scale_bits
 from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import separated
 from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp4, next_power_of_2, register_op

@@ -13,21 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import (
-    Cast,
-    as_bytes,
-    by_dim,
-    empty_casts,
-    flat,
-    tile_start,
-)
+from mxtrain.formats.cast_kernels import Cast, as_bytes, by_dim, empty_casts, flat, tile_start
 from mxtrain.formats.mx.arithmetic import round_to_element
-from mxtrain.formats.nvfp4.arithmetic import (
-    BLOCK,
-    STORAGE,
-    amax_across,
-    pack_nearest,
-)
+from mxtrain.formats.nvfp4.arithmetic import BLOCK, STORAGE, amax_across, pack_nearest
 from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
