@@ -225,21 +225,9 @@ def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, ha
 
 
 def _launches(
-    parts: list[torch.Tensor],
-    axis: int,
-    row_factor: torch.Tensor | None,
-    column_factor: torch.Tensor | None,
-    source: torch.Tensor | None,
-    to_bf16: bool,
-    experts: int,
-    hadamard: bool,
-    along_rows: bool,
-    along_columns: bool,
-    element: str,
-    scale_rounding: str,
-    form: str,
-    tiles: bool = False,
-) -> tuple[list[torch.Tensor], list[Launch]]:
+    parts, axis: int, row_factor, column_factor, source, to_bf16: bool, experts: int, hadamard: bool,
+    along_rows: bool, along_columns: bool, element: str, scale_rounding: str, form: str, tiles: bool = False,
+) -> tuple[list[torch.Tensor], list[Launch]]:  # fmt: skip
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part.
 
     ``to_bf16`` rounds fp32 parts to bf16 first. With ``source``, there is one part. ``experts`` as for ``cast``.
@@ -288,9 +276,7 @@ CAST = register_op(
 )
 
 
-def _tile_launches(
-    parts: list[torch.Tensor], gain: torch.Tensor | None, experts: int, *settings
-) -> tuple[list[torch.Tensor], list[Launch]]:
+def _tile_launches(parts, gain, experts: int, *settings) -> tuple[list[torch.Tensor], list[Launch]]:
     return _launches(parts, 0, None, gain, None, False, experts, False, *settings, tiles=True)
 
 

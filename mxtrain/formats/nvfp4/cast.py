@@ -181,17 +181,7 @@ def _nvfp4_cast_kernel(
 
 
 def _launches(
-    parts: list[torch.Tensor],
-    axis: int,
-    row_factor: torch.Tensor | None,
-    column_factor: torch.Tensor | None,
-    tensor_scales: torch.Tensor,
-    dims: list[int],
-    signs: torch.Tensor | None,
-    draws: list[torch.Tensor],
-    ends: torch.Tensor | None,
-    form: str,
-    error: str = "",
+    parts, axis: int, row_factor, column_factor, tensor_scales, dims, signs, draws, ends, form: str, error: str = ""
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
     whole = list(parts[0].shape)

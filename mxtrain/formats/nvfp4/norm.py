@@ -161,9 +161,7 @@ def _launch(x: torch.Tensor, *settings, given: torch.Tensor | None = None) -> tu
     return results, launch
 
 
-def _launch_rows(
-    parts: list[torch.Tensor], given: torch.Tensor | None, form: str, error: str
-) -> tuple[list[torch.Tensor], Launch | None]:
+def _launch_rows(parts, given, form: str, error: str) -> tuple[list[torch.Tensor], Launch | None]:
     return _launch(*parts, None, 2, "none", 0.0, 1.0, form, None, error, given=given)
 
 

@@ -85,14 +85,7 @@ def _nvfp4_weight_kernel(
         )  # fmt: skip
 
 
-def _launches(
-    parts: list[torch.Tensor],
-    tensor_scales: list[torch.Tensor],
-    gain: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    form: str,
-    error: str = "",
-) -> tuple[list[torch.Tensor], list[Launch]]:
+def _launches(parts, tensor_scales, gain, ends, form: str, error: str = "") -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     results = empty_casts(STORAGE, rows, columns, True, form != "image", form, parts[0].device)

@@ -375,12 +375,7 @@ def _softmax_kernel(
 
 
 def decompose_k_by_plan(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: str | None,
-    out_dtype: torch.dtype,
-    plan: Plan,
+    a: torch.Tensor, b: torch.Tensor, bias, epilogue: str | None, out_dtype: torch.dtype, plan: Plan
 ) -> tuple[torch.Tensor, tuple[Launch, ...]]:
     """The result, and the launches that fill it; see ``decompose_k``."""
     (rows, depth), columns = a.shape, b.shape[1]
@@ -424,12 +419,7 @@ def decompose_k_by_plan(
 
 
 def decompose_k(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: str | None,
-    out_dtype: torch.dtype,
-    plan: Plan,
+    a: torch.Tensor, b: torch.Tensor, bias, epilogue: str | None, out_dtype: torch.dtype, plan: Plan
 ) -> torch.Tensor:
     """epilogue(a b + bias) [M, N], with the arguments of ``mxtrain.decompose_k_mm``, which checks them.
 
