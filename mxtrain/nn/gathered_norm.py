@@ -94,20 +94,28 @@ class GatherThenNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, split_key: str, is_compiled: bool):
         split = from_key(split_key)
-        whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
-        recipe = from_key(recipe_key)
-        xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
+        h, whole, rho, *xhat = normalize_whole(ctx, x, estimate_key, recipe_key, mode, split)
         own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, own)
         ctx.mode, ctx.split, ctx.is_compiled = mode, split, is_compiled
-        ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
-        return without_data(whole, whole.shape), whole, rho, *xhat
+        return h, whole, rho, *xhat
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dxhat: torch.Tensor, *_):
         return _norm_backward(ctx, saved, dxhat), *[None] * 5
+
+
+def normalize_whole(
+    ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, split: SplitSequences
+) -> tuple:
+    """The results of a forward that gathers shards x before the norm, of which h alone is differentiable."""
+    whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
+    recipe = from_key(recipe_key)
+    xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
+    return without_data(whole, whole.shape), whole, rho, *xhat
 
 
 @untraced
