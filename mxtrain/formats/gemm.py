@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, grouped_mm, scaled_grouped_mm, scaled_mm
 
-from mxtrain.formats.matrices import Operand, converted
+from mxtrain.formats.matrices import Operand, converted, scale_of_product
 from mxtrain.formats.recipe import LONGEST_BLOCK
 from mxtrain.launch.functions import define_op
 
@@ -234,9 +234,8 @@ def _scales_of_rows(a: Operand, b: Operand, ends: torch.Tensor) -> torch.Tensor 
     if a.tensor_scale is None and b.tensor_scale is None:
         return None
     groups = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True).clamp(max=len(ends) - 1)
-    found = [of.tensor_scale for of in (a, b) if of.tensor_scale is not None]
-    found = [scales if scales.shape[0] == rows else scales[groups] for scales in found]
-    return found[0] if len(found) == 1 else found[0] * found[1]
+    found = (of.tensor_scale for of in (a, b))
+    return scale_of_product(*(s if s is None or s.shape[0] == rows else s[groups] for s in found))
 
 
 def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:

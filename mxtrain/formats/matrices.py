@@ -39,10 +39,9 @@ class Operand(NamedTuple):
         return self.data if self.tensor_scale is None else self.data.float() * self.tensor_scale.unsqueeze(-1)
 
 
-def scale_of_product(a: Operand, b: Operand) -> torch.Tensor | None:
-    """Return what the product of operands without ``scales`` is to be multiplied by, fp32, as ``Operand``'s."""
-    found = [operand.tensor_scale for operand in (a, b) if operand.tensor_scale is not None]
-    return None if not found else found[0] if len(found) == 1 else found[0] * found[1]
+def scale_of_product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what the product of operands with these tensor scales is to be multiplied by; None stands for 1."""
+    return a if b is None else b if a is None else a * b
 
 
 class Codes(NamedTuple):
