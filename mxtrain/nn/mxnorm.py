@@ -32,9 +32,8 @@ import torch.nn.functional as F
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
-from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
+from mxtrain.formats.hardware import Mode, mode_in_forward
 from mxtrain.formats.matrices import Operand
-from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.formats.schedule import LayerState
 from mxtrain.launch import from_key
@@ -214,9 +213,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
         mode: Mode = "auto",
         **factory_kwargs,
     ):
-        self.recipe = get_recipe(recipe)
-        check_mode(mode, self.recipe)
-        self.mode = mode
+        self._set_recipe(recipe, mode)
         fprop = self.recipe.fprop
         self.estimate = RMSEstimate.for_recipe(fprop, p, estimator, eps)
         require_positive_integer("dim", dim)

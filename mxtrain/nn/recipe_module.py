@@ -3,6 +3,8 @@
 import torch
 import torch.nn as nn
 
+from mxtrain.formats.hardware import Mode, check_mode
+from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import FORMATS, LinearRecipe
 from mxtrain.formats.schedule import LayerState, Timeline
 from mxtrain.rng.rounding import position_as_set, random_position
@@ -30,6 +32,11 @@ class RecipeModule(nn.Module):
     def fqn(self) -> str:
         """The name that ``set_seed`` was given, for messages."""
         return self._fqn
+
+    def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
+        self.recipe = get_recipe(recipe)
+        check_mode(mode, self.recipe)
+        self.mode = mode
 
     def set_seed(self, seed: int, fqn: str) -> None:
         """Take the random numbers of layer ``fqn`` in a job with this seed.

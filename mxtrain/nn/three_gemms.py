@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.hardware import MERGED, VALUE_MODES, Mode, check_mode, mode_in_forward, operand_mode
+from mxtrain.formats.hardware import MERGED, VALUE_MODES, Mode, mode_in_forward, operand_mode
 from mxtrain.formats.matrices import CastSpec, Operand, joined_values, values_dtype
 from mxtrain.formats.mx.merged import why_not_merged
 from mxtrain.formats.mxnorm import scale_rows
-from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
 from mxtrain.formats.schedule import LayerState
 from mxtrain.launch import from_key
@@ -282,11 +281,6 @@ class QuantizedLayer(RecipeModule):
     runs_wgrad = True
     gathers_codes = False
     """Whether FSDP gives the weights as values of codes, times the gain (``mxtrain.parallel.fsdp_gather``)"""
-
-    def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
-        self.recipe = get_recipe(recipe)
-        check_mode(mode, self.recipe)
-        self.mode = mode
 
     def __getstate__(self) -> dict:
         # Nothing would renew the operands of a copy.
