@@ -177,8 +177,7 @@ def block_of_rows(mode: str) -> int:
 def make_groups(counts: torch.Tensor, tokens: int, block: int) -> Groups:
     """Place ``tokens`` rows, of which expert e owns the next counts[e], into groups of whole blocks.
 
-    Args:
-        counts: integers [E]. Their sum is at most ``tokens``; the rows that are left belong to no expert.
+    ``counts`` are integers [E] with a sum of at most ``tokens``; the rows that are left belong to no expert.
     """
     counts = counts.to(torch.int64)
     ends = counts.cumsum(0)

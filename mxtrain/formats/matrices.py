@@ -182,15 +182,10 @@ def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def tile_amax(amax: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Give the blocks of a square tile the largest of their maxima.
+    """Give the blocks of a square tile the largest of their maxima ``amax``, any shape; NaN if any block has NaN.
 
-    Args:
-        amax: maxima of blocks of ``size`` elements, any shape.
-        size: blocks of a tile along ``dim``. The last tile may be incomplete.
-        dim: the dimension across the blocks.
-
-    Returns:
-        The maxima of the tiles, shape of ``amax``. NaN if any block has NaN.
+    A tile has ``size`` blocks of ``size`` elements along ``dim``, the dimension across the blocks. The last tile may be
+    incomplete.
     """
     across = amax.movedim(dim, -1)
     length = across.shape[-1]

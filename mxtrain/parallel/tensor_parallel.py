@@ -49,8 +49,7 @@ def choose_gathers(model: nn.Module, gather: str) -> None:
 def check_part(fqn: str, linear: QuantizedLinear, by_output: bool, processes: int) -> None:
     """Raise ConfigError unless every process's part of a linear is whole blocks, and a bias is added once.
 
-    Args:
-        by_output: whether the linear is split by output features, not by input features.
+    The linear is split ``by_output`` features, or else by input features.
     """
     if linear.bias is not None and not by_output:
         raise ConfigError(

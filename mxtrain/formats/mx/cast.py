@@ -311,13 +311,8 @@ def cast(
             dimension 0; of 4 bits, half as wide) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales
             flat in the 128x4 layout; "image": the bf16 values [R, C] of codes and scales, not transposed; of
             ``MERGED_FORMS``: as ``mxtrain.formats.mx.merged.merge``, C a multiple of 128 along dimension 1.
-        row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32. For a single matrix only.
-        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
-        axis: 0 for matrices one below the other, 1 for matrices side by side.
-        source: int64 [S]. The matrix that is cast is then [S, C], and its row i is row source[i] of x; a row of zeros
-            where source[i] is negative. For a single matrix without row_factor.
-        experts: every matrix is so many stacked experts of equal height, each of whole blocks. Matrices one below the
-            other are then joined expert by expert.
+        row_factor, column_factor, axis, source, experts: as in ``CastSpec``. Factors are bf16 or fp32. A row factor is
+            for a single matrix without ``source``; matrices side by side have no column factor.
         hadamard: transform X along dimension 0 before the cast along it. That image has R rounded up as well.
 
     Returns:

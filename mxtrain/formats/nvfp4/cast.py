@@ -250,14 +250,10 @@ def nvfp4_cast(
         dims: the dimensions to cast along.
         signs: int64, one number, from ``rng.seeds.sign_mask``. Transforms along dimension 0 before the cast along it.
             None skips the transform.
-        draws: int64 [4] for each part, the key and position of the random bits with which every cast rounds
-            stochastically (``mxtrain.rng.rounding.Draws``). Empty: rounds to nearest.
-        row_factor: bf16 or fp32 [R], multiplied in first, in fp32. For a single matrix only.
-        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
-        axis: 0 for matrices one below the other, 1 for matrices side by side.
-        ends: int32 [G], multiples of 16, the ends of groups of rows of a single matrix, for form "image". Each group is
-            cast as a matrix of its own: tensor scales are [G, 1 or 2], draws int64 [G, 4]. Rows beyond the last end:
-            any values.
+        draws: as in ``CastSpec``, for every cast. Empty: rounds to nearest.
+        row_factor, column_factor, axis: as in ``CastSpec``. Factors are bf16 or fp32. A row factor is for a single
+            matrix; matrices side by side have no column factor.
+        ends: as in ``CastSpec``, for a single matrix and form "image". Tensor scales are then [G, 1 or 2].
         error: "mae" or "mse": rounds to nearest with four over six, whose ``error`` that is. Tensor scales are then
             replaced by largest magnitudes, and an image is element * block scale.
 

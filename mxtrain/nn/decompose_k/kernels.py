@@ -106,11 +106,7 @@ def choose(
 ) -> Choice:
     """Choose how a product [M, K] by [K, N] of ``dtype`` is computed on ``device``.
 
-    Args:
-        rows: M.
-        columns: N.
-        depth: K.
-        along_k: whether the operands ``lie_along_k``.
+    ``rows``, ``columns`` and ``depth`` are M, N and K. ``along_k`` says whether the operands ``lie_along_k``.
     """
     gpu = sm_count(device), shared_memory(device)
     return choose_for_range(*ranges(rows, columns, depth), along_k, dtype.itemsize, *gpu)
