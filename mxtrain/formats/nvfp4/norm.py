@@ -191,11 +191,7 @@ def nvfp4_norm(
         tensor_scale: a power of two, at least ``TENSOR_SCALE_MIN``. Elements beyond
             6 * 448 * tensor_scale saturate, and with ``formats.nvfp4.static_tensor_scale`` none does. None: each row
             has its own, ``reference.power_of_two_tensor_scale`` of the row, a result for "codes" and "blocked".
-        form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
-            scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
-            tensor_scale, exact).
-        error: "mae" or "mse": the cast is that of four over six, whose ``error`` that is. Tensor scales are then
-            replaced by largest magnitudes, and an image is element * block scale.
+        form, error: as for ``nvfp4_cast`` along dimension 1.
 
     Raises:
         ValueError: for longer rows.
