@@ -87,7 +87,7 @@ class CastSpec(NamedTuple):
         row_factor: [R], multiplied in before the cast, in fp32 (fp64 for fp64), without rounding in between.
         column_factor: [C], likewise.
         signs: packed signs of the Hadamard transform along dimension 0, int64 []; None without a transform.
-        draws: for each matrix what its random bits come from (``mxtrain.rng.rounding.Draws``); None, or a recipe that
+        draws: for each matrix what its random bits come from (``mxtrain.nn.recipe_module``); None, or a recipe that
             rounds to nearest: round to nearest.
         tensor_scale: a power of two, or under four over six a largest magnitude. None takes it from X.
         group: name of the process group that holds X together; None for a whole X. The processes share a tensor scale;

@@ -79,7 +79,7 @@ class RecipeModule(nn.Module):
         return self._seeds.to(device)[0] if self.recipe.needs_signs else None
 
     def draws(self, device: torch.device) -> torch.Tensor | None:
-        """Return the key and position of this forward, int64 [4] (``mxtrain.rng.rounding.Draws``).
+        """Return what determines this forward's random bits, int64 [4]: key, step, microbatch and rank.
 
         None if the recipe rounds to nearest, or if there will be no backward.
 

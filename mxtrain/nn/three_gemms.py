@@ -195,7 +195,7 @@ class ThreeGEMMs:
         Args:
             signs: as for ``quantize_along_tokens``.
             draws: for each part what stochastic rounding derives its random bits from
-                (``mxtrain.rng.rounding.Draws``), with ``ends`` for each group; None if the recipe rounds to nearest.
+                (``RecipeModule.draws``), with ``ends`` for each group; None if the recipe rounds to nearest.
             source, ends: as for ``quantize_activation``.
         """
         recipes = {1: self.recipe.dgrad.of_gradients} if for_dgrad else {}
