@@ -212,25 +212,15 @@ class GatheredColumns:
         """Return itself; in a compiled graph one without operands, because a graph takes no dict."""
         return GatheredColumns(self.split_key, None) if torch.compiler.is_compiling() else self
 
-    def operand(
-        self,
-        x: torch.Tensor,
-        rho: torch.Tensor,
-        signs: torch.Tensor | None,
-        estimate: RMSEstimate,
-        recipe: LinearRecipe,
-        mode: str,
-    ) -> Operand:
+    def operand(self, x, rho, signs, estimate: RMSEstimate, recipe: LinearRecipe, mode: str) -> Operand:
         """The operand of whole sequences, from this process's shard x [B, S / P, D] and its rho [B S / P].
 
-        Args:
-            signs, estimate: as for ``ThreeGEMMs.quantize_along_tokens``; those of all linears with this recipe.
+        ``signs`` and ``estimate`` are those of all linears with this recipe (``ThreeGEMMs.quantize_along_tokens``).
         """
-        if self.operands is None:
-            return self._gather(x, rho, signs, estimate, recipe, mode)
-        if recipe.wgrad not in self.operands:
-            self.operands[recipe.wgrad] = self._gather(x, rho, signs, estimate, recipe, mode)
-        return self.operands[recipe.wgrad]
+        operands = {} if self.operands is None else self.operands
+        if recipe.wgrad not in operands:
+            operands[recipe.wgrad] = self._gather(x, rho, signs, estimate, recipe, mode)
+        return operands[recipe.wgrad]
 
     def release(self) -> None:
         """Forget the operands. The norm's backward calls this, after those of all its linears."""
