@@ -77,7 +77,6 @@ _ON_CUDA = {
     ),
 }
 _ON_CPU = {torch.float32: ((_CPU, "fp32_precision", ("bf16", "tf32"), "ieee"),)}
-_UNCHANGED = contextlib.nullcontext()
 
 
 def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -85,9 +84,8 @@ def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
 
     ``torch.compile`` can trace it only where PyTorch's settings need no change.
     """
-    if is_full_precision(a.dtype, a.is_cuda):
-        return _UNCHANGED
-    return _set(_to_change(a.dtype, a.is_cuda))
+    is_enough = is_full_precision(a.dtype, a.is_cuda)
+    return contextlib.nullcontext() if is_enough else _set(_to_change(a.dtype, a.is_cuda))
 
 
 @torch.compiler.assume_constant_result
