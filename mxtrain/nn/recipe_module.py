@@ -26,12 +26,8 @@ class RecipeModule(nn.Module):
     """The recipes by step; None for one recipe throughout"""
     _seeds: torch.Tensor | None = None
     """The signs, packed, and the key, int64 [2] on the device of the parameters"""
-    _fqn: str = ""
-
-    @property
-    def fqn(self) -> str:
-        """The name that ``set_seed`` was given, for messages."""
-        return self._fqn
+    fqn: str = ""
+    """The name that ``set_seed`` was given, for messages"""
 
     def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
         self.recipe = get_recipe(recipe)
@@ -44,7 +40,7 @@ class RecipeModule(nn.Module):
         ``mxtrain.convert`` calls this. Before the call, and in modules made by hand, the numbers belong to seed 0 and
         the empty name.
         """
-        self._fqn = fqn
+        self.fqn = fqn
         self._numbers = sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)
         self._seeds = None
         self._make_seeds()
