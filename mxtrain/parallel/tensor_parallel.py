@@ -32,13 +32,8 @@ def choose_gathers(model: nn.Module, gather: str) -> None:
 
     Layers are wrapped for activation checkpointing before this is called.
     """
-    repeated = {
-        module
-        for wrapper in model.modules()
-        if isinstance(wrapper, CheckpointWrapper)
-        for module in wrapper.modules()
-        if isinstance(module, MXNorm)
-    }
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    repeated = {module for wrapper in wrappers for module in wrapper.modules()}
     for module in model.modules():
         if isinstance(module, MXNorm) and module.split is not None:
             # The gate of a mixture reads x itself.
