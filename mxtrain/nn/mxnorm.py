@@ -337,10 +337,9 @@ class MXNormLinear(QuantizedLinear):
                 FSDP has cast or freed between the norm and this layer.
             ValueError: for another dtype, shape or device.
         """
-        if self.is_plain:
-            weight, bias = self.parts()
-            return F.linear(x, weight, bias)
         weight, bias = self.parts()
+        if self.is_plain:
+            return F.linear(x, weight, bias)
         check_norm_result(x)
         gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:
