@@ -51,7 +51,7 @@ class RecipeModule(nn.Module):
         self._make_seeds()
 
     def _make_seeds(self) -> None:
-        if self._seeds is None and not self.recipe.needs_seeds:
+        if self._seeds is None and not (self.recipe.needs_signs or self.recipe.needs_draws):
             return
         device = next((p.device for p in self.parameters(recurse=False)), None)
         if device is None or device.type == "meta":
