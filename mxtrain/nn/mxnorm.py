@@ -313,14 +313,7 @@ class MXNormLinear(QuantizedLinear):
         ConfigError: as for ``MXLinear``.
     """
 
-    is_plain = False
-    """Compute ``torch.nn.Linear`` in high precision; the norm is plain, too"""
     fed_by = None
-
-    @property
-    def layer_state(self) -> LayerState:
-        """What this layer computes with now."""
-        return LayerState(self.recipe, is_plain=self.is_plain)
 
     def take(self, state: LayerState) -> None:
         super().take(state)

@@ -254,6 +254,8 @@ class QuantizedLayer(RecipeModule):
     """
 
     split: SplitMatrices = WHOLE
+    is_plain = False
+    """Compute ``torch.nn.Linear`` in high precision: behind a plain norm only"""
     runs_wgrad = True
     gathers_codes = False
     """Whether FSDP gives the weights as values of codes, times the gain (``mxtrain.parallel.fsdp_gather``)"""
@@ -274,7 +276,7 @@ class QuantizedLayer(RecipeModule):
     @property
     def layer_state(self) -> LayerState:
         """What this layer computes with now."""
-        return LayerState(self.recipe)
+        return LayerState(self.recipe, is_plain=self.is_plain)
 
     @property
     def recipes(self) -> tuple[LinearRecipe, ...]:
