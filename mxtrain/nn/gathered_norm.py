@@ -38,11 +38,8 @@ def normalize_shard(
 ) -> "tuple[torch.Tensor, torch.Tensor, Operand, torch.Tensor, GatheredColumns | None]":
     """Normalize a shard x [B, S / P, D] or [T / P, D] and gather, in the order that ``split.gather`` says.
 
-    Returns:
-        h, x, xhat, rho and gathered, as in ``mxtrain.nn.normed_input.NormedInput``.
-
-    Raises:
-        ValueError: as for ``gathers_codes``.
+    Returns h, x, xhat, rho and gathered, as in ``mxtrain.nn.normed_input.NormedInput``. Raises ValueError as
+    ``gathers_codes`` does.
     """
     columns, shape, x = None, x.shape, as_sequences(x)
     settings = (estimate.key, recipe.fprop.key, mode, split.key, torch.compiler.is_compiling())
