@@ -326,7 +326,12 @@ def cast(
 
 
 def cast_tiles(
-    parts: Sequence[torch.Tensor], recipe: Recipe, dims=(1, 0), form: str = "codes", gain=None, experts: int = 1
+    parts: Sequence[torch.Tensor],
+    recipe: Recipe,
+    dims: tuple[int, ...] = (1, 0),
+    form: str = "codes",
+    gain: torch.Tensor | None = None,
+    experts: int = 1,
 ) -> dict[int, Cast]:
     """Return the casts of W [N, D], or of W diag(gain), in tiles of 32 x 32 that share a scale.
 

@@ -85,7 +85,12 @@ TENSOR_SCALES = register_op(
 
 
 def nvfp4_tensor_scales(
-    parts: Sequence[torch.Tensor], signs=None, row_factor=None, column_factor=None, ends=None, exact: bool = False
+    parts: Sequence[torch.Tensor],
+    signs: torch.Tensor | None = None,
+    row_factor: torch.Tensor | None = None,
+    column_factor: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    exact: bool = False,
 ) -> torch.Tensor:
     """Return the tensor scale of each part, fp32 [n, 1], or with ``signs`` [n, 2]: as it is, and transformed.
 

@@ -115,7 +115,12 @@ CAST = register_op(
 
 
 def nvfp4_weight(
-    parts: Sequence[torch.Tensor], tensor_scales: Sequence, form: str = "codes", gain=None, ends=None, error: str = ""
+    parts: Sequence[torch.Tensor],
+    tensor_scales: Sequence[torch.Tensor],
+    form: str = "codes",
+    gain: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    error: str = "",
 ) -> dict[int, Cast]:
     """Return the NVFP4 cast of W, or of W diag(gain), in tiles of 16 x 16, rounded to nearest.
 
