@@ -127,7 +127,13 @@ class ThreeGEMMs:
         return self._cast([x], {1: self.recipe.fprop}, CastSpec(group=self.split.x, source=source, ends=ends))[1]
 
     def quantize_along_tokens(
-        self, x: torch.Tensor, rho=None, signs=None, source=None, ends=None, estimate: RMSEstimate | None = None
+        self,
+        x: torch.Tensor,
+        rho: torch.Tensor | None = None,
+        signs: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
+        estimate: RMSEstimate | None = None,
     ) -> Operand:
         """X as wgrad's operand [D, T]; with ``rho`` [T], or [T, groups] of features, each row or group times its rho.
 
@@ -175,7 +181,14 @@ class ThreeGEMMs:
         return operands
 
     def quantize_gradients(
-        self, dys: Sequence[torch.Tensor], for_dgrad: bool, for_wgrad: bool, signs, draws, source=None, ends=None
+        self,
+        dys: Sequence[torch.Tensor],
+        for_dgrad: bool,
+        for_wgrad: bool,
+        signs: torch.Tensor | None,
+        draws: Sequence[torch.Tensor | None],
+        source: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
     ) -> tuple[Operand | None, Operand | None]:
         """dY as the operands of dgrad [T, N] and wgrad [N, T]; None for an operand that is not wanted.
 
@@ -209,9 +222,15 @@ class ThreeGEMMs:
             yield self.quantize_weights(part, gain, (1,))[1]
 
     def fprop(
-        self, x: Operand, ws: Sequence[torch.Tensor], out_dtype: torch.dtype, gain=None, ready=None, joined: bool = True
+        self,
+        x: Operand,
+        ws: Sequence[torch.Tensor],
+        out_dtype: torch.dtype,
+        gain: torch.Tensor | None = None,
+        ready: ReadyOperands | None = None,
+        joined: bool = True,
     ) -> tuple[torch.Tensor, ...]:
-        """Y_i [T, N_i] of every weight, from X quantized along D. ``ReadyOperands`` take the place of W and gain.
+        """Y_i [T, N_i] of every weight, from X quantized along D. ``ready`` takes the place of W and gain.
 
         Args:
             joined: compute all of Y as one GEMM. It stays in memory as long as any Y_i is needed.
@@ -224,7 +243,12 @@ class ThreeGEMMs:
         return ys[0].unsafe_split_with_sizes([w.shape[0] for w in ws], 1)
 
     def dgrad(
-        self, dy: Operand, ws: Sequence[torch.Tensor], out_dtype: torch.dtype, gain=None, ready=None
+        self,
+        dy: Operand,
+        ws: Sequence[torch.Tensor],
+        out_dtype: torch.dtype,
+        gain: torch.Tensor | None = None,
+        ready: ReadyOperands | None = None,
     ) -> torch.Tensor:
         """dX [T, D] from dY quantized along N: the sum over the layers. ``ready`` takes the place of W and gain."""
         w = self.quantize_weights(ws, gain, (0,))[0] if ready is None else ready.dgrad
