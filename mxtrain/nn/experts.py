@@ -57,7 +57,18 @@ class _GroupedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, gain, groups: Groups, from_tokens: bool, gemms: ThreeGEMMs, ready, signs, draws, *ws):
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        gain: torch.Tensor | None,
+        groups: Groups,
+        from_tokens: bool,
+        gemms: ThreeGEMMs,
+        ready: ReadyOperands | None,
+        signs: torch.Tensor | None,
+        draws: Sequence[torch.Tensor | None],
+        *ws: torch.Tensor,
+    ):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, gain, signs, *groups, *ws)
         ctx.from_tokens, ctx.gemms, ctx.ready, ctx.draws = from_tokens, gemms, ready, draws
@@ -102,7 +113,18 @@ def _draws_of_experts(draws: torch.Tensor | None, experts: int) -> Sequence[torc
     return rows.view(len(WEIGHTS), experts, 4).unbind()
 
 
-def _feed_forward(x, counts, gemms: ThreeGEMMs, ready, gain, signs, draws, w1, w2, w3) -> torch.Tensor:
+def _feed_forward(
+    x: torch.Tensor | RoutedRows,
+    counts: torch.Tensor,
+    gemms: ThreeGEMMs,
+    ready: Sequence[ReadyOperands | None],
+    gain: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    draws: Sequence[torch.Tensor | None],
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w3: torch.Tensor,
+) -> torch.Tensor:
     """x [T, D] -> W2 (silu(W1 x) * W3 x) [T, D] with each token's own expert; W1 and W3 times the gain, if any."""
     if isinstance(x, RoutedRows):
         x = x.values()  # here, so that decoding is one kernel where this is compiled

@@ -14,7 +14,7 @@ Without microbatches nothing is held from forward to backward: each casts, and a
 of tiles anew. Holding that image would save one of two casts, and take 2 bytes per weight.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -86,7 +86,15 @@ class ReadyWeights:
             weights, norm, gemms = [layer.weight], norms[0] if norms else None, layer.gemms(layer.weight.device)
             self._cast(layer, weights, norm, gemms, partial(gemms.quantize_ahead, weights, norm))
 
-    def _cast(self, holder, weights, norm: MXNorm | None, gemms: ThreeGEMMs, make: Callable, joined=True) -> None:
+    def _cast(
+        self,
+        holder: QuantizedLinear | LinearGroup | QuantizedExperts,
+        weights: Sequence[torch.Tensor],
+        norm: MXNorm | None,
+        gemms: ThreeGEMMs,
+        make: Callable,
+        joined: bool = True,
+    ) -> None:
         """Give the holder the operands that ``make`` casts from weights and gain, unless it has them already."""
         parameters = *weights, weight_of(norm)
         if any(isinstance(parameter, DTensor) for parameter in parameters):

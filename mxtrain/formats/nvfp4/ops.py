@@ -218,7 +218,11 @@ def _cast_rows(x: torch.Tensor, recipe: Recipe, mode: str, spec: CastSpec) -> Op
 
 
 def _matrices_and_bits(
-    x: torch.Tensor, dims: tuple[int, ...], signs, draws, ends
+    x: torch.Tensor,
+    dims: tuple[int, ...],
+    signs: torch.Tensor | None,
+    draws: torch.Tensor | None,
+    ends: torch.Tensor | None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
     """For each dimension the matrix to cast along its rows, and its random bits if there are draws."""
     along = {1: x}
