@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, SwizzleType, grouped_mm, scaled_grouped_mm, scaled_mm
 
-from mxtrain.formats.matrices import Operand, converted
+from mxtrain.formats.matrices import Operand, converted, scale_of_product
 from mxtrain.formats.recipe import LONGEST_BLOCK
 from mxtrain.launch.functions import define_op
 
@@ -77,7 +77,6 @@ _ON_CUDA = {
     ),
 }
 _ON_CPU = {torch.float32: ((_CPU, "fp32_precision", ("bf16", "tf32"), "ieee"),)}
-_UNCHANGED = contextlib.nullcontext()
 
 
 def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -85,9 +84,8 @@ def full_precision(a: torch.Tensor) -> contextlib.AbstractContextManager:
 
     ``torch.compile`` can trace it only where PyTorch's settings need no change.
     """
-    if is_full_precision(a.dtype, a.is_cuda):
-        return _UNCHANGED
-    return _set(_to_change(a.dtype, a.is_cuda))
+    is_enough = is_full_precision(a.dtype, a.is_cuda)
+    return contextlib.nullcontext() if is_enough else _set(_to_change(a.dtype, a.is_cuda))
 
 
 @torch.compiler.assume_constant_result
@@ -177,8 +175,7 @@ def block_of_rows(mode: str) -> int:
 def make_groups(counts: torch.Tensor, tokens: int, block: int) -> Groups:
     """Place ``tokens`` rows, of which expert e owns the next counts[e], into groups of whole blocks.
 
-    Args:
-        counts: integers [E]. Their sum is at most ``tokens``; the rows that are left belong to no expert.
+    ``counts`` are integers [E] with a sum of at most ``tokens``; the rows that are left belong to no expert.
     """
     counts = counts.to(torch.int64)
     ends = counts.cumsum(0)
@@ -234,9 +231,8 @@ def _scales_of_rows(a: Operand, b: Operand, ends: torch.Tensor) -> torch.Tensor 
     if a.tensor_scale is None and b.tensor_scale is None:
         return None
     groups = torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True).clamp(max=len(ends) - 1)
-    found = [of.tensor_scale for of in (a, b) if of.tensor_scale is not None]
-    found = [scales if scales.shape[0] == rows else scales[groups] for scales in found]
-    return found[0] if len(found) == 1 else found[0] * found[1]
+    found = (of.tensor_scale for of in (a, b))
+    return scale_of_product(*(s if s is None or s.shape[0] == rows else s[groups] for s in found))
 
 
 def split_rows(x: Operand, heights: Sequence[int]) -> list[Operand]:

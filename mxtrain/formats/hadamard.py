@@ -39,18 +39,11 @@ def unpack_signs(mask: torch.Tensor) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor, signs: Sequence[int] | torch.Tensor, dim: int) -> torch.Tensor:
-    """Transform ``x`` along ``dim`` in blocks of as many elements as there are signs.
+    """Transform ``x`` along ``dim`` in blocks of as many elements as there are signs; fp32 (fp64 for fp64), same shape.
 
-    If a block holds an infinity or a NaN, all its results are infinite or NaN. A finite block overflows to infinity
-    only where the exact result does.
-
-    Args:
-        x: any shape, whole blocks (or 0) along ``dim``; see ``pad``.
-        signs: a power of two of +1 or -1; of 16, from ``mxtrain.rng.seeds.hadamard_signs`` or, in a tensor, from
-            ``unpack_signs``.
-
-    Returns:
-        fp32 (fp64 for fp64 input), shape of ``x``.
+    ``x`` has whole blocks (or 0) along ``dim``; see ``pad``. ``signs`` are a power of two of +1 or -1; 16 of them come
+    from ``mxtrain.rng.seeds.hadamard_signs`` or, in a tensor, from ``unpack_signs``. If a block holds an infinity or a
+    NaN, all its results are infinite or NaN. A finite block overflows to infinity only where the exact result does.
     """
     dim %= x.ndim
     size = len(signs)

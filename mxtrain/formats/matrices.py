@@ -39,10 +39,9 @@ class Operand(NamedTuple):
         return self.data if self.tensor_scale is None else self.data.float() * self.tensor_scale.unsqueeze(-1)
 
 
-def scale_of_product(a: Operand, b: Operand) -> torch.Tensor | None:
-    """Return what the product of operands without ``scales`` is to be multiplied by, fp32, as ``Operand``'s."""
-    found = [operand.tensor_scale for operand in (a, b) if operand.tensor_scale is not None]
-    return None if not found else found[0] if len(found) == 1 else found[0] * found[1]
+def scale_of_product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what the product of operands with these tensor scales is to be multiplied by; None stands for 1."""
+    return a if b is None else b if a is None else a * b
 
 
 class Codes(NamedTuple):
@@ -88,7 +87,7 @@ class CastSpec(NamedTuple):
         row_factor: [R], multiplied in before the cast, in fp32 (fp64 for fp64), without rounding in between.
         column_factor: [C], likewise.
         signs: packed signs of the Hadamard transform along dimension 0, int64 []; None without a transform.
-        draws: for each matrix what its random bits come from (``mxtrain.rng.rounding.Draws``); None, or a recipe that
+        draws: for each matrix what its random bits come from (``mxtrain.nn.recipe_module``); None, or a recipe that
             rounds to nearest: round to nearest.
         tensor_scale: a power of two, or under four over six a largest magnitude. None takes it from X.
         group: name of the process group that holds X together; None for a whole X. The processes share a tensor scale;
@@ -183,15 +182,10 @@ def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
 
 
 def tile_amax(amax: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Give the blocks of a square tile the largest of their maxima.
+    """Give the blocks of a square tile the largest of their maxima ``amax``, any shape; NaN if any block has NaN.
 
-    Args:
-        amax: maxima of blocks of ``size`` elements, any shape.
-        size: blocks of a tile along ``dim``. The last tile may be incomplete.
-        dim: the dimension across the blocks.
-
-    Returns:
-        The maxima of the tiles, shape of ``amax``. NaN if any block has NaN.
+    A tile has ``size`` blocks of ``size`` elements along ``dim``, the dimension across the blocks. The last tile may be
+    incomplete.
     """
     across = amax.movedim(dim, -1)
     length = across.shape[-1]

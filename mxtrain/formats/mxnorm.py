@@ -60,15 +60,9 @@ def scale_rows(x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
 def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.Tensor:
     """Return the straight-through gradient: RMSNorm's, with rho as the inverse RMS and the cast as identity.
 
-    With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)).
-
-    Args:
-        g: dL/dxhat [..., D]. It already contains the gain, through the folded weight.
-        x: the norm's input [..., D].
-        rho: inverse RMS [...].
-
-    Returns:
-        dx [..., D] in the dtype of ``x``; the arithmetic is fp32 (fp64 for fp64 input).
+    With xhat = x * rho:  dx = rho * (g - xhat * mean_D(g * xhat)).  g = dL/dxhat [..., D] already contains the gain,
+    through the folded weight; x [..., D] and rho [...] are those of the forward. The arithmetic is fp32 (fp64 for fp64
+    input), and dx [..., D] has the dtype of ``x``.
     """
     xhat = scale_rows(x, rho)
     g = at_least_fp32(g)
@@ -79,13 +73,8 @@ def norm_backward(g: torch.Tensor, x: torch.Tensor, rho: torch.Tensor) -> torch.
 def fold_backward(g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of a weight and the gain folded into it:  dW = G diag(gamma),  dgamma_j = sum_n W_nj G_nj.
 
-    Args:
-        g: dL/d(W diag(gamma)) [N, D].
-        weight: W [N, D].
-        gain: gamma [D].
-
-    Returns:
-        dW in the dtype of ``weight``, dgamma in that of ``gain``; the arithmetic is fp32 (fp64 for fp64 input).
+    g is G = dL/d(W diag(gamma)) [N, D]; weight is W [N, D], gain is gamma [D]. The arithmetic is fp32 (fp64 for fp64
+    input), and the gradients have the dtypes of ``weight`` and ``gain``.
     """
     g, w = at_least_fp32(g), at_least_fp32(weight)
     return (g * gain).to(weight.dtype), (g * w).sum(0).to(gain.dtype)

@@ -253,11 +253,9 @@ def norm_launch(
 ) -> tuple[list[torch.Tensor], Launch | None]:
     """Allocate the results of an MXNorm cast; return them with the launch for them.
 
-    Args:
-        estimator: "none" casts x itself, without rho among the results.
-        kernel: of the format; its first arguments and constants are those of ``normalize_rows``.
-        arguments, constants: those of the format alone.
-        row_scales: [T], a result of the format alone, among its arguments.
+    The first arguments and constants of a format's kernel are those of ``normalize_rows``; ``arguments`` and
+    ``constants`` are the others. ``estimator`` "none" casts x itself, without rho among the results. ``row_scales`` [T]
+    is a result of the format alone, among its arguments.
     """
     rows, columns = x.shape
     data, scales = empty_cast(storage, rows, columns, form, x.device)

@@ -148,7 +148,7 @@ class FormatOps:
         """
         if a.scales is not None:
             return self.product_of_codes(a, b, out_dtype)
-        return matmul(a.data, b.data, out_dtype, scale_of_product(a, b))
+        return matmul(a.data, b.data, out_dtype, scale_of_product(a.tensor_scale, b.tensor_scale))
 
     def product_of_codes(self, a: Operand, b: Operand, out_dtype: torch.dtype) -> torch.Tensor:
         """``matmul`` of native operands."""

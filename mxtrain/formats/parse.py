@@ -96,8 +96,7 @@ def spec_of(recipe: LinearRecipe) -> str:
 def parse_gemms(field: str, spec: str | LinearRecipe) -> dict[str, Recipe]:
     """Parse a recipe that may leave GEMMs out: GEMM -> recipe, for all three if ``spec`` is one name or a recipe.
 
-    Args:
-        field: name of the setting in error messages.
+    Error messages name the setting ``field``.
 
     Raises:
         ConfigError: for an unknown recipe or GEMM, or a GEMM that is named twice.

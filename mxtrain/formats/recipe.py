@@ -214,11 +214,6 @@ class LinearRecipe(Keyed):
         """Whether output gradients are rounded stochastically, which takes random bits from the layer's key."""
         return self.dgrad.stochastic_rounding or self.wgrad.stochastic_rounding
 
-    @property
-    def needs_seeds(self) -> bool:
-        """Whether a layer needs signs or a key."""
-        return self.needs_signs or self.needs_draws
-
 
 @dataclass(frozen=True, eq=False)
 class Recipe(LinearRecipe):

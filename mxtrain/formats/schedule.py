@@ -34,9 +34,8 @@ class RecipeChange:
     def parse(cls, name: str, given: Mapping, switches: Mapping) -> "RecipeChange":
         """Parse "recipe" or "norm" in ``given``.
 
-        Args:
-            name: of the entry in error messages, "mxnorm.schedule[0]".
-            switches: as for ``mxtrain.formats.parse.get_recipe``; they hold for these recipes, too.
+        Error messages call the entry ``name``, "mxnorm.schedule[0]". ``switches`` are as for ``get_recipe``, and hold
+        for these recipes, too.
 
         Raises:
             ConfigError: nothing is changed, a recipe is unknown, or both are given.

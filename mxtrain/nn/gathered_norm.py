@@ -38,11 +38,8 @@ def normalize_shard(
 ) -> "tuple[torch.Tensor, torch.Tensor, Operand, torch.Tensor, GatheredColumns | None]":
     """Normalize a shard x [B, S / P, D] or [T / P, D] and gather, in the order that ``split.gather`` says.
 
-    Returns:
-        h, x, xhat, rho and gathered, as in ``mxtrain.nn.normed_input.NormedInput``.
-
-    Raises:
-        ValueError: as for ``gathers_codes``.
+    Returns h, x, xhat, rho and gathered, as in ``mxtrain.nn.normed_input.NormedInput``. Raises ValueError as
+    ``gathers_codes`` does.
     """
     columns, shape, x = None, x.shape, as_sequences(x)
     settings = (estimate.key, recipe.fprop.key, mode, split.key, torch.compiler.is_compiling())
@@ -94,20 +91,28 @@ class GatherThenNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, split_key: str, is_compiled: bool):
         split = from_key(split_key)
-        whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
-        recipe = from_key(recipe_key)
-        xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
+        h, whole, rho, *xhat = normalize_whole(ctx, x, estimate_key, recipe_key, mode, split)
         own = rho.view(x.shape[0], split.processes, x.shape[1])[:, split.rank].reshape(-1)
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, own)
         ctx.mode, ctx.split, ctx.is_compiled = mode, split, is_compiled
-        ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
-        return without_data(whole, whole.shape), whole, rho, *xhat
+        return h, whole, rho, *xhat
 
     @staticmethod
     @once_differentiable
     def backward(ctx, saved, dxhat: torch.Tensor, *_):
         return _norm_backward(ctx, saved, dxhat), *[None] * 5
+
+
+def normalize_whole(
+    ctx, x: torch.Tensor, estimate_key: str, recipe_key: str, mode: str, split: SplitSequences
+) -> tuple:
+    """The results of a forward that gathers shards x before the norm, of which h alone is differentiable."""
+    whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
+    recipe = from_key(recipe_key)
+    xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
+    return without_data(whole, whole.shape), whole, rho, *xhat
 
 
 @untraced
@@ -204,25 +209,15 @@ class GatheredColumns:
         """Return itself; in a compiled graph one without operands, because a graph takes no dict."""
         return GatheredColumns(self.split_key, None) if torch.compiler.is_compiling() else self
 
-    def operand(
-        self,
-        x: torch.Tensor,
-        rho: torch.Tensor,
-        signs: torch.Tensor | None,
-        estimate: RMSEstimate,
-        recipe: LinearRecipe,
-        mode: str,
-    ) -> Operand:
+    def operand(self, x, rho, signs, estimate: RMSEstimate, recipe: LinearRecipe, mode: str) -> Operand:
         """The operand of whole sequences, from this process's shard x [B, S / P, D] and its rho [B S / P].
 
-        Args:
-            signs, estimate: as for ``ThreeGEMMs.quantize_along_tokens``; those of all linears with this recipe.
+        ``signs`` and ``estimate`` are those of all linears with this recipe (``ThreeGEMMs.quantize_along_tokens``).
         """
-        if self.operands is None:
-            return self._gather(x, rho, signs, estimate, recipe, mode)
-        if recipe.wgrad not in self.operands:
-            self.operands[recipe.wgrad] = self._gather(x, rho, signs, estimate, recipe, mode)
-        return self.operands[recipe.wgrad]
+        operands = {} if self.operands is None else self.operands
+        if recipe.wgrad not in operands:
+            operands[recipe.wgrad] = self._gather(x, rho, signs, estimate, recipe, mode)
+        return operands[recipe.wgrad]
 
     def release(self) -> None:
         """Forget the operands. The norm's backward calls this, after those of all its linears."""

@@ -52,9 +52,7 @@ class LinearGroup:
     def is_one_gemm(self, mode: str, has_signs: bool) -> bool:
         """Return whether the linears can be one GEMM: they differ only in their weights, biases and random bits.
 
-        Args:
-            mode: of the first linear, never "auto".
-            has_signs: whether the norm has signs for the Hadamard transform of wgrad's operands.
+        ``mode`` is that of the first linear, never "auto". ``has_signs``: the norm has signs for wgrad's transform.
         """
         first, *others = self.linears
         if not first.recipe.joins(mode) or (first.recipe.needs_signs and not has_signs):
@@ -75,10 +73,8 @@ class GroupCall:
     def output(self, linear: QuantizedLinear, x, gemms: ThreeGEMMs, multiply: Callable) -> torch.Tensor | None:
         """Return Y [T, N_i] of one linear, without its bias; None if the linears do not make one GEMM.
 
-        Args:
-            x: the norm's result, a ``NormedInput``. A hook may have replaced it.
-            gemms: of this linear.
-            multiply: f(x, linears, gemms, ready, joined) -> Y of every linear, see ``ThreeGEMMs.fprop``.
+        ``x`` is the norm's result, a ``NormedInput``; a hook may have replaced it. ``gemms`` are this linear's.
+        ``multiply(x, linears, gemms, ready, joined)`` returns Y of every linear, see ``ThreeGEMMs.fprop``.
         """
         place = next((i for i, other in enumerate(self.group.linears) if other is linear), None)
         if place is None or not self.group.is_one_gemm(gemms.mode, x.signs is not None):

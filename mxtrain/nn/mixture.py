@@ -10,16 +10,16 @@ is then exact but for the fp32 sums, and no token chooses other experts than in 
 
 import torch
 
-from mxtrain.formats.collectives import gather_tokens, sum_tokens
+from mxtrain.formats.collectives import sum_tokens
 from mxtrain.formats.matrices import at_least_fp32
 from mxtrain.launch import from_key
 from mxtrain.launch.functions import once_differentiable, untraced
 from mxtrain.nn.decompose_k.op import decompose_k_mm
 from mxtrain.nn.decompose_k.router import DecomposeKRouter
-from mxtrain.nn.gathered_norm import as_sequences
+from mxtrain.nn.gathered_norm import as_sequences, normalize_whole
 from mxtrain.nn.normed_input import NormedInput, check_norm_result
 from mxtrain.nn.split import SplitSequences, own_part
-from mxtrain.nn.three_gemms import constant_operand, without_data
+from mxtrain.nn.three_gemms import constant_operand
 from mxtrain.norms.mxnorm import fold_backward
 
 
@@ -102,14 +102,8 @@ class _GatherShards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h, x, estimate_key: str, recipe_key: str, mode: str, split_key: str):
-        split = from_key(split_key)
-        whole = gather_tokens(x, split.group, split.processes).view(-1, x.shape[-1])
-        recipe = from_key(recipe_key)
-        xhat, rho = recipe.ops.normalize(whole, from_key(estimate_key), recipe, mode)
-        ctx.set_materialize_grads(False)
-        ctx.split, ctx.batch = split, x.shape[0]
-        ctx.mark_non_differentiable(*(t for t in (whole, rho, *xhat) if t is not None))
-        return without_data(whole, whole.shape), whole, rho, *xhat
+        ctx.split, ctx.batch = from_key(split_key), x.shape[0]
+        return normalize_whole(ctx, x, estimate_key, recipe_key, mode, ctx.split)
 
     @staticmethod
     @once_differentiable

@@ -3,14 +3,7 @@
 import torch
 
 from mxtrain.launch.functions import once_differentiable, untraced
-from mxtrain.nn.three_gemms import (
-    QuantizedLinear,
-    ReadyOperands,
-    ThreeGEMMs,
-    check_dtype,
-    check_input,
-    compute_dtype,
-)
+from mxtrain.nn.three_gemms import QuantizedLinear, ReadyOperands, ThreeGEMMs, check_dtype, check_input, compute_dtype
 
 
 @untraced

@@ -32,9 +32,8 @@ import torch.nn.functional as F
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import Estimator, P, RMSEstimate
-from mxtrain.formats.hardware import Mode, check_mode, mode_in_forward
+from mxtrain.formats.hardware import Mode, mode_in_forward
 from mxtrain.formats.matrices import Operand
-from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe
 from mxtrain.formats.schedule import LayerState
 from mxtrain.launch import from_key
@@ -214,9 +213,7 @@ class MXNorm(RecipeModule, OffsetRMSNorm):
         mode: Mode = "auto",
         **factory_kwargs,
     ):
-        self.recipe = get_recipe(recipe)
-        check_mode(mode, self.recipe)
-        self.mode = mode
+        self._set_recipe(recipe, mode)
         fprop = self.recipe.fprop
         self.estimate = RMSEstimate.for_recipe(fprop, p, estimator, eps)
         require_positive_integer("dim", dim)
@@ -316,14 +313,7 @@ class MXNormLinear(QuantizedLinear):
         ConfigError: as for ``MXLinear``.
     """
 
-    is_plain = False
-    """Compute ``torch.nn.Linear`` in high precision; the norm is plain, too"""
     fed_by = None
-
-    @property
-    def layer_state(self) -> LayerState:
-        """What this layer computes with now."""
-        return LayerState(self.recipe, is_plain=self.is_plain)
 
     def take(self, state: LayerState) -> None:
         super().take(state)
@@ -340,10 +330,9 @@ class MXNormLinear(QuantizedLinear):
                 FSDP has cast or freed between the norm and this layer.
             ValueError: for another dtype, shape or device.
         """
-        if self.is_plain:
-            weight, bias = self.parts()
-            return F.linear(x, weight, bias)
         weight, bias = self.parts()
+        if self.is_plain:
+            return F.linear(x, weight, bias)
         check_norm_result(x)
         gemms = self.gemms(x.h.device)
         if x.recipe != self.recipe.fprop or x.mode != gemms.mode:

@@ -38,8 +38,7 @@ class ReadyWeights:
 
     def __init__(self, parts: Iterable[nn.Module]):
         modules = [module for part in parts for module in part.modules()]
-        self._linears = [module for module in modules if isinstance(module, QuantizedLinear)]
-        self._experts = [module for module in modules if isinstance(module, QuantizedExperts)]
+        self._layers = [module for module in modules if isinstance(module, (QuantizedLinear, QuantizedExperts))]
         self._norms = [module for module in modules if isinstance(module, MXNorm) and module.group is not None]
         self._made_from: dict[QuantizedLinear | LinearGroup | QuantizedExperts, tuple] = {}
 
@@ -52,15 +51,13 @@ class ReadyWeights:
         ``tensor.data`` and writes of a fused optimizer, so these stay unseen until ``drop``.
         """
         joined = {linear for norm in self._norms if self._refresh_group(norm) for linear in norm.group.linears}
-        for linear in self._linears:
-            if linear not in joined:
-                self._refresh_single(linear)
-        for experts in self._experts:
-            self._refresh_experts(experts)
+        for layer in self._layers:
+            if layer not in joined:
+                self._refresh_single(layer)
 
     def drop(self) -> None:
         """Free all operands. Every forward casts again, until the next ``refresh``."""
-        for holder in (*self._linears, *self._experts, *(norm.group for norm in self._norms)):
+        for holder in (*self._layers, *(norm.group for norm in self._norms)):
             holder.ready = None
 
     def _refresh_group(self, norm: MXNorm) -> bool:
@@ -78,22 +75,16 @@ class ReadyWeights:
         self._cast(group, weights, norm, gemms, make, group.joins_fprop)
         return True
 
-    def _refresh_single(self, linear: QuantizedLinear) -> None:
-        norms = linear.fed_by
-        if norms is None or any(map(is_parametrized, (linear, *norms))) or linear.layer_state.is_plain:
-            linear.ready = None
+    def _refresh_single(self, layer: QuantizedLinear | QuantizedExperts) -> None:
+        norms = layer.fed_by
+        if norms is None or any(map(is_parametrized, (layer, *norms))) or layer.layer_state.is_plain:
+            layer.ready = None
+        elif isinstance(layer, QuantizedExperts):
+            gemms = layer.gemms(layer.weights[0].device)
+            self._cast(layer, layer.weights, layer.folded_norm, gemms, partial(layer.quantize_ahead, gemms))
         else:
-            norm, gemms = norms[0] if norms else None, linear.gemms(linear.weight.device)
-            make = partial(gemms.quantize_ahead, [linear.weight], norm)
-            self._cast(linear, [linear.weight], norm, gemms, make)
-
-    def _refresh_experts(self, experts: QuantizedExperts) -> None:
-        if is_parametrized(experts) or experts.layer_state.is_plain:
-            experts.ready = None
-        else:
-            weights, norm = experts.weights, experts.folded_norm
-            gemms = experts.gemms(weights[0].device)
-            self._cast(experts, weights, norm, gemms, partial(experts.quantize_ahead, gemms))
+            weights, norm, gemms = [layer.weight], norms[0] if norms else None, layer.gemms(layer.weight.device)
+            self._cast(layer, weights, norm, gemms, partial(gemms.quantize_ahead, weights, norm))
 
     def _cast(
         self,

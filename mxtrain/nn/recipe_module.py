@@ -3,6 +3,8 @@
 import torch
 import torch.nn as nn
 
+from mxtrain.formats.hardware import Mode, check_mode
+from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import FORMATS, LinearRecipe
 from mxtrain.formats.schedule import LayerState, Timeline
 from mxtrain.rng.rounding import position_as_set, random_position
@@ -24,12 +26,13 @@ class RecipeModule(nn.Module):
     """The recipes by step; None for one recipe throughout"""
     _seeds: torch.Tensor | None = None
     """The signs, packed, and the key, int64 [2] on the device of the parameters"""
-    _fqn: str = ""
+    fqn: str = ""
+    """The name that ``set_seed`` was given, for messages"""
 
-    @property
-    def fqn(self) -> str:
-        """The name that ``set_seed`` was given, for messages."""
-        return self._fqn
+    def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
+        self.recipe = get_recipe(recipe)
+        check_mode(mode, self.recipe)
+        self.mode = mode
 
     def set_seed(self, seed: int, fqn: str) -> None:
         """Take the random numbers of layer ``fqn`` in a job with this seed.
@@ -37,7 +40,7 @@ class RecipeModule(nn.Module):
         ``mxtrain.convert`` calls this. Before the call, and in modules made by hand, the numbers belong to seed 0 and
         the empty name.
         """
-        self._fqn = fqn
+        self.fqn = fqn
         self._numbers = sign_mask(hadamard_signs(seed, fqn)), rounding_key(seed, fqn)
         self._seeds = None
         self._make_seeds()
@@ -48,7 +51,7 @@ class RecipeModule(nn.Module):
         self._make_seeds()
 
     def _make_seeds(self) -> None:
-        if self._seeds is None and not self.recipe.needs_seeds:
+        if self._seeds is None and not (self.recipe.needs_signs or self.recipe.needs_draws):
             return
         device = next((p.device for p in self.parameters(recurse=False)), None)
         if device is None or device.type == "meta":
@@ -72,7 +75,7 @@ class RecipeModule(nn.Module):
         return self._seeds.to(device)[0] if self.recipe.needs_signs else None
 
     def draws(self, device: torch.device) -> torch.Tensor | None:
-        """Return the key and position of this forward, int64 [4] (``mxtrain.rng.rounding.Draws``).
+        """Return what determines this forward's random bits, int64 [4]: key, step, microbatch and rank.
 
         None if the recipe rounds to nearest, or if there will be no backward.
 

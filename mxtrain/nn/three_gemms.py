@@ -25,11 +25,10 @@ from torch.distributed.tensor import DTensor
 
 from mxtrain.errors import ConfigError, require_positive_integer
 from mxtrain.formats.estimate import RMSEstimate
-from mxtrain.formats.hardware import MERGED, VALUE_MODES, Mode, check_mode, mode_in_forward, operand_mode
+from mxtrain.formats.hardware import MERGED, VALUE_MODES, Mode, mode_in_forward, operand_mode
 from mxtrain.formats.matrices import CastSpec, Operand, joined_values, values_dtype
 from mxtrain.formats.mx.merged import why_not_merged
 from mxtrain.formats.mxnorm import scale_rows
-from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import DEFAULT_RECIPE, LinearRecipe, Recipe
 from mxtrain.formats.schedule import LayerState
 from mxtrain.launch import from_key
@@ -196,7 +195,7 @@ class ThreeGEMMs:
         Args:
             signs: as for ``quantize_along_tokens``.
             draws: for each part what stochastic rounding derives its random bits from
-                (``mxtrain.rng.rounding.Draws``), with ``ends`` for each group; None if the recipe rounds to nearest.
+                (``RecipeModule.draws``), with ``ends`` for each group; None if the recipe rounds to nearest.
             source, ends: as for ``quantize_activation``.
         """
         recipes = {1: self.recipe.dgrad.of_gradients} if for_dgrad else {}
@@ -279,14 +278,11 @@ class QuantizedLayer(RecipeModule):
     """
 
     split: SplitMatrices = WHOLE
+    is_plain = False
+    """Compute ``torch.nn.Linear`` in high precision: behind a plain norm only"""
     runs_wgrad = True
     gathers_codes = False
     """Whether FSDP gives the weights as values of codes, times the gain (``mxtrain.parallel.fsdp_gather``)"""
-
-    def _set_recipe(self, recipe: str | LinearRecipe, mode: Mode) -> None:
-        self.recipe = get_recipe(recipe)
-        check_mode(mode, self.recipe)
-        self.mode = mode
 
     def __getstate__(self) -> dict:
         # Nothing would renew the operands of a copy.
@@ -304,7 +300,7 @@ class QuantizedLayer(RecipeModule):
     @property
     def layer_state(self) -> LayerState:
         """What this layer computes with now."""
-        return LayerState(self.recipe)
+        return LayerState(self.recipe, is_plain=self.is_plain)
 
     @property
     def recipes(self) -> tuple[LinearRecipe, ...]:
@@ -352,14 +348,8 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         cls, linear: nn.Linear, *, recipe: str | LinearRecipe = DEFAULT_RECIPE, mode: Mode = "auto"
     ) -> Self:
         """Return the same layer, sharing the parameters of ``linear`` (which may be on the meta device)."""
-        new = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            recipe=recipe,
-            mode=mode,
-            device="meta",
-        )
+        features, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
+        new = cls(*features, has_bias, recipe=recipe, mode=mode, device="meta")
         new.weight, new.bias = linear.weight, linear.bias
         return new.train(linear.training)
 

@@ -331,13 +331,7 @@ def _norm_kernel(
 
 
 def launch_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    centered: bool,
-    plan: Plan | None = None,
+    x: torch.Tensor, residual, weight, bias, eps: float, centered: bool, plan: Plan | None = None
 ) -> tuple[list[torch.Tensor], Launch | None]:
     """The op's results (y, rstd, with ``centered`` the mean, with a residual the total), and the launch for them.
 
@@ -373,12 +367,7 @@ _forward = register_op(
 
 
 def row_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-    centered: bool,
+    x: torch.Tensor, weight, bias, eps: float, residual, centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Return (y, mean, rstd, total) as ``mxtrain.norms.reference.row_norm``, whose arguments these are.
 
@@ -638,15 +627,7 @@ def _sum_partials(partials: torch.Tensor, results: Sequence[torch.Tensor]) -> La
 
 
 def launch_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    dtotal: torch.Tensor | None,
-    dweight: torch.dtype | None,
-    dbias: torch.dtype | None,
-    plan: Plan | None = None,
+    dy, x: torch.Tensor, mean, rstd, weight, dtotal, dweight, dbias, plan: Plan | None = None
 ) -> tuple[list[torch.Tensor], tuple[Launch, ...]]:
     """The op's results (dx, then dweight and dbias where they have a dtype), and the launches for them.
 
@@ -694,14 +675,7 @@ _backward = register_op(
 
 
 def row_norm_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    dtotal: torch.Tensor | None = None,
-    dweight: torch.dtype | None = None,
-    dbias: torch.dtype | None = None,
+    dy: torch.Tensor, x: torch.Tensor, mean, rstd, weight=None, dtotal=None, dweight=None, dbias=None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return (dx, dweight, dbias) as ``mxtrain.norms.reference.row_norm_backward``, whose arguments these are.
 

@@ -114,9 +114,7 @@ def _rows_per_program(rows: int, columns: int) -> int:
     return min(128, next_power_of_2(max(FOLD_ROWS, rows * cdiv(columns, FOLD_COLUMNS) // 1024)))
 
 
-def _fold_launch(
-    g: torch.Tensor, weight: torch.Tensor, gain: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], Launch | None]:
+def _fold_launch(g, weight, gain) -> tuple[tuple[torch.Tensor, torch.Tensor], Launch | None]:
     rows, columns = weight.shape
     d_weight = torch.empty_like(weight)
     share = _rows_per_program(rows, columns)

@@ -135,7 +135,7 @@ def _norm_of_shards(x: DTensor, weight, bias, residual, eps: float, centered: bo
     rows = tuple(p if p.is_shard() and p.dim not in (-1, last) else Replicate() for p in x.placements)
     parts = tuple(Partial() if p.is_shard() else p for p in rows)
     whole = (Replicate(),) * mesh.ndim
-    shape, stride = x.shape, _contiguous_stride(x.shape)
+    shape, stride = x.shape, torch.empty(x.shape, device="meta").stride()
     results = _RowNormFunction.apply(
         _placed(x, rows).to_local(),
         *(None if v is None else _placed(v, whole).to_local(grad_placements=parts) for v in (weight, bias)),
@@ -154,13 +154,6 @@ def _norm_of_shards(x: DTensor, weight, bias, residual, eps: float, centered: bo
 def _placed(x: DTensor, placements: tuple) -> DTensor:
     # Redistribute only if needed: it also redistributes the gradient, and would sum the weight's parts at every norm.
     return x if x.placements == placements else x.redistribute(placements=placements)
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.append(stride[-1] * max(size, 1))
-    return tuple(reversed(stride))
 
 
 class FusedNorm(nn.Module):

@@ -215,9 +215,7 @@ def _weights_of(layer: QuantizedLayer) -> Iterator[tuple[torch.Tensor, MXNorm | 
 def gathered_bytes(model: nn.Module, shards: int, itemsize: int) -> tuple[float, float]:
     """Return the bytes that FSDP gathers of a whole model at a time: in high precision, and with codes where it can.
 
-    Args:
-        model: before ``fully_shard``.
-        itemsize: bytes of a weight in high precision.
+    The model is not sharded yet. In high precision, a weight has ``itemsize`` bytes.
     """
     plain, saved = sum(parameter.numel() for parameter in model.parameters()) * itemsize, 0.0
     for layer in model.modules():

@@ -32,13 +32,8 @@ def choose_gathers(model: nn.Module, gather: str) -> None:
 
     Layers are wrapped for activation checkpointing before this is called.
     """
-    repeated = {
-        module
-        for wrapper in model.modules()
-        if isinstance(wrapper, CheckpointWrapper)
-        for module in wrapper.modules()
-        if isinstance(module, MXNorm)
-    }
+    wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+    repeated = {module for wrapper in wrappers for module in wrapper.modules()}
     for module in model.modules():
         if isinstance(module, MXNorm) and module.split is not None:
             # The gate of a mixture reads x itself.
@@ -49,8 +44,7 @@ def choose_gathers(model: nn.Module, gather: str) -> None:
 def check_part(fqn: str, linear: QuantizedLinear, by_output: bool, processes: int) -> None:
     """Raise ConfigError unless every process's part of a linear is whole blocks, and a bias is added once.
 
-    Args:
-        by_output: whether the linear is split by output features, not by input features.
+    The linear is split ``by_output`` features, or else by input features.
     """
     if linear.bias is not None and not by_output:
         raise ConfigError(

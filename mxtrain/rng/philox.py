@@ -85,15 +85,10 @@ def rounding_words(
 def rounding_words_of_rows(
     row: torch.Tensor, columns: int, key: torch.Tensor, step: torch.Tensor, rank: torch.Tensor, microbatch: torch.Tensor
 ) -> torch.Tensor:
-    """Return the words of ``rounding_words`` for single rows of matrices that each have a key.
+    """Return the words of ``rounding_words`` for single rows of matrices that each have a key, int64 [R, columns].
 
-    Args:
-        row: int64 [R], the place of each row in its own matrix.
-        columns: of all matrices, a multiple of 4.
-        key, step, rank, microbatch: int64 [R], those of each row.
-
-    Returns:
-        int64 [R, columns].
+    ``row`` is the place of each row in its own matrix, and ``columns`` (of all matrices) is a multiple of 4. The other
+    numbers are those of each row. All are int64 [R].
     """
     fours = row.unsqueeze(1) * (columns // 4) + torch.arange(columns // 4, device=row.device)
     key, step, rank, microbatch = (numbers.unsqueeze(1) for numbers in (key, step, rank, microbatch))

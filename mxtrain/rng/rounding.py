@@ -5,7 +5,6 @@ new tensor: a backward still uses the position that its forward saved. A layer t
 draws the same bits for both calls.
 """
 
-from enum import IntEnum
 from numbers import Integral
 
 import torch
@@ -13,15 +12,6 @@ import torch
 _WORD = 2**32
 # Largest matrix with random bits. Four elements share one draw, and the index of a draw must fit in 32 bits.
 MAX_ELEMENTS = 4 * _WORD
-
-
-class Draws(IntEnum):
-    """Index of each number in the int64 [4] tensor that determines a layer's random bits."""
-
-    KEY = 0
-    STEP = 1
-    MICROBATCH = 2
-    RANK = 3
 
 
 # Device type -> int64 [3] (step, microbatch, rank). Empty until a step is set.

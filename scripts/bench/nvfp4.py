@@ -61,7 +61,7 @@ def sign_number(device: str) -> torch.Tensor:
 
 
 def random_draws(device: str) -> torch.Tensor:
-    """Return the position of the random bits, in the order of ``mxtrain.rng.rounding.Draws``."""
+    """Return the position of the random bits, in the order of ``RecipeModule.draws``."""
     return torch.tensor([rounding_key(0, "layers.0.attention.wq"), 1000, 0, 0], device=device)
 
 

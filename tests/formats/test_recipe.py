@@ -73,7 +73,7 @@ def test_a_mixed_recipe_may_have_a_name(named):
 def test_a_backward_that_dequantizes_takes_the_place_of_formats():
     recipe = get_recipe("nvfp4", backward="dequantized")
     assert recipe == get_recipe("fprop=nvfp4, dgrad=dequantized, wgrad=dequantized") == get_recipe(recipe)
-    assert recipe.joins("emulated") and not recipe.needs_seeds and recipe.high_precision_share == 0.15
+    assert recipe.joins("emulated") and not recipe.needs_draws and recipe.high_precision_share == 0.15
     assert get_recipe("fprop=mxfp8, dgrad=bf16, wgrad=mxfp8", backward="dequantized").gemms == (
         RECIPES["mxfp8"],
         RECIPES["bf16"],
@@ -96,7 +96,7 @@ def test_output_gradients_may_have_a_format_of_their_own():
 
 def test_a_fixed_transform_needs_no_seeds():
     recipe = get_recipe("mxfp4")
-    assert recipe.hadamard and not recipe.needs_seeds and get_recipe("nvfp4").needs_signs
+    assert recipe.hadamard and not recipe.needs_signs and get_recipe("nvfp4").needs_signs
     assert str(recipe) == "mxfp4/rceil/hadamard" and str(get_recipe("mxfp4", hadamard=False)) == "mxfp4/rceil"
 
 

@@ -225,21 +225,9 @@ def _cast_tile(along_rows: bool, along_columns: bool, form: str, tiles: bool, ha
 
 
 def _launches(
-    parts: list[torch.Tensor],
-    axis: int,
-    row_factor: torch.Tensor | None,
-    column_factor: torch.Tensor | None,
-    source: torch.Tensor | None,
-    to_bf16: bool,
-    experts: int,
-    hadamard: bool,
-    along_rows: bool,
-    along_columns: bool,
-    element: str,
-    scale_rounding: str,
-    form: str,
-    tiles: bool = False,
-) -> tuple[list[torch.Tensor], list[Launch]]:
+    parts, axis: int, row_factor, column_factor, source, to_bf16: bool, experts: int, hadamard: bool,
+    along_rows: bool, along_columns: bool, element: str, scale_rounding: str, form: str, tiles: bool = False,
+) -> tuple[list[torch.Tensor], list[Launch]]:  # fmt: skip
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part.
 
     ``to_bf16`` rounds fp32 parts to bf16 first. With ``source``, there is one part. ``experts`` as for ``cast``.
@@ -288,9 +276,7 @@ CAST = register_op(
 )
 
 
-def _tile_launches(
-    parts: list[torch.Tensor], gain: torch.Tensor | None, experts: int, *settings
-) -> tuple[list[torch.Tensor], list[Launch]]:
+def _tile_launches(parts, gain, experts: int, *settings) -> tuple[list[torch.Tensor], list[Launch]]:
     return _launches(parts, 0, None, gain, None, False, experts, False, *settings, tiles=True)
 
 
@@ -325,13 +311,8 @@ def cast(
             dimension 0; of 4 bits, half as wide) and row-major float8_e8m0fnu scales; "blocked": the same codes, scales
             flat in the 128x4 layout; "image": the bf16 values [R, C] of codes and scales, not transposed; of
             ``MERGED_FORMS``: as ``mxtrain.formats.mx.merged.merge``, C a multiple of 128 along dimension 1.
-        row_factor: bf16 or fp32 [R], multiplied in before the cast, in fp32. For a single matrix only.
-        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
-        axis: 0 for matrices one below the other, 1 for matrices side by side.
-        source: int64 [S]. The matrix that is cast is then [S, C], and its row i is row source[i] of x; a row of zeros
-            where source[i] is negative. For a single matrix without row_factor.
-        experts: every matrix is so many stacked experts of equal height, each of whole blocks. Matrices one below the
-            other are then joined expert by expert.
+        row_factor, column_factor, axis, source, experts: as in ``CastSpec``. Factors are bf16 or fp32. A row factor is
+            for a single matrix without ``source``; matrices side by side have no column factor.
         hadamard: transform X along dimension 0 before the cast along it. That image has R rounded up as well.
 
     Returns:

@@ -129,10 +129,8 @@ def codes_of(operand: Operand) -> Codes:
 def changed_elements(image: torch.Tensor, scales: torch.Tensor, dim: int, tiles: bool) -> torch.Tensor:
     """Return how many elements merging changes, fp64 []. NaN and infinite elements do not count.
 
-    Args:
-        image: [R, C], the values of codes in blocks along ``dim``.
-        scales: fp32, the scale of each block: [R, C / 32] or [R / 32, C].
-        tiles: as for ``merge``.
+    ``image`` [R, C] holds the values of codes in blocks along ``dim``, and ``scales`` the scale of each block, fp32
+    [R, C / 32] or [R / 32, C]. ``tiles`` as for ``merge``.
     """
     if dim == 0:
         image, scales = image.t(), scales.t()

@@ -108,9 +108,7 @@ def mxnorm_cast(
         x: bf16 or fp32 [T, D], D a multiple of 32 and at most 65536.
         estimate: how the RMS is estimated, over blocks of 32.
         recipe: of an MX format.
-        form: "codes" ([T, D], or [T, D / 2] of 4 bits, and float8_e8m0fnu [T, D / 32]), "blocked" (the same codes,
-            scales flat in the 128x4 layout, padding zero), "image" (the bf16 values [T, D] of codes and scales) or
-            "merged_input" (as ``mxtrain.formats.mx.merged.merge``; D a multiple of 128).
+        form: as for ``mxtrain.formats.mx.cast.cast`` along dimension 1; of ``MERGED_FORMS`` "merged_input".
         residual: bf16 or fp32 [T, D], added to x first; the sum is rounded to the dtype of x.
 
     Raises:

@@ -153,19 +153,6 @@ def cast_of_torchao(x: torch.Tensor, fmt: Format, tensor_scale: torch.Tensor | N
     return [("codes", codes), ("scales", scales.reshape(len(x), -1))]
 
 
-def rounded_amax(amax: torch.Tensor, fmt: Format, scale_rounding: str) -> torch.Tensor:
-    """Return the block maximum that the rounded scale of ``amax`` stands for, fp32, shape of ``amax``.
-
-    For "floor" this is scale * 2^element_max_exponent (amax rounded down to a power of two), otherwise scale *
-    element_max (amax or more; under "rceil_0_18" up to a rounding error).
-    """
-    top = 2.0**fmt.element_max_exponent if scale_rounding == "floor" else fmt.element_max
-    values = scale_values(scale_codes(amax.float(), fmt, scale_rounding)) * top
-    # Zero blocks and tiny blocks share the smallest scale, but a zero block must not look like a nonzero one. Nor must
-    # an infinite block look like one with a NaN.
-    return torch.where((amax == 0) | amax.isinf(), amax.float(), values)
-
-
 class MXOps(FormatOps):
     """What computes with a format of power-of-two scales, in plain PyTorch."""
 
@@ -220,7 +207,15 @@ class MXOps(FormatOps):
         return Codes(*cast(x, self.format, "rceil"))
 
     def rounded_amax(self, amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-        return rounded_amax(amax, self.format, recipe.scale_rounding)
+        """For "floor" this is scale * 2^element_max_exponent (amax rounded down to a power of two), otherwise scale *
+        element_max (amax or more; under "rceil_0_18" up to a rounding error).
+        """
+        fmt, rounding = self.format, recipe.scale_rounding
+        top = 2.0**fmt.element_max_exponent if rounding == "floor" else fmt.element_max
+        values = scale_values(scale_codes(amax.float(), fmt, rounding)) * top
+        # Zero blocks and tiny blocks share the smallest scale, but a zero block must not look like a nonzero one. Nor
+        # must an infinite block look like one with a NaN.
+        return torch.where((amax == 0) | amax.isinf(), amax.float(), values)
 
     def block_scales(self, amax, recipe, tensor_scale=None):
         scales = scale_values(scale_codes(amax, self.format, recipe.scale_rounding))

@@ -175,13 +175,7 @@ def _casts(x: torch.Tensor, width: int, along_rows: bool, along_columns: bool, e
 
 
 def _forward(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    along_rows: bool,
-    along_columns: bool,
-    element: str,
-    scale_rounding: str,
-    form: str,
+    gate, up, along_rows: bool, along_columns: bool, element: str, scale_rounding: str, form: str
 ) -> tuple[list[torch.Tensor], Launch | None]:
     gate, up = _unit_stride(gate), _unit_stride(up)
     results = _casts(gate, gate.shape[1], along_rows, along_columns, element, form)
@@ -195,18 +189,9 @@ def _forward(
 
 
 def _backward(
-    dh: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    along_rows: bool,
-    along_columns: bool,
-    h_columns: bool,
-    joined: bool,
-    h_element: str,
-    element: str,
-    scale_rounding: str,
-    form: str,
-) -> tuple[list[torch.Tensor], Launch | None]:
+    dh, gate, up, along_rows: bool, along_columns: bool, h_columns: bool, joined: bool,
+    h_element: str, element: str, scale_rounding: str, form: str,
+) -> tuple[list[torch.Tensor], Launch | None]:  # fmt: skip
     dh, gate, up = _unit_stride(dh), _unit_stride(gate), _unit_stride(up)
     columns = gate.shape[1]
     left, width = (columns, 2 * columns) if joined else (0, columns)

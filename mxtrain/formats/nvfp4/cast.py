@@ -19,15 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import (
-    Cast,
-    as_bytes,
-    block_amax,
-    by_dim,
-    empty_casts,
-    flat,
-    tile_start,
-)
+from mxtrain.formats.cast_kernels import Cast, as_bytes, block_amax, by_dim, empty_casts, flat, tile_start
 from mxtrain.formats.mx.arithmetic import round_to_element
 from mxtrain.formats.nvfp4.arithmetic import (
     BLOCK,
@@ -189,17 +181,7 @@ def _nvfp4_cast_kernel(
 
 
 def _launches(
-    parts: list[torch.Tensor],
-    axis: int,
-    row_factor: torch.Tensor | None,
-    column_factor: torch.Tensor | None,
-    tensor_scales: torch.Tensor,
-    dims: list[int],
-    signs: torch.Tensor | None,
-    draws: list[torch.Tensor],
-    ends: torch.Tensor | None,
-    form: str,
-    error: str = "",
+    parts, axis: int, row_factor, column_factor, tensor_scales, dims, signs, draws, ends, form: str, error: str = ""
 ) -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the parts joined along ``axis``, and return them with a launch for each part."""
     whole = list(parts[0].shape)
@@ -268,14 +250,10 @@ def nvfp4_cast(
         dims: the dimensions to cast along.
         signs: int64, one number, from ``rng.seeds.sign_mask``. Transforms along dimension 0 before the cast along it.
             None skips the transform.
-        draws: int64 [4] for each part, the key and position of the random bits with which every cast rounds
-            stochastically (``mxtrain.rng.rounding.Draws``). Empty: rounds to nearest.
-        row_factor: bf16 or fp32 [R], multiplied in first, in fp32. For a single matrix only.
-        column_factor: bf16 or fp32 [C], likewise. Not for matrices side by side.
-        axis: 0 for matrices one below the other, 1 for matrices side by side.
-        ends: int32 [G], multiples of 16, the ends of groups of rows of a single matrix, for form "image". Each group is
-            cast as a matrix of its own: tensor scales are [G, 1 or 2], draws int64 [G, 4]. Rows beyond the last end:
-            any values.
+        draws: as in ``CastSpec``, for every cast. Empty: rounds to nearest.
+        row_factor, column_factor, axis: as in ``CastSpec``. Factors are bf16 or fp32. A row factor is for a single
+            matrix; matrices side by side have no column factor.
+        ends: as in ``CastSpec``, for a single matrix and form "image". Tensor scales are then [G, 1 or 2].
         error: "mae" or "mse": rounds to nearest with four over six, whose ``error`` that is. Tensor scales are then
             replaced by largest magnitudes, and an image is element * block scale.
 

@@ -23,13 +23,7 @@ from mxtrain.formats.norm_kernel import (
     powers_near,
     whole_blocks,
 )
-from mxtrain.formats.nvfp4.arithmetic import (
-    BLOCK,
-    STORAGE,
-    amax_across,
-    pack_nearest_words,
-    tensor_scale_bits,
-)
+from mxtrain.formats.nvfp4.arithmetic import BLOCK, STORAGE, amax_across, pack_nearest_words, tensor_scale_bits
 from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import separated
 from mxtrain.launch.launch import Launch, cdiv, contiguous, converts_fp4, next_power_of_2, register_op
@@ -167,9 +161,7 @@ def _launch(x: torch.Tensor, *settings, given: torch.Tensor | None = None) -> tu
     return results, launch
 
 
-def _launch_rows(
-    parts: list[torch.Tensor], given: torch.Tensor | None, form: str, error: str
-) -> tuple[list[torch.Tensor], Launch | None]:
+def _launch_rows(parts, given, form: str, error: str) -> tuple[list[torch.Tensor], Launch | None]:
     return _launch(*parts, None, 2, "none", 0.0, 1.0, form, None, error, given=given)
 
 
@@ -199,11 +191,7 @@ def nvfp4_norm(
         tensor_scale: a power of two, at least ``TENSOR_SCALE_MIN``. Elements beyond
             6 * 448 * tensor_scale saturate, and with ``formats.nvfp4.static_tensor_scale`` none does. None: each row
             has its own, ``reference.power_of_two_tensor_scale`` of the row, a result for "codes" and "blocked".
-        form: "codes" (uint8 [T, D / 2], two elements a byte, and float8_e4m3fn [T, D / 16]), "blocked" (the same codes,
-            scales flat in the 128x4 layout, padding zero) or "image" (bf16 [T, D]: element * block scale *
-            tensor_scale, exact).
-        error: "mae" or "mse": the cast is that of four over six, whose ``error`` that is. Tensor scales are then
-            replaced by largest magnitudes, and an image is element * block scale.
+        form, error: as for ``nvfp4_cast`` along dimension 1.
 
     Raises:
         ValueError: for longer rows.

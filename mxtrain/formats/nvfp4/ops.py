@@ -24,15 +24,7 @@ from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.gemm import product_of_codes
 from mxtrain.formats.hadamard import along_tokens, pad
 from mxtrain.formats.hardware import HAS_TRITON, runs_kernels
-from mxtrain.formats.matrices import (
-    KERNEL_FORM,
-    PLAIN,
-    CastSpec,
-    Codes,
-    Operand,
-    converted,
-    values_dtype,
-)
+from mxtrain.formats.matrices import KERNEL_FORM, PLAIN, CastSpec, Codes, Operand, converted, values_dtype
 from mxtrain.formats.mx.reference import to_blocked
 from mxtrain.formats.mxnorm import inverse_rms
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, NVFP4, TENSOR_SCALE_MIN, reference, static_tensor_scale

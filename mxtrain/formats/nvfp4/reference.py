@@ -21,16 +21,11 @@ from mxtrain.formats.recipe import FourOverSixError
 
 
 def dynamic_tensor_scale(x: torch.Tensor) -> torch.Tensor:
-    """Return max|x| / (6 * 448), the tensor scale that maps the largest element to the top of the range.
+    """Return max|x| / (6 * 448), fp32 []: the tensor scale that maps the largest element to the top of the range.
 
-    Like torchao's ``per_tensor_amax_to_scale``, but at least ``TENSOR_SCALE_MIN``, so that a zero tensor gives
-    zeros and not NaN. For a tensor in several pieces, pass the maxima of the pieces.
-
-    Args:
-        x: bf16 or fp32, any shape. An empty tensor counts as zeros.
-
-    Returns:
-        fp32 [] on the device of ``x``: NaN or infinity if ``x`` holds one.
+    Like torchao's ``per_tensor_amax_to_scale``, but at least ``TENSOR_SCALE_MIN``, so that a zero tensor gives zeros
+    and not NaN. NaN or infinity if ``x`` holds one; an empty tensor counts as zeros. For a tensor in several pieces,
+    pass the maxima of the pieces.
     """
     return _dynamic(largest_magnitude(x))
 

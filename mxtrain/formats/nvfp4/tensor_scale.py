@@ -54,14 +54,7 @@ def _tensor_scale_kernel(
         _raise_scale(at + 1, transformed_before, quarter_hadamard(strip, tl.load(signs_ptr), exact), 4.0, EXACT)
 
 
-def _launches(
-    parts: list[torch.Tensor],
-    row_factor: torch.Tensor | None,
-    column_factor: torch.Tensor | None,
-    signs: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    exact: bool = False,
-) -> tuple[torch.Tensor, list[Launch]]:
+def _launches(parts, row_factor, column_factor, signs, ends, exact: bool = False) -> tuple[torch.Tensor, list[Launch]]:
     groups = 0 if ends is None else ends.shape[0]
     shape = groups or len(parts), 1 if signs is None else 2
     scales = torch.full(shape, 0.0 if exact else TENSOR_SCALE_MIN, dtype=torch.float32, device=parts[0].device)

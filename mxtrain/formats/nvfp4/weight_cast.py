@@ -13,21 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mxtrain.formats.cast_kernels import (
-    Cast,
-    as_bytes,
-    by_dim,
-    empty_casts,
-    flat,
-    tile_start,
-)
+from mxtrain.formats.cast_kernels import Cast, as_bytes, by_dim, empty_casts, flat, tile_start
 from mxtrain.formats.mx.arithmetic import round_to_element
-from mxtrain.formats.nvfp4.arithmetic import (
-    BLOCK,
-    STORAGE,
-    amax_across,
-    pack_nearest,
-)
+from mxtrain.formats.nvfp4.arithmetic import BLOCK, STORAGE, amax_across, pack_nearest
 from mxtrain.formats.nvfp4.four_over_six import registers, scales_of_blocks
 from mxtrain.formats.nvfp4.strip import (
     WARPS,
@@ -97,14 +85,7 @@ def _nvfp4_weight_kernel(
         )  # fmt: skip
 
 
-def _launches(
-    parts: list[torch.Tensor],
-    tensor_scales: list[torch.Tensor],
-    gain: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    form: str,
-    error: str = "",
-) -> tuple[list[torch.Tensor], list[Launch]]:
+def _launches(parts, tensor_scales, gain, ends, form: str, error: str = "") -> tuple[list[torch.Tensor], list[Launch]]:
     """Allocate the casts of the weights one below the other, and return them with a launch for each weight."""
     rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
     results = empty_casts(STORAGE, rows, columns, True, form != "image", form, parts[0].device)
@@ -147,12 +128,9 @@ def nvfp4_weight(
         parts: W alone, bf16 or fp32 [N, D], D a multiple of 16. The last tiles of rows may be incomplete. Or, for form
             "image", several weights of one dtype and of whole tiles, which one below the other are W.
         tensor_scales: one fp32 number for each part, a power of two.
-        form: with N' = N rounded up to a multiple of 16: "codes": uint8 [N, D / 2] and [D, N' / 2], two elements a
-            byte, and float8_e4m3fn scales [N, D / 16] and [D, N' / 16]; "blocked": the same codes, scales flat in the
-            128x4 layout, padding zero; "image": bf16 [N, D], element * block scale * tensor scale, exact.
+        form, error: as for ``nvfp4_cast``. An image is [N, D].
         gain: bf16 or fp32 [D], multiplied in first, in fp32.
-        ends: int32 [G], as for ``nvfp4_cast``: each group of rows of W has its own tensor scale, fp32 [G].
-        error: as for ``nvfp4_cast``.
+        ends: as for ``nvfp4_cast``. Each group of rows of W has its own tensor scale, fp32 [G].
 
     Returns:
         (data, scales) of W by dimension: 1 for fprop, 0 for its transpose, an operand of dgrad. One image serves both,

@@ -106,11 +106,7 @@ def choose(
 ) -> Choice:
     """Choose how a product [M, K] by [K, N] of ``dtype`` is computed on ``device``.
 
-    Args:
-        rows: M.
-        columns: N.
-        depth: K.
-        along_k: whether the operands ``lie_along_k``.
+    ``rows``, ``columns`` and ``depth`` are M, N and K. ``along_k`` says whether the operands ``lie_along_k``.
     """
     gpu = sm_count(device), shared_memory(device)
     return choose_for_range(*ranges(rows, columns, depth), along_k, dtype.itemsize, *gpu)
@@ -375,12 +371,7 @@ def _softmax_kernel(
 
 
 def decompose_k_by_plan(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: str | None,
-    out_dtype: torch.dtype,
-    plan: Plan,
+    a: torch.Tensor, b: torch.Tensor, bias, epilogue: str | None, out_dtype: torch.dtype, plan: Plan
 ) -> tuple[torch.Tensor, tuple[Launch, ...]]:
     """The result, and the launches that fill it; see ``decompose_k``."""
     (rows, depth), columns = a.shape, b.shape[1]
@@ -424,12 +415,7 @@ def decompose_k_by_plan(
 
 
 def decompose_k(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    epilogue: str | None,
-    out_dtype: torch.dtype,
-    plan: Plan,
+    a: torch.Tensor, b: torch.Tensor, bias, epilogue: str | None, out_dtype: torch.dtype, plan: Plan
 ) -> torch.Tensor:
     """epilogue(a b + bias) [M, N], with the arguments of ``mxtrain.decompose_k_mm``, which checks them.
 

@@ -17,24 +17,9 @@ EPILOGUES = (None, *get_args(Epilogue))
 
 
 def decompose_k_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    epilogue: str | None = None,
-    out_dtype: torch.dtype | None = None,
+    a: torch.Tensor, b: torch.Tensor, bias=None, epilogue: str | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Compute epilogue(a @ b + bias) in fp32 (fp64 for fp64 input).
-
-    Args:
-        a: [M, K].
-        b: [K, N].
-        bias: [N], or None for zeros.
-        epilogue: None, "relu", "sigmoid" or "softmax" (over N).
-        out_dtype: None for the dtype of ``a``.
-
-    Returns:
-        [M, N] in ``out_dtype``.
-    """
+    """Compute epilogue(a b + bias) [M, N] in fp32 (fp64 for fp64). Arguments as for ``mxtrain.decompose_k_mm``."""
     return finish(at_least_fp32(a) @ at_least_fp32(b), bias, epilogue, a.dtype if out_dtype is None else out_dtype)
 
 

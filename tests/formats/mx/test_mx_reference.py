@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mxtrain.formats.mx.reference import cast, dequantize, from_blocked, image, rounded_amax, scale_codes, to_blocked
+from mxtrain.formats.mx.reference import cast, dequantize, from_blocked, image, scale_codes, to_blocked
 from mxtrain.formats.mxfp4 import MXFP4
 from mxtrain.formats.mxfp8 import MXFP8, MXFP8_E5M2
+from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.recipe import SCALE_ROUNDINGS
 
 INF, NAN = float("inf"), float("nan")
@@ -250,7 +251,7 @@ def test_rounded_amax():
         "floor": [0.0, 1.0, 1.0, 1.0, 256.0, 256.0],
     }
     for rounding, values in expected.items():
-        got = rounded_amax(amax, MXFP8, rounding)
+        got = MXFP8.ops.rounded_amax(amax, get_recipe("mxfp8", scale_rounding=rounding))
         assert got[:-1].tolist() == values
         assert got[-1].isnan()
 
