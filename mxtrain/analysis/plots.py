@@ -16,7 +16,7 @@ import numpy as np
 
 from mxtrain.analysis.metrics_file import EVENT
 from mxtrain.analysis.runs import Run, labels
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, raised_as
 from mxtrain.files import os_errors_as, replace_file
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def in_own_style(draw: Callable) -> Callable:
 
     @functools.wraps(draw)
     def drawn(*args, **kwargs):
-        from matplotlib import style
-
+        with raised_as("Matplotlib cannot start"):  # as with an unknown MPLBACKEND
+            from matplotlib import style
         with style.context(["default", STYLE]):
             return draw(*args, **kwargs)
 

@@ -48,7 +48,8 @@ def titled(title: str, rows: list[tuple[str, ...]]) -> str:
 def summary(folder: str | os.PathLike) -> str:
     """Draw ``folder/loss.png`` and return a few lines on how the run went."""
     run = load_run(folder)
-    details = ", ".join(word for word in (run.variant, run.facts.get("mode")) if word)
+    variant, mode = run.variant, run.facts.get("mode") or ""
+    details = variant if mode in variant else f"{variant}, {mode}".removeprefix(", ")
     lines = [("run", f"{run.name} ({details})" if details else run.name)]
     lines.append(("loss", f"{form(run.first_loss)} -> {form(run.last_loss)}, {_verdict(run)}"))
     if run.validation:

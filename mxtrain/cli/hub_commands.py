@@ -203,7 +203,9 @@ def _pretrained(options) -> Iterator[tuple]:
         return
     from mxtrain.titan.hugging_face.export import export
 
-    with TemporaryDirectory(prefix="mxtrain-") as folder:
+    with os_errors_as("an export needs a temporary folder"):
+        temporary = TemporaryDirectory(prefix="mxtrain-")
+    with temporary as folder:
         step, _ = export(source, Path(folder, "exported"), step=options.step)
         print(f"mxtrain: exported step {step} to a temporary folder", file=sys.stderr)
         yield load(Path(folder, "exported"))

@@ -116,10 +116,11 @@ def make_run_folder(config_file: str, wanted: object) -> tuple[Path, bool]:
             is_new = not folder.is_dir()
             folder.mkdir(parents=True, exist_ok=not is_new)
             return folder, is_new
+        Path("outputs").mkdir(exist_ok=True)
         for number in count(1):
             folder = Path("outputs", name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):
-                folder.mkdir(parents=True)
+                folder.mkdir()
                 return folder, True
     except OSError as error:
         raise ConfigError(f"job.dump_folder = {error.filename!r} cannot be created: {reason(error)}") from error

@@ -199,9 +199,10 @@ class RunData:
             before, after = {"tokenizer": needed}, {"tokenizer": after["tokenizer"]}
         if before == after:
             return
-        ways = ["set [validation] and data.validation_share as before"] * (before.get(HELD_OUT) != after.get(HELD_OUT))
-        if name:
-            own = name.rpartition("-")[0]
+        own, ways = name.rpartition("-")[0] if name else dataset, []
+        if own == dataset and before.get(HELD_OUT) != after.get(HELD_OUT):
+            ways.append("set [validation] and data.validation_share as before")
+        elif name:
             settings = "" if own == dataset else f"training.dataset = {own!r} and "
             ways.append(f"set {settings}data.prepared = {str(Path(kept['cache'], name))!r} to go on with the run's own")
         tokenizer = f"model.hf_assets_path = {str(self._folder / TOKENIZER_FOLDER)!r}, the run's own tokenizer, and "

@@ -123,7 +123,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     encoder.post_processor = processors.Sequence([])
     ids = {}
     for name, token in special_tokens(folder, setting).items():
-        ids[name] = None if token is None else encoder.token_to_id(token)
+        ids[name] = encoder.token_to_id(token) if isinstance(token, str) else None
         if token is not None and ids[name] is None:
             raise ConfigError(f"{setting}: {name} = {token!r} is not in tokenizer.json; correct {FILES[1]}")
     size = 1 + max(encoder.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from mxtrain.errors import ConfigError
+from mxtrain.errors import ConfigError, raised_as
 from mxtrain.files import new_folder, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -153,8 +153,10 @@ class SavedTensors:
         if (folder / SINGLE_FILE).is_file():
             return [SINGLE_FILE]
         if (folder / INDEX_FILE).is_file():
-            index = read_json(folder / INDEX_FILE, f"{self._where}: {INDEX_FILE}")
-            return sorted(set(index["weight_map"].values()))
+            where = f"{self._where}: {INDEX_FILE}"
+            index = read_json(folder / INDEX_FILE, where)
+            with raised_as(f"{where} is damaged"):
+                return sorted({Path(name).name for name in index["weight_map"].values()})
         raise self._error(f"the folder has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model as safetensors first")
 
     def _error(self, problem: str) -> ConfigError:

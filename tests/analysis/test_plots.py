@@ -1,4 +1,5 @@
 import math
+import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -26,6 +27,12 @@ def make_run(name, losses, validation=(), folder="runs", converter="mxnorm", p=2
         ],
         validation=[{"step": step, "validation_loss": loss} for step, loss in validation],
     )
+
+
+def test_a_matplotlib_that_cannot_start_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="^Matplotlib cannot start: ModuleNotFoundError: [^\n]*$"):
+        plot([make_run("a", [3.0])], tmp_path / "a.png")
 
 
 def falling(n, end=3.0, seed=0):

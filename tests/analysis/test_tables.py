@@ -9,10 +9,10 @@ from mxtrain.analysis.plots import literal
 from tests.support import paired_runs
 
 
-def make_run(folder, losses, validation=None, **facts):
+def make_run(folder, losses, validation=None, mode="reference", **facts):
     """A run that was validated after its last step."""
     validated = None if validation is None else {len(losses): validation}
-    return paired_runs.make_run(folder, losses, validation=validated, mode="reference", **facts)
+    return paired_runs.make_run(folder, losses, validation=validated, mode=mode, **facts)
 
 
 def test_a_picture_that_cannot_be_written_does_not_hide_the_numbers(tmp_path):
@@ -58,6 +58,11 @@ def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):
     ):
         assert part in text
     assert "wandb" not in text
+
+
+def test_a_summary_names_a_mode_once(tmp_path, without_picture):
+    text = summary(make_run(tmp_path / "a", [9.0], mode="fp8_merged"))
+    assert text.splitlines()[0] == "run         a (mxnorm mxfp8 p=2 fp8_merged)"
 
 
 @pytest.mark.parametrize(

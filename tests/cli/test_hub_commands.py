@@ -135,6 +135,12 @@ def test_bad_input_is_one_line(line, says, run, folder):
     assert shown.startswith(f"mxtrain: error: {says}")
 
 
+def test_without_a_temporary_folder_there_is_one_line(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    expected = "mxtrain: error: an export needs a temporary folder: No such file or directory\n"
+    assert run("generate @ x") == (2, "", expected)
+
+
 def test_a_run_is_exported_to_a_temporary_folder(tmp_path, monkeypatch, capfd):
     """It leaves nothing, in the run or elsewhere, and gives the figures of an export."""
     saved_runs.add_flavors(monkeypatch)

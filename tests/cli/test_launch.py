@@ -258,11 +258,15 @@ def test_runs_started_in_one_second_get_folders_of_their_own(tmp_path, monkeypat
     assert [f.as_posix() for f, _ in folders] == [f"outputs/a-20200102-120000{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path):
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="job.dump_folder = '.*file' cannot be created: File exists$"):
         launch.make_run_folder("a.toml", str(tmp_path / "file"))
     assert launch.make_run_folder("a.toml", str(tmp_path)) == (tmp_path, False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs").symlink_to("nowhere")
+    with pytest.raises(ConfigError, match="job.dump_folder = 'outputs' cannot be created: File exists$"):
+        launch.make_run_folder("a.toml", None)
 
 
 @pytest.fixture

@@ -129,6 +129,7 @@ TOKENIZERS = [
     (TOKENIZER, "{'bos_token': 1}", "tokenizer_config.json is not valid JSON"),
     (TOKENIZER, "[]", "tokenizer_config.json holds list, not dict"),
     (TOKENIZER, '{"eos_token": "</s>"}', "eos_token = '</s>' is not in tokenizer.json"),
+    (TOKENIZER, '{"bos_token": 5}', "bos_token = 5 is not in tokenizer.json"),
     (TOKENIZER, CLASS, "transformers must find its bos and eos tokens, and failed ("),
     (TOKENIZER, None, "has neither a bos nor an eos token, so nothing would separate documents: name one in"),
 ]

@@ -1,9 +1,11 @@
 import itertools
 import json
 import os
+import re
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import datasets as hf_datasets
 import pytest
@@ -293,6 +295,18 @@ def test_a_run_on_a_stream_does_not_start_or_stop_to_hold_out_documents(hub):
         loaders[1].load_state_dict(loaders[0].state_dict())
     with pytest.raises(ConfigError, match=r"none instead of 0.3\); set \[validation\] and data.validation_share as"):
         loaders[0].load_state_dict(loaders[1].state_dict())
+
+
+def test_a_prepared_tokenizer_is_no_way_to_hold_out_as_before():
+    """It does not say what is held out. Of another dataset it is the way."""
+    run = mock.Mock(_starts_anew=False, _folder=Path("run"), record={"identity": {"tokenizer": "a"}})
+    kept = {"identity": {"tokenizer": "b", "held_out": 0.1}, "prepared": "hf-0", "cache": "cache"}
+    ways = {"hf": "set [validation] and data.validation_share as", "files": "set training.dataset = 'hf' and data.prep"}
+    for dataset, way in ways.items():
+        run._job.training.dataset = dataset
+        with pytest.raises(ConfigError, match=re.escape(f"0.1); {way}")) as error:
+            data_loader.RunData.require_same(run, kept)
+        assert str(error.value).count(", or ") == 1
 
 
 def test_streams_without_following_validation_are_prepared_as_before(hub):

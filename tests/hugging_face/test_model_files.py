@@ -85,6 +85,8 @@ def empty(folder):
 BROKEN = {
     "missing": (lambda f: (f / FIRST).unlink(), f"{FIRST} is missing, truncated or damaged: "),
     "no index": (lambda f: (f / INDEX_FILE).write_text("{"), f"{INDEX_FILE} is not valid JSON: "),
+    "no weight_map": (lambda f: (f / INDEX_FILE).write_text("{}"), f"{INDEX_FILE} is damaged: KeyError: 'weight_map'"),
+    "no name": (lambda f: make_index(f, {"a": 1}), f"{INDEX_FILE} is damaged: TypeError: "),
     "a pickle in the index": (
         lambda f: (torch.save({}, f / "a.bin"), make_index(f, {"a": "a.bin"})),
         "a.bin is missing, truncated or damaged: ",

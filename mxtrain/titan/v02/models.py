@@ -179,6 +179,8 @@ def sizes_in(model: str, args) -> dict[str, object]:
         if place:
             with suppress(AttributeError):  # llama4 without scaled rotation, and models without experts
                 sizes[name] = attrgetter(place)(args)
+    if sizes.get("load_balance_coeff", 0) is None:
+        sizes["load_balance_coeff"] = 0  # as in [model_args], which has no None
     return sizes
 
 

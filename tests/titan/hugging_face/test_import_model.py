@@ -116,9 +116,7 @@ MODEL_ARGS = {
         "dim": 96, "n_layers": 3, "n_heads": 6, "head_dim": 48, "hidden_dim": 160, "norm_eps": 1e-5,
         "rope_theta": 5e5,
     },
-    ("qwen3", "experts"): {
-        "moe_inter_dim": 64, "num_experts": 6, "top_k": 3, "load_balance_coeff": 0,
-    },
+    ("qwen3", "experts"): {"moe_inter_dim": 64, "num_experts": 6, "top_k": 3},
     ("deepseek_v3", "scaled"): {"rope_original_seq_len": 4096},
     ("deepseek_v3", "unscaled"): {"rope_factor": 1.0, "load_balance_coeff": 1e-3},
 }  # fmt: skip
@@ -217,6 +215,13 @@ def test_there_and_back(name, models, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     for file in names:
         assert (tmp_path / "back again" / file).read_bytes() == (tmp_path / "back" / file).read_bytes(), file
+
+
+def test_routers_without_a_bias(models, monkeypatch):
+    """All flavors but that of the tests have a bias."""
+    monkeypatch.delitem(saved_runs.flavors_of("qwen3"), "small_experts")
+    _, settings, model = find_model(read_shape(models["qwen3", "experts"]), "A")
+    assert settings["load_balance_coeff"] == model.sizes["load_balance_coeff"] == 0
 
 
 REFUSED = {
