@@ -251,7 +251,7 @@ def _build_or_wait(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{folder}.lock").touch()  # ``filelock`` waits for ever for a file that cannot be made
-        progress(f"preparing dataset {config.dataset!r} in {folder}, unless another process does")
+        progress(f"preparing dataset {config.dataset!r} in {folder}, or waiting for another process")
         with FileLock(f"{folder}.lock"):
             if not (folder / SUMMARY).exists():
                 for left in folder.parent.glob(f"{folder.name}{BUILDING}-*"):  # by a killed process

@@ -195,7 +195,7 @@ def test_a_process_waits_for_another_one_and_takes_its_text(corpus):
         lock.release()
 
     assert same(prepare(config_of(corpus), note), first)
-    assert lines == [f"preparing dataset 'files' in {first.folder}, unless another process does"]
+    assert lines == [f"preparing dataset 'files' in {first.folder}, or waiting for another process"]
     assert [path.name for path in first.folder.parent.iterdir() if path.is_dir()] == [first.folder.name]
 
 
