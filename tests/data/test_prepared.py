@@ -64,7 +64,7 @@ def test_both_splits_hold_their_documents_in_order(corpus, prose, cache, monkeyp
     assert report.vocab_size == report.requested_vocab_size == 300
     assert report.folder == str(prepared.folder) and prepared.tokenizer.is_relative_to(cache)
     assert {path.name for path in prepared.folder.iterdir()} == {"prepared.json", "tokenizer", "tokens"}
-    assert lines[0].startswith(f"preparing dataset 'files' in {prepared.folder}, unless another process")
+    assert lines[0].startswith(f"preparing dataset 'files' in {prepared.folder}, or waiting for another process")
     assert lines[-1] == "prepared dataset 'files'"
     assert f"tokenizing {report.bytes / 1e6:.1f} MB of text in {processes} process(es)" in lines
 
