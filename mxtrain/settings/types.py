@@ -1,16 +1,18 @@
 """Types of settings: which values are allowed, and what a resumed run does with a change.
 
-``pydantic`` checks the values.
+``pydantic`` checks the values; tyro shows them in the ``--help`` of plain ``-m torchtitan.train``.
 """
 
+import json
 from enum import Enum
+from itertools import chain, zip_longest
 from typing import Annotated, Literal, TypeVar
 
 import tomli
 from annotated_types import Ge, Gt, Interval, MultipleOf
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 from typing_extensions import TypedDict  # before Python 3.12, pydantic takes this one only
-from tyro.conf import Fixed
+from tyro.constructors import PrimitiveConstructorSpec
 
 from mxtrain.data.config import LARGEST_VOCABULARY
 from mxtrain.files import local_path, parse
@@ -99,8 +101,34 @@ def _entry(value):
     return value
 
 
-Table = dict[str, str]
-# Plain -m torchtitan.train makes no flag of it. With mxtrain's trainer, a flag has one word per entry.
-Schedule = Fixed[list[Annotated[ScheduleEntry, BeforeValidator(_entry)]]]
-Names = list[str] | None
+def _of_words(kind, nargs: int | str, metavar: str, read, write):
+    """A type with the words of its flag for tyro, which reads them in plain -m torchtitan.train."""
+    spec = PrimitiveConstructorSpec(
+        nargs=nargs,
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(word) for word in write(value)],
+    )
+    return Annotated[kind, spec]
+
+
+# The flag replaces the whole table of the TOML; tyro would make one flag per key of that table.
+Table = _of_words(
+    *(dict[str, str], "*", "NAME RECIPE ..."),
+    read=lambda words: dict(zip_longest(words[::2], words[1::2], fillvalue="")),
+    write=lambda table: chain(*table.items()),
+)
+# Entries in the TOML as an array of tables. A flag has one word per entry.
+Schedule = _of_words(
+    *(list[Annotated[ScheduleEntry, BeforeValidator(_entry)]], "*", "{...} ..."),
+    read=lambda words: [_entry(word) for word in words],
+    write=lambda entries: map(json.dumps, entries),
+)
+# TorchTitan's rule for flags with commas serves list[str] alone, and reads an empty flag as one empty name.
+Names = _of_words(
+    *(list[str] | None, 1, "A,B,C,..."),
+    read=lambda words: None if words == ["None"] else [name for name in words[0].split(",") if name],
+    write=lambda names: [names if names is None else ",".join(names)],
+)
 """A list of names; None where it is unset"""
