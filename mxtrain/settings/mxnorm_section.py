@@ -38,6 +38,12 @@ def check_recipes(s) -> None:
                 f"{s.mxnorm.diagnostics.every}; set one of them to its default"
             )
     schedule_of(s.mxnorm, s.training.steps)
+    converter, *_ = quantizing_among(s.model.converters)
+    if converter != "mxnorm":
+        for index, entry in enumerate(s.mxnorm.schedule):
+            if "norm" in entry:
+                norm = f"{SCHEDULE}[{index}].norm = {entry['norm']!r}"
+                raise ConfigError(f"{norm} needs the converter 'mxnorm', not {converter!r}; change model.converters")
 
 
 def _check_codes(recipes: list[LinearRecipe]) -> None:

@@ -69,6 +69,7 @@ FLAGS = {
     '--mxnorm.schedule {from_step=3,norm="rmsnorm"} {from_step=3,modulez=["wo"]}': "mxnorm.schedule[1] | modulez",
     '--mxnorm.schedule {from_step=3,norm="x"}': "mxnorm.schedule[0].norm = 'x' | 'rmsnorm'",
     '--training.steps=9 --mxnorm.schedule {from_step=10,recipe="bf16"}': "mxnorm.schedule[0].from_step = 10 | to 9",
+    '--model.converters=mx_linear --mxnorm.schedule {from_step=1,norm="rmsnorm"}': "mxnorm.schedule[0].norm | not 'mx_",
     # Settings that do not go together
     "--model.converters=mxnorm,mxnorm": "model.converters = ['mxnorm', 'mxnorm'] | twice",
     "--model.converters=mxnorm,mx_linear": "model.converters = | has 'mxnorm' and 'mx_linear'",
