@@ -107,7 +107,7 @@ def find_start(folder: Path, checkpoint, processes: int) -> Start:
 def _start_anew(folder: Path, saved: Checkpoints, setting: str, because: str) -> Start:
     if saved.found:
         raise ConfigError(
-            f"{setting}, but {saved.folder} holds {saved.found[-1]}; set checkpoint.enable alone to resume, or choose "
+            f"{setting}, but {saved.folder} holds {saved.found[-1]}; set only checkpoint.enable to resume, or choose "
             "another job.dump_folder to start at step 1"
         )
     _require_no_metrics(folder, because)

@@ -61,7 +61,7 @@ TRAIN = {
     "a seed over a run": Case(f"{SAVES} {SEED}", f"{REPLACES} (a seed is where a run starts)", METRICS),
     # Checkpoints that would not be loaded.
     "checkpoints are off": Case(
-        RUN, "checkpoint.enable = False, but run/checkpoint holds step-10; set checkpoint.enable alone to resume",
+        RUN, "checkpoint.enable = False, but run/checkpoint holds step-10; set only checkpoint.enable to resume",
         METRICS | saved(5, 10),
     ),
     "only parts of checkpoints": Case(

@@ -11,7 +11,7 @@ from mxtrain.formats.e2m1 import elements, encode
 from mxtrain.formats.hadamard import hadamard, pad
 from mxtrain.formats.nvfp4 import FOUR_OVER_SIX_RANGE, static_tensor_scale
 from mxtrain.formats.nvfp4.cast import nvfp4_cast
-from mxtrain.formats.nvfp4.norm import nvfp4_norm, nvfp4_rows
+from mxtrain.formats.nvfp4.norm import _launch, nvfp4_norm, nvfp4_rows
 from mxtrain.formats.nvfp4.reference import cast_four_over_six, largest_magnitude
 from mxtrain.formats.nvfp4.tensor_scale import nvfp4_tensor_scales
 from mxtrain.formats.nvfp4.weight_cast import nvfp4_weight
@@ -154,3 +154,12 @@ def test_any_matrix(shape, seed, log2_scale, form, error):
     x = draw(shape[0], 16 * shape[1], seed=seed) * 2.0**log2_scale
     check_casts(x, form, error)
     check_weight(x, form, error)
+
+
+@pytest.mark.parametrize("columns", [768, 4096, 10240, 12288, 14336, 20480])
+def test_threads_hold_few_elements_of_an_image(columns):
+    x = torch.empty(2, columns, dtype=torch.bfloat16)
+    _, launch = _launch(x, None, 2, "pre_round", 0.0, 1.0, "image", None, "mae")
+    of = launch.constants
+    elements, threads = 16 * of["ROWS"] * of["PARTS"] * of["BLOCKS"], 32 * of["num_warps"]
+    assert elements <= 48 * threads and threads in (32, 64, 128, 256, 512)
