@@ -131,10 +131,9 @@ def torchao_linear():
     return multiply
 
 
-def convert_float8(model: nn.Module, recipe: str) -> None:
+def convert_float8(model: nn.Module, mode: str, recipe: str) -> None:
     """Replace every linear except ``output`` by torchao's Float8Linear, which TorchTitan's float8 converter takes."""
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    config = replace(config, emulate=not torch.cuda.is_available())
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=mode == "reference")
     convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "output")
 
 
@@ -159,7 +158,7 @@ VARIANTS = {
     "mxnorm_mixed": partial(convert, recipe=MIXED),
     "fused_norm": lambda model, mode: mxtrain.convert(model, "fused_norm", when_compiled="kernel"),
     "torchao": lambda model, mode: convert_torchao(model),
-    **{f"float8_{name}": lambda model, mode, name=name: convert_float8(model, name) for name in FLOAT8},
+    **{f"float8_{name}": partial(convert_float8, recipe=name) for name in FLOAT8},
 }
 DEFAULT_VARIANTS = ["bf16", "mx_linear", "mxnorm", "mxnorm_exact", "torchao"]
 

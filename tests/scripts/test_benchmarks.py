@@ -37,7 +37,7 @@ def test_products_of_merged_codes_are_near_those_of_mxfp8(tmp_path):
 
 def test_every_variant_of_a_model_trains(tmp_path):
     path = tmp_path / "results.json"
-    variants = ["bf16", "mx_linear", "mxnorm", "mxnorm_nvfp4", "torchao"]
+    variants = ["bf16", "mx_linear", "mxnorm", "mxnorm_nvfp4", "torchao", "float8_rowwise"]
     options = ["--models", "tiny", "--device", "cpu", "--mode", "reference", "--warmup", "1", "--steps", "1"]
     assert importlib.import_module("train").main([*options, "--json", str(path), "--variants", *variants]) == 0
     losses = [row["loss"] for row in json.loads(path.read_text())["results"]]
