@@ -51,7 +51,7 @@ def _certify(options) -> int:
     print(titled("versions", versions()), titled("devices", devices()), sep="\n\n")
     # The kernels of a GPU take a minute of one core to compile.
     has_gpu = any(target.device != REFERENCE.device for target in on)
-    for case, found in zip(cases, replay_all(cases, on, min(8, os.cpu_count()) if has_gpu else 1)):
+    for case, found in zip(cases, replay_all(cases, on, min(16, os.cpu_count()) if has_gpu else 1)):
         print(f"\n{case['name']}")
         for name, agree, wrong in found:
             verdict = "within the bound" if name in case["bounds"] else "equal"

@@ -10,6 +10,7 @@ PyTorch knows such launches as those of a user's own kernels: as an operation th
 returns it filled.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -19,6 +20,7 @@ import triton
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor import ir
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.dependencies import ReadWrites, StarDep
 from torch._inductor.pattern_matcher import fwd_only
@@ -122,8 +124,7 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
     """Launch kernels one after the other; return what each memory that is not an input's holds then."""
     filled: dict[int, torch.Tensor] = {}
     for launch in launches:
-        args = dict(zip(launch.kernel.arg_names, launch.args)) | launch.constants
-        kernel = _with_options(launch.kernel, args.pop("num_warps"), args.pop("maxnreg", None))
+        kernel, args = _stated(launch)
         tensors = {name: arg for name, arg in args.items() if isinstance(arg, torch.Tensor)}
         results = [name for name, tensor in tensors.items() if _memory(tensor) not in inputs]
         tensors |= {name: filled.get(_memory(tensors[name]), tensors[name]) for name in results}
@@ -141,6 +142,12 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
         _results.setdefault(launch.kernel, set()).update(results)
         _inputs.setdefault(launch.kernel, set()).update(tensors.keys() - results)
     return filled
+
+
+def _stated(launch: Launch) -> tuple[Callable, dict]:
+    """A launch's kernel with its options, and all arguments by name."""
+    args = dict(zip(launch.kernel.arg_names, launch.args)) | launch.constants
+    return _with_options(launch.kernel, args.pop("num_warps"), args.pop("maxnreg", None)), args
 
 
 @functools.cache
@@ -192,9 +199,15 @@ def _find_written(kernel: Callable, kwargs: dict, tma_descriptor_metadata: dict)
 def _define(wrapper: PythonWrapperCodegen, kernel: Callable, configs: list, kwargs: dict, *others):
     """Define a kernel in a graph's code, once for all numbers for which Triton compiles the same code."""
     if kernel in _results:
-        constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-        kwargs = {name: arg if name in constants else _representative(arg) for name, arg in kwargs.items()}
+        if _ahead and AsyncCompile.use_process_pool():
+            _begin(wrapper, next(kwargs[name] for name in _results[kernel] if kwargs.get(name) is not None), others)
+        kwargs = _with_kinds(kernel, kwargs)
     return _DEFINE(wrapper, kernel, configs, kwargs, *others)
+
+
+def _with_kinds(kernel: Callable, kwargs: dict) -> dict:
+    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    return {name: arg if name in constants else _representative(arg) for name, arg in kwargs.items()}
 
 
 def _representative(arg):
@@ -208,3 +221,41 @@ def describe_launches(describe: bool) -> None:
     """Let PyTorch know more about the launches in graphs that are compiled from now on, or no more."""
     setattr(triton_kernel_wrap, _NAME, _find_written if describe else _ANALYZE)
     PythonWrapperCodegen.define_user_defined_triton_kernel = _define if describe else _DEFINE
+
+
+# Workers would begin with a backward's kernels when the backward's code is complete, long after the forward's. But a
+# kernel of the backward takes longest, NVFP4's cast of gradients: 3 to 7 s. Here workers begin with all kernels of both
+# when the forward defines its first kernel. A graph's code that comes later finds a kernel under the same name in the
+# same place, or its code in Triton's cache.
+_ahead: list[Launch] = []
+"""Launches of the last joint graph, until workers begin with them"""
+
+
+def note_launches(graph: Graph) -> None:
+    """Note the launches of a joint graph, which does not change."""
+    _ahead.clear()
+    for node in graph.nodes:
+        implementation = implementations.get(node.target)
+        if implementation is not None and node.all_input_nodes[0].meta["val"].device.type in DEVICES:
+            args = torch.fx.map_arg(node.args, lambda argument: argument.meta["val"])
+            inputs = {_memory(arg) for arg in pytree.tree_leaves(args) if isinstance(arg, torch.Tensor)}
+            with node.all_input_nodes[0].meta["val"].fake_mode:
+                launches = as_sequence(implementation(*args)[1])
+            _ahead.extend(launch for launch in launches if _can_state(launch, inputs) and not _has_symbols(launch))
+
+
+def _has_symbols(launch: Launch) -> bool:
+    return any(isinstance(arg, torch.SymInt) for arg in launch.args)
+
+
+def _begin(wrapper: PythonWrapperCodegen, result: ir.Buffer, others: tuple) -> None:
+    """Let workers compile the noted launches. ``result`` stands for tensors: they are aligned as a new result is."""
+    launches, _ahead[:] = [*_ahead], []
+    apart = copy.copy(wrapper)
+    apart.user_defined_kernel_cache = {}
+    apart.define_kernel = lambda name, call, *_: eval(call, {"async_compile": AsyncCompile()})
+    for kernel, args in map(_stated, launches):
+        for name, arg in args.items():
+            if isinstance(arg, torch.Tensor):
+                args[name] = ir.Buffer(name=result.get_name(), layout=ir.FixedLayout(arg.device, arg.dtype, [1]))
+        _DEFINE(apart, kernel.fn, kernel.configs, _with_kinds(kernel.fn, args), *others)

@@ -13,10 +13,10 @@ from torch.fx import Graph
 from mxtrain.compile.casts_for_backward import compute_casts_in_backward
 from mxtrain.compile.complex_products import split_complex_products
 from mxtrain.compile.kernel_inputs import fuse_residual_add, fuse_rounding
-from mxtrain.compile.launches import describe_launches, launch_from_graphs
+from mxtrain.compile.launches import describe_launches, launch_from_graphs, note_launches
 from mxtrain.compile.swiglu import fuse_swiglu
 
-JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward)
+JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward, note_launches)
 """Functions f(graph: torch.fx.Graph) -> None, called in this order on every graph before PyTorch splits it into forward
 and backward"""
 
