@@ -151,8 +151,9 @@ def operand_mode(recipe: Recipe, mode: str) -> str:
     formats = [fmt for fmt in (recipe.format, recipe.gradient_format) if fmt is not None]
     if mode == MERGED:
         return MERGED if formats and all(fmt.merges for fmt in formats) else "emulated"
-    takes_codes = all(fmt.is_native and not (fmt.gradients_of and fault_of(fmt)) for fmt in formats)
-    return "emulated" if mode == "native" and not takes_codes else mode
+    if mode == "native" and not all(fmt.is_native and not (fmt.gradients_of and fault_of(fmt)) for fmt in formats):
+        return "emulated"
+    return mode
 
 
 def runs_kernels(mode: str, device_type: str) -> bool:

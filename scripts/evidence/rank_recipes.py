@@ -17,7 +17,7 @@ def by_recipe(losses: pd.DataFrame, errors: pd.DataFrame) -> pd.DataFrame:
     """Return recipe -> its error and its validation losses by seed, by rising error."""
     recipe = losses["variant"].str.extract(r"^mxnorm (.*) p=2$", expand=False)
     losses = losses.assign(recipe=recipe).dropna(subset="recipe")
-    found = losses.pivot(index="recipe", columns="seed", values="validation").add_prefix("seed ")
+    found = losses.pivot(index="recipe", columns="seed", values="validation").dropna(axis="columns").add_prefix("seed ")
     return found.assign(error=errors.groupby("recipe")["error"].mean()).sort_values("error")
 
 

@@ -190,6 +190,9 @@ def test_e5m2_gradients_are_native_where_their_trial_product_is_right(takes_both
     modes = [operand_mode(r, "native") for r in (recipe.fprop, recipe.dgrad, recipe.dgrad.of_gradients)]
     assert modes == ["native", *["native" if takes_both else "emulated"] * 2]
     assert operand_mode(RECIPES["mxfp4"], "native") == "emulated"
+    with monkeypatch.context() as context:
+        context.setattr(hardware, "fault_of", None)  # other modes try no products
+        assert operand_mode(recipe.dgrad, "reference") == "reference"
     x = torch.randn(64, 64)
     gemms = ThreeGEMMs(recipe.key, "native", WHOLE)
     for_fprop, for_dgrad = map(gemms.quantize_weights([x], None).get, (1, 0))
