@@ -10,37 +10,38 @@ PyTorch knows such launches as those of a user's own kernels: as an operation th
 returns it filled.
 """
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
 import triton
-from torch._higher_order_ops import triton_kernel_wrap
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
-from torch._inductor import ir
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.dependencies import ReadWrites, StarDep
 from torch._inductor.pattern_matcher import fwd_only
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
-from torch.utils._ordered_set import OrderedSet
-from triton.runtime.autotuner import Autotuner
 
 from mxtrain.launch.launch import Launch, as_sequence, implementations
 
 DEVICES, VIEW = ("cuda",), torch.ops.aten.view.dtype
 
+results_of: dict[Callable, set[str]] = {}
+"""Kernel that graphs launch -> names of the arguments that hold results in a launch so far"""
+inputs_of: dict[Callable, set[str]] = {}
+"""Kernel that graphs launch -> names of the arguments that hold inputs in a launch so far"""
+
 
 def launch_from_graphs(graph: Graph) -> None:
     """Replace calls of ops on a GPU whose launches PyTorch can state: with a number of warps, and no other option."""
-    for node in list(graph.nodes):
-        implementation = implementations.get(node.target)
-        if implementation is not None and node.all_input_nodes[0].meta["val"].device.type in DEVICES:
-            _inline(graph, node, implementation)
+    for node, implementation in calls_of_ops(graph):
+        _inline(graph, node, implementation)
     graph.eliminate_dead_code()
+
+
+def calls_of_ops(graph: Graph) -> list[tuple[Node, Callable]]:
+    """Calls of our ops on a GPU, with the ops' implementations."""
+    known = [(node, implementations[node.target]) for node in graph.nodes if node.target in implementations]
+    return [each for each in known if each[0].all_input_nodes[0].meta["val"].device.type in DEVICES]
 
 
 def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
@@ -54,13 +55,13 @@ def _inline(graph: Graph, node: Node, implementation: Callable) -> None:
         args = pytree.tree_unflatten([next(given) if isinstance(leaf, Node) else leaf for leaf in leaves], spec)
         results, launches = implementation(*args)
         launches = as_sequence(launches)
-        inputs = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
+        inputs = {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
         # Without launches an op leaves open how it fills its results: some know none while sizes are symbolic.
-        can_state = bool(launches) and all(_can_state(launch, inputs) for launch in launches)
+        can_state = bool(launches) and all(can_be_stated(launch, inputs) for launch in launches)
         if not can_state:
             return results
         filled = _run(launches, inputs)
-        return pytree.tree_map(lambda result: _as(result, filled.get(_memory(result), result)), results)
+        return pytree.tree_map(lambda result: _as(result, filled.get(memory_of(result), result)), results)
 
     values = [leaf.meta["val"] for leaf in nodes]
     with values[0].fake_mode:
@@ -94,11 +95,11 @@ def _drop_views_back(graph: Graph) -> None:
             node.replace_all_uses_with(source.args[0])
 
 
-def _can_state(launch: Launch, inputs: set[int]) -> bool:
+def can_be_stated(launch: Launch, inputs: set[int]) -> bool:
     """Whether the launch has no option but warps, and one argument for each result, which is the whole result."""
-    written = [arg for arg in launch.args if isinstance(arg, torch.Tensor) and _memory(arg) not in inputs]
+    written = [arg for arg in launch.args if isinstance(arg, torch.Tensor) and memory_of(arg) not in inputs]
     options = launch.constants.keys() - {*launch.kernel.arg_names, "num_warps", "maxnreg"}
-    if options or len({*map(_memory, written)}) < len(written):
+    if options or len({*map(memory_of, written)}) < len(written):
         return False
     # Of a result in parts, which a graph would take for the whole, one part begins behind another.
     starts = [arg.storage_offset() for arg in written]
@@ -124,10 +125,10 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
     """Launch kernels one after the other; return what each memory that is not an input's holds then."""
     filled: dict[int, torch.Tensor] = {}
     for launch in launches:
-        kernel, args = _stated(launch)
+        kernel, args = kernel_and_arguments(launch)
         tensors = {name: arg for name, arg in args.items() if isinstance(arg, torch.Tensor)}
-        results = [name for name, tensor in tensors.items() if _memory(tensor) not in inputs]
-        tensors |= {name: filled.get(_memory(tensors[name]), tensors[name]) for name in results}
+        results = [name for name, tensor in tensors.items() if memory_of(tensor) not in inputs]
+        tensors |= {name: filled.get(memory_of(tensors[name]), tensors[name]) for name in results}
         symbols = {name: arg for name, arg in args.items() if isinstance(arg, torch.SymInt)}
         constants = {name: arg for name, arg in args.items() if name not in tensors | symbols}
         after = triton_kernel_wrapper_functional(
@@ -138,13 +139,13 @@ def _run(launches: Sequence[Launch], inputs: set[int]) -> dict[int, torch.Tensor
             kwargs=tensors | symbols,
             tensors_to_clone=results,
         )
-        filled |= {_memory(args[name]): after[name] for name in results}
-        _results.setdefault(launch.kernel, set()).update(results)
-        _inputs.setdefault(launch.kernel, set()).update(tensors.keys() - results)
+        filled |= {memory_of(args[name]): after[name] for name in results}
+        results_of.setdefault(launch.kernel, set()).update(results)
+        inputs_of.setdefault(launch.kernel, set()).update(tensors.keys() - results)
     return filled
 
 
-def _stated(launch: Launch) -> tuple[Callable, dict]:
+def kernel_and_arguments(launch: Launch) -> tuple[Callable, dict]:
     """A launch's kernel with its options, and all arguments by name."""
     args = dict(zip(launch.kernel.arg_names, launch.args)) | launch.constants
     return _with_options(launch.kernel, args.pop("num_warps"), args.pop("maxnreg", None)), args
@@ -157,105 +158,9 @@ def _with_options(kernel: Callable, warps: int, registers: int | None) -> Callab
     return triton.autotune([triton.Config(constants, num_warps=warps)], key=[])(kernel)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 def _as(result: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     return filled if filled.dtype == result.dtype else filled.view(result.dtype)
-
-
-# A first step spends most of the CPU's time on kernels that graphs launch, so PyTorch is told more about them:
-#   - the arguments that a kernel writes. Else PyTorch compiles its source for every launch, to see them.
-#   - only the kind of a number. Else PyTorch compiles a kernel for every number, and Triton the same code each time.
-_ANALYSES = ("identify_accessed_tensors", "identify_mutated_tensors")
-"""PyTorch's analysis in 2.13 and in 2.11"""
-_NAME = next(name for name in _ANALYSES if hasattr(triton_kernel_wrap, name))
-_ANALYZE, _DEFINE = getattr(triton_kernel_wrap, _NAME), PythonWrapperCodegen.define_user_defined_triton_kernel
-
-_results: dict[Callable, set[str]] = {}
-"""Kernel that graphs launch -> names of the arguments that hold results in a launch so far"""
-_inputs: dict[Callable, set[str]] = {}
-"""Kernel that graphs launch -> names of the arguments that hold inputs in a launch so far"""
-
-
-def _find_written(kernel: Callable, kwargs: dict, tma_descriptor_metadata: dict):
-    """What PyTorch's analysis returns: the written arguments, since 2.13 with all that may be read.
-
-    PyTorch analyzes other kernels, and those with an argument that held an input in one launch and a result in another.
-    """
-    function = kernel.fn if isinstance(kernel, Autotuner) else kernel
-    results, inputs = _results.get(function, set()), _inputs.get(function, set())
-    tensors = [name for name in function.arg_names if isinstance(kwargs.get(name), (torch.Tensor, ir.TensorBox))]
-    if not results or not results ^ inputs >= {*tensors}:
-        return _ANALYZE(kernel, kwargs, tma_descriptor_metadata)
-    written = [name for name in tensors if name in results]
-    if _NAME == "identify_mutated_tensors":
-        return written
-    reads, writes = (OrderedSet(map(StarDep, names)) for names in (tensors, written))
-    return triton_kernel_wrap.TensorAccesses(ReadWrites(reads, writes, OrderedSet()), can_fuse_epilogue=False)
-
-
-def _define(wrapper: PythonWrapperCodegen, kernel: Callable, configs: list, kwargs: dict, *others):
-    """Define a kernel in a graph's code, once for all numbers for which Triton compiles the same code."""
-    if kernel in _results:
-        if _ahead and AsyncCompile.use_process_pool():
-            _begin(wrapper, next(kwargs[name] for name in _results[kernel] if kwargs.get(name) is not None), others)
-        kwargs = _with_kinds(kernel, kwargs)
-    return _DEFINE(wrapper, kernel, configs, kwargs, *others)
-
-
-def _with_kinds(kernel: Callable, kwargs: dict) -> dict:
-    constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
-    return {name: arg if name in constants else _representative(arg) for name, arg in kwargs.items()}
-
-
-def _representative(arg):
-    """The number that stands for all integers for which Triton compiles the same code; any other argument itself."""
-    if type(arg) is not int or arg == 1 or abs(arg) >= 2**31:
-        return arg
-    return 16 if arg % 16 == 0 else 2
-
-
-def describe_launches(describe: bool) -> None:
-    """Let PyTorch know more about the launches in graphs that are compiled from now on, or no more."""
-    setattr(triton_kernel_wrap, _NAME, _find_written if describe else _ANALYZE)
-    PythonWrapperCodegen.define_user_defined_triton_kernel = _define if describe else _DEFINE
-
-
-# Workers would begin with a backward's kernels when the backward's code is complete, long after the forward's. But a
-# kernel of the backward takes longest, NVFP4's cast of gradients: 3 to 7 s. Here workers begin with all kernels of both
-# when the forward defines its first kernel. A graph's code that comes later finds a kernel under the same name in the
-# same place, or its code in Triton's cache.
-_ahead: list[Launch] = []
-"""Launches of the last joint graph, until workers begin with them"""
-
-
-def note_launches(graph: Graph) -> None:
-    """Note the launches of a joint graph, which does not change."""
-    _ahead.clear()
-    for node in graph.nodes:
-        implementation = implementations.get(node.target)
-        if implementation is not None and node.all_input_nodes[0].meta["val"].device.type in DEVICES:
-            args = torch.fx.map_arg(node.args, lambda argument: argument.meta["val"])
-            inputs = {_memory(arg) for arg in pytree.tree_leaves(args) if isinstance(arg, torch.Tensor)}
-            with node.all_input_nodes[0].meta["val"].fake_mode:
-                launches = as_sequence(implementation(*args)[1])
-            _ahead.extend(launch for launch in launches if _can_state(launch, inputs) and not _has_symbols(launch))
-
-
-def _has_symbols(launch: Launch) -> bool:
-    return any(isinstance(arg, torch.SymInt) for arg in launch.args)
-
-
-def _begin(wrapper: PythonWrapperCodegen, result: ir.Buffer, others: tuple) -> None:
-    """Let workers compile the noted launches. ``result`` stands for tensors: they are aligned as a new result is."""
-    launches, _ahead[:] = [*_ahead], []
-    apart = copy.copy(wrapper)
-    apart.user_defined_kernel_cache = {}
-    apart.define_kernel = lambda name, call, *_: eval(call, {"async_compile": AsyncCompile()})
-    for kernel, args in map(_stated, launches):
-        for name, arg in args.items():
-            if isinstance(arg, torch.Tensor):
-                args[name] = ir.Buffer(name=result.get_name(), layout=ir.FixedLayout(arg.device, arg.dtype, [1]))
-        _DEFINE(apart, kernel.fn, kernel.configs, _with_kinds(kernel.fn, args), *others)

@@ -12,8 +12,9 @@ from torch.fx import Graph
 
 from mxtrain.compile.casts_for_backward import compute_casts_in_backward
 from mxtrain.compile.complex_products import split_complex_products
+from mxtrain.compile.first_step import describe_launches, note_launches
 from mxtrain.compile.kernel_inputs import fuse_residual_add, fuse_rounding
-from mxtrain.compile.launches import describe_launches, launch_from_graphs, note_launches
+from mxtrain.compile.launches import launch_from_graphs
 from mxtrain.compile.swiglu import fuse_swiglu
 
 JOINT = (split_complex_products, fuse_swiglu, compute_casts_in_backward, note_launches)

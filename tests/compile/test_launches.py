@@ -118,7 +118,7 @@ def test_inductor_compiles_the_kernels_for_a_gpu(device):
     assert len(found["compiled"]) == 21 and not found["unwanted"], found
     assert "Encountered an exception" not in run.stderr, run.stderr  # then PyTorch would clone all tensors
     assert found["analyses"] == 0, found
-    assert found["same_calls"] and found["same_kernels"]
+    assert found["same_calls"] and found["same_kernels"] and found["begun"]
     assert found["registers"] == ["168"], found
     # A product, over which Inductor writes what both casts read, and two images.
     assert found["allocated"] == [f"{T}, {D}"] * 3

@@ -4,12 +4,14 @@
 
 prints as JSON the kernels that Triton compiled from the code of a graph, calls of ops and fills of results in it, how
 often PyTorch analyzed a kernel, limits of registers, whether calls and kernels are those without ``describe_launches``,
-and the shapes of the tensors that another graph allocates.
+whether workers begin with these kernels, and the shapes of the tensors that another graph allocates.
 """
 
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -31,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from mxtrain.compile import passes
-from mxtrain.compile.launches import describe_launches
+from mxtrain.compile.first_step import describe_launches, note_launches
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.mx.cast import cast
 from mxtrain.formats.nvfp4.norm import nvfp4_norm
@@ -85,6 +87,7 @@ def code_of(function, *arguments) -> str:
         fakes = [torch.empty(each.shape, dtype=each.dtype, device="cuda") for each in arguments]
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
     module.graph.eliminate_dead_code()
+    note_launches(module.graph)
     with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
         post_grad_passes(module, False)
         module.recompile()
@@ -95,15 +98,23 @@ def code_of(function, *arguments) -> str:
     return getattr(code, "value", code)
 
 
-def sources_in(code: str) -> list[tuple[str, str]]:
-    """Name and source of the kernels that are not Inductor's own."""
+@contextmanager
+def kept_kernels() -> Iterator[list[tuple[str, str]]]:
+    """Name and source of the kernels that PyTorch would compile and that are not Inductor's own."""
     found = []
-    with (
-        patch.object(async_compile.AsyncCompile, "triton", lambda _, *found_one, **options: found.append(found_one)),
-        patch.object(async_compile.AsyncCompile, "wait", lambda *_: None),
-    ):
+
+    def keep(_, name: str, source: str, **options) -> None:
+        if "user_autotune" in source:
+            found.append((name, source))
+
+    with patch.object(async_compile.AsyncCompile, "triton", keep):
+        yield found
+
+
+def sources_in(code: str) -> list[tuple[str, str]]:
+    with kept_kernels() as found, patch.object(async_compile.AsyncCompile, "wait", lambda *_: None):
         exec(code, {"__name__": "generated"})
-    return [(name, source) for name, source in found if "user_autotune" in source]
+    return found
 
 
 def kinds(sources: list[tuple[str, str]]) -> set[str]:
@@ -136,7 +147,11 @@ def main() -> None:
     pretend_gpu()
     passes.install()
     wrap = triton_kernel_wrap
-    with patch.object(wrap, "generate_ttir", wraps=wrap.generate_ttir) as analyzed:
+    with (
+        patch.object(wrap, "generate_ttir", wraps=wrap.generate_ttir) as analyzed,
+        patch.object(async_compile.AsyncCompile, "use_process_pool", lambda *_: True),
+        kept_kernels() as begun,
+    ):
         code = code_of(kernels, *inputs())
     describe_launches(False)
     plain = code_of(kernels, *inputs())
@@ -150,6 +165,7 @@ def main() -> None:
         "registers": re.findall(r"'maxnreg': (\d+)", code),
         "same_calls": calls_in(code) == calls_in(plain),
         "same_kernels": kinds(sources) == kinds(sources_in(plain)),
+        "begun": kinds(begun) == kinds(sources),
         "allocated": shapes_allocated(code_of(two_casts, *matrices)),
     }
     json.dump(found, sys.stdout)
