@@ -8,9 +8,10 @@ from mxtrain.cli.console import hide_library_warnings
 # (tokens, input features, output features), also in incomplete tiles of block scales.
 LAYER, EXPERTS = dict(shape=(256, 384, 224)), dict(shape=(200, 256, 128), counts=(57, 0, 143))
 E5M2, MIXED = "fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
+DEQUANTIZED = "fprop=mxfp8, dgrad=dequantized, wgrad=dequantized"
 NORMS = [dict(p=p, estimator=estimator) for p, estimator in ((2, "pre_round"), (1, "pre_round"), (2, "exact"))]
 NORMED = ("mxfp8", NORMS), ("nvfp4", NORMS), ("nvfp4_row", NORMS[:1]), ("nvfp4_4over6", NORMS[:1])
-LINEARS = ("mxfp8", "mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "nvfp4_4over6", "mxfp4", MIXED)
+LINEARS = ("mxfp8", "mxfp8_2d", E5M2, "nvfp4", "nvfp4_row", "nvfp4_4over6", "mxfp4", MIXED, DEQUANTIZED)
 CASES = [dict(recipe=recipe, **LAYER) for recipe in LINEARS]
 CASES += [dict(recipe=recipe, norm=norm, **LAYER) for recipe, norms in NORMED for norm in norms]
 CASES += [dict(recipe=recipe, **EXPERTS) for recipe in ("mxfp8", "mxfp8_2d", "nvfp4", MIXED)]
@@ -51,7 +52,7 @@ def _certify(options) -> int:
     print(titled("versions", versions()), titled("devices", devices()), sep="\n\n")
     # The kernels of a GPU take a minute of one core to compile.
     has_gpu = any(target.device != REFERENCE.device for target in on)
-    for case, found in zip(cases, replay_all(cases, on, min(16, os.cpu_count()) if has_gpu else 1)):
+    for case, found in zip(cases, replay_all(cases, on, min(16, os.cpu_count() or 1) if has_gpu else 1)):
         print(f"\n{case['name']}")
         for name, agree, wrong in found:
             verdict = "within the bound" if name in case["bounds"] else "equal"

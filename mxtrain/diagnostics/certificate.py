@@ -181,6 +181,8 @@ class _WatchedGEMMs(ThreeGEMMs):
     def _cast(self, parts, recipes: dict[int, Recipe], spec: CastSpec) -> dict[int, Operand]:
         operands = super()._cast(parts, recipes, spec)
         for dim, recipe in recipes.items():
+            if recipe.dequantizes:  # dY, which is not rounded
+                continue
             codes, x = None, spec.scaled(spec.joined(parts))
             if self.mode == "reference":
                 codes = recipe.ops.cast(parts, recipe, self.mode, (dim,), spec._replace(as_codes=True))[dim]

@@ -83,8 +83,8 @@ def without_effect(job) -> Iterator[str]:
         gemms = [gemm for recipe in (default, *others.values()) for gemm in (recipe.fprop, recipe.dgrad)]
         if any(gemm.weight_tiles and gemm.error_for("weight") for gemm in gemms):
             yield (
-                f"mxnorm.four_over_six = {job.mxnorm.four_over_six!r} changes at most 4 % of the tiles of weights; "
-                "set mxnorm.weight_tiles = false for an effect"
+                "four over six changes at most 4 % of weights in tiles; "
+                "set mxnorm.weight_tiles = false, or mxnorm.four_over_six = 'activations'"
             )
     if quantizes and job.mxnorm.mode == "fp8_merged" and not every:
         yield "mxnorm.merge_limit has no effect without mxnorm.diagnostics.every, such as 50: no layer is watched"

@@ -27,6 +27,11 @@ OWN = {
         **{"layer_types": ["linear_attention", "full_attention"], "moe_intermediate_size": 64},
         **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     },
+    "Qwen3_5": {
+        **{"layer_types": ["linear_attention", "full_attention"]},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
     "NemotronH": {
         **{"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
         **{"ssm_state_size": 16, "chunk_size": 16},
@@ -52,8 +57,8 @@ REFUSED = {
 def build(name, **settings):
     torch.manual_seed(0)
     settings |= OWN.get(name, {})
-    config = getattr(transformers, f"{name}Config")(**SIZES, **LAYERS, **settings)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{name}ForCausalLM")
+    return model(model.config_class(**SIZES | LAYERS | settings))
 
 
 def loss(model):
@@ -93,7 +98,10 @@ def test_a_model_converts_trains_and_is_saved(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "attribute", "value"),
-    [("Gemma2", "add_unit_offset", True), ("Qwen3Next", "add_unit_offset", True), ("NemotronH", "groups", 2)],
+    [
+        *((name, "add_unit_offset", True) for name in ("Gemma2", "Gemma3", "Qwen3Next", "Qwen3_5")),
+        *((name, "groups", 2) for name in ("Mamba2", "NemotronH")),
+    ],
 )
 def test_a_model_with_other_norms_computes_the_same_without_rounding(name, attribute, value):
     model = build(name)

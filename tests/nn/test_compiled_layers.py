@@ -42,7 +42,7 @@ class Block(nn.Module):
         ("mxfp8", "emulated", True),
         ("nvfp4", "emulated", True),
         pytest.param("mxfp8_2d", "emulated", True, marks=pytest.mark.sweep),
-        pytest.param("nvfp4_row", "emulated", True, marks=pytest.mark.sweep),
+        *(pytest.param(name, "emulated", True, marks=pytest.mark.sweep) for name in ("nvfp4_row", "nvfp4_rl")),
         ("fprop=mxfp8, dgrad=dequantized, wgrad=dequantized", "emulated", True),
         pytest.param(MIXED, "emulated", False, marks=pytest.mark.sweep),
         ("mxfp4", "emulated", False),

@@ -15,7 +15,11 @@ def test_what_has_no_effect_is_said():
         (["--mxnorm.diagnostics.every=2", "--model.converters="], "mxnorm.diagnostics.every has no effect without"),
         (
             [*NVFP4, "--mxnorm.four_over_six=both"],
-            "mxnorm.four_over_six = 'both' changes at most 4 % of the tiles",
+            "four over six changes at most 4 % of weights in tiles",
+        ),
+        (
+            ["--mxnorm.recipe=nvfp4_4over6", "--mxnorm.weight_tiles"],
+            "four over six changes at most 4 % of weights in tiles",
         ),
         (["--mxnorm.mode=fp8_merged"], "mxnorm.merge_limit has no effect without mxnorm.diagnostics.every"),
         (["--mxnorm.mode=fp8_merged", "--mxnorm.diagnostics.every=2"], None),

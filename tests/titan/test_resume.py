@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from mxtrain.analysis import load_run
-from tests.support.training_runs import NVFP4, SAVE_EACH, Resumed, done_once, seeds, steps
+from tests.support.training_runs import SAVE_EACH, Resumed, done_once, seeds, steps
 
 
 def numbers(outcome) -> list[tuple]:
@@ -83,19 +83,19 @@ def test_two_processes_resume_bit_for_bit(several, name):
 
 @pytest.mark.sweep
 def test_every_layout_resumes_bit_for_bit(base):
-    """With stochastic rounding, whose random bits repeat, and selective activation checkpointing."""
+    """With selective activation checkpointing; some recipes round stochastically, and their random bits repeat."""
     layouts = {
-        "hsdp": {"data_parallel_replicate": 2},
-        "tp x fsdp, muon": {"tensor_parallel": 2},
-        "cp x tp": {"context_parallel": 2, "tensor_parallel": 2},
-        "pp x tp": {"pipeline_parallel": 2, "tensor_parallel": 2},
-        "pp x fsdp": {"pipeline_parallel": 2},
+        "hsdp": ("nvfp4_4over6", {"data_parallel_replicate": 2}),
+        "tp x fsdp, muon": ("nvfp4_rl", {"tensor_parallel": 2}),
+        "cp x tp": ("mxfp4", {"context_parallel": 2, "tensor_parallel": 2}),
+        "pp x tp": ("nvfp4", {"pipeline_parallel": 2, "tensor_parallel": 2}),
+        "pp x fsdp": ("fprop=mxfp8_2d, dgrad=mxfp8_e5m2, wgrad=mxfp8_e5m2", {"pipeline_parallel": 2}),
     }
     sizes = ["--training.seq_len=128", "--training.local_batch_size=2", "--training.global_batch_size=8"]
-    flags = [NVFP4, *SAVE_EACH, steps(2), *sizes, "--activation_checkpoint.mode=selective"]
+    flags = [*SAVE_EACH, steps(2), *sizes, "--activation_checkpoint.mode=selective"]
     runs = {
-        name: [*flags, *(f"--parallelism.{kind}_degree={degree}" for kind, degree in degrees.items())]
-        for name, degrees in layouts.items()
+        name: [*flags, f"--mxnorm.recipe={recipe}", *(f"--parallelism.{of}_degree={n}" for of, n in degrees.items())]
+        for name, (recipe, degrees) in layouts.items()
     }
     runs["tp x fsdp, muon"] += ["--model.name=qwen3", "--optimizer.name=Muon"]
     runs |= {f"{name}, resumed": Resumed(name, 1) for name in [*runs]}
