@@ -131,7 +131,7 @@ class Run:
 
     @property
     def image_layers(self) -> int:
-        """Number of layers that mode "fp8_merged" gave up so far."""
+        """Number of layers that mode "fp8_merged" gave up (``mxtrain.diagnostics.merge_guard``)."""
         counts = [row[EVENT].partition(IMAGE_LAYERS)[2] for row in self.events if IMAGE_LAYERS in row[EVENT]]
         return int(counts[-1].rstrip(")")) if counts else 0
 

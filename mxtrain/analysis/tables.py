@@ -62,9 +62,9 @@ def summary(folder: str | os.PathLike) -> str:
     merged = [(share, key) for row in run.numerics for key, share in row.items() if key.endswith(MERGED_SHARE)]
     if merged:
         share, key = max(merged)
-        images = f"; layers that multiply images since: {run.image_layers}" if run.image_layers else ""
-        text = f"at most {share:.2g} of a cast's codes changed ({key.removeprefix(NUMERICS)}){images}"
-        lines.append(("merged", text))
+        text = f"at most {share:.2g} of a cast's codes changed ({key.removeprefix(NUMERICS)})"
+        above = f"; layers above mxnorm.merge_limit, which multiply images: {run.image_layers}"
+        lines.append(("merged", f"{text}{above if run.image_layers else ''}"))
     lines.append(("folder", str(run.folder)))
     lines.append(("loss curve", _picture(run)))
     wandb = run.facts.get("wandb") or {}

@@ -91,7 +91,7 @@ def test_product_has_fp32_sums_of_scaled_groups(device, tiled, m, n, k):
         assert got.dtype == dtype and got.shape == (m, n)
         error = (got.double() - want).abs()
         if a.data.is_cuda:  # FP8 tensor cores keep 13 bits below the largest of the products that they add up at once
-            assert error.norm() <= (1e-3 + rounding) * want.norm()
+            assert error.norm() <= (4e-4 + rounding) * want.norm()
         else:
             assert (error <= (128 + k // 128) * 2.0**-24 * size + rounding * want.abs()).all()
 
