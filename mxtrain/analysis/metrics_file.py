@@ -28,6 +28,8 @@ NUMERICS = "numerics/"
 """Beginning of the keys of figures of diagnostics"""
 MERGED_SHARE = "_merged"
 """End of the key of a figure: the share of a cast's codes that mode "fp8_merged" changes"""
+IMAGE_LAYERS = "layers so far: "
+"""In the event of a layer that mode "fp8_merged" gives up, before the number of these layers so far"""
 
 
 def encode_row(row: dict) -> str:

@@ -16,7 +16,7 @@ from mxtrain.analysis.metrics_file import MERGED_SHARE, NUMERICS
 from mxtrain.analysis.plots import PAGE, in_own_style, line_style, literal, save_picture
 from mxtrain.analysis.runs import Run
 from mxtrain.analysis.tables import aligned
-from mxtrain.checkpoints.run_folder import METRICS_FILE
+from mxtrain.checkpoints.run_folder import MERGE_LIMIT, METRICS_FILE
 from mxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ BADNESS = {
     SPREAD: over_twice_the_median,
     "busiest_expert": over_twice_the_median,
     "_error": over_twice_the_median,
-    MERGED_SHARE: lambda values: values / 0.05,
+    MERGED_SHARE: lambda over_limit: over_limit,  # mxnorm.merge_limit
     "_sqnr_db": lambda values: over_twice_the_median(10 ** (-values / 20)),
 }
 """End of a figure's name -> how bad values are. Those above 1 deserve a look. Other figures are neither good nor bad"""
@@ -79,7 +79,7 @@ def module_order(module: str) -> list[tuple[bool, int, str]]:
     return [(not word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in module.split(".")]
 
 
-def badness(values: Values) -> "pd.DataFrame":
+def badness(values: Values, merge_limit: float = MERGE_LIMIT) -> "pd.DataFrame":
     """Return how bad values are, as modules by (figure, step). Above 1 deserves a look; not finite is infinite."""
     import pandas as pd
 
@@ -87,17 +87,17 @@ def badness(values: Values) -> "pd.DataFrame":
     for figure, table in values.items():
         for end, measure in BADNESS.items():
             if figure.removesuffix("_worst_expert").endswith(end):
-                found[figure] = measure(table).where(~np.isinf(table), math.inf)
+                limit = max(merge_limit, 1e-9) if end == MERGED_SHARE else 1
+                found[figure] = measure(table / limit).where(~np.isinf(table), math.inf)
     if R2 in found and SPREAD in values:
         found[R2] = found[R2].mask(values[SPREAD].reindex_like(found[R2]) <= NOISY, 0)
     bad = pd.concat(found, axis=1)
     return bad.loc[sorted(bad.index, key=module_order)]
 
 
-def worst_modules(values: Values) -> list[tuple[str, str, float, float, str]]:
+def worst_modules(values: Values, bad: "pd.DataFrame") -> list[tuple[str, str, float, float, str]]:
     """Return the worst modules of the last step: name, worst figure, its value now and at the start, and its trend."""
-    bad, rows = badness(values), []
-    last = bad.xs(bad.columns[-1][1], axis=1, level=1)
+    rows, last = [], bad.xs(bad.columns[-1][1], axis=1, level=1)
     for module in last.max(axis=1).nlargest(WORST).index:
         figure = last.loc[module].idxmax()
         own = values[figure].loc[module].dropna()
@@ -128,7 +128,8 @@ def draw_numerics(run: Run, path: str | os.PathLike) -> tuple[Path, str]:
     from matplotlib.figure import Figure as Picture  # without pyplot there is no display and no global state
 
     values = by_figure(run.numerics)
-    bad, worst = badness(values), worst_modules(values)
+    bad = badness(values, run.setting("mxnorm", "merge_limit", MERGE_LIMIT))
+    worst = worst_modules(values, bad)
     step = bad.columns[-1][1]
     height = np.clip(ROW * len(bad), 1.5, TALLEST)
     picture = Picture((PAGE, height + 4.2))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mxtrain.analysis.metrics_file import EVENT, NUMERICS, read_metrics
+from mxtrain.analysis.metrics_file import EVENT, IMAGE_LAYERS, NUMERICS, read_metrics
 from mxtrain.checkpoints.run_folder import (
     CONFIG_FILE,
     DATA_FILE,
@@ -128,6 +128,12 @@ class Run:
         # The last logged step may be so many before the end, less one. Without settings, the end is not known.
         is_early = self.settings and last + self.setting("metrics", "log_freq", LOG_FREQ) <= planned
         return self.nonfinite_loss or (f"it ends at step {last} of {planned}" if is_early else "")
+
+    @property
+    def image_layers(self) -> int:
+        """Number of layers that mode "fp8_merged" gave up (``mxtrain.diagnostics.merge_guard``)."""
+        counts = [row[EVENT].partition(IMAGE_LAYERS)[2] for row in self.events if IMAGE_LAYERS in row[EVENT]]
+        return int(counts[-1].rstrip(")")) if counts else 0
 
     @property
     def changed_settings(self) -> list[str]:

@@ -59,10 +59,12 @@ def summary(folder: str | os.PathLike) -> str:
     of_all = "" if devices == 1 or rate is None else f" per device, {devices * rate:,.0f} on {devices}"
     lines.append(("tokens/s", f"{form(rate, ',.0f')}{of_all}"))
     lines.append(("memory", f"{form(run.peak_memory_gib, '.2f')} GiB peak"))
-    merged = [(share, key) for row in run.numerics[-1:] for key, share in row.items() if key.endswith(MERGED_SHARE)]
+    merged = [(share, key) for row in run.numerics for key, share in row.items() if key.endswith(MERGED_SHARE)]
     if merged:
         share, key = max(merged)
-        lines.append(("merged", f"at most {share:.2g} of a cast's codes changed ({key.removeprefix(NUMERICS)})"))
+        text = f"at most {share:.2g} of a cast's codes changed ({key.removeprefix(NUMERICS)})"
+        above = f"; layers above mxnorm.merge_limit, which multiply images: {run.image_layers}"
+        lines.append(("merged", f"{text}{above if run.image_layers else ''}"))
     lines.append(("folder", str(run.folder)))
     lines.append(("loss curve", _picture(run)))
     wandb = run.facts.get("wandb") or {}

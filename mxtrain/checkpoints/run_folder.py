@@ -32,6 +32,7 @@ CHECKPOINT_FOLDER = "checkpoint"
 LEARNING_RATE = 8e-4
 LOG_FREQ = 10  # steps
 STEPS = 10_000
+MERGE_LIMIT = 0.05  # mxtrain's mxnorm.merge_limit
 
 SETTING_CHANGES = " changes from "
 """In the event of a run that resumes with another setting, after the setting's name"""

@@ -47,8 +47,7 @@ def _doctor(options) -> int:
         from mxtrain.settings.read import places
 
         config, *flags = options.model
-        # This machine may lack the mode of the training, which changes nothing here.
-        words = [f"--job.config_file={config}", *flags, "--mxnorm.mode=auto"]
+        words = [f"--job.config_file={config}", *flags]
         with places(words):
             print(*_model_report(words), sep="\n\n")
         return 0
@@ -150,7 +149,10 @@ def _model_report(words: list[str]) -> Iterator[str]:
     from mxtrain.titan.releases import engine
 
     settings = read_settings(words)
-    check_model(settings.values)
+    on_this_machine = settings.replaced({"mxnorm.mode": "auto"})  # which may lack the mode of the training
+    check_model(on_this_machine.values)
+    if settings["mxnorm.mode"] != "fp8_merged":  # the only mode that changes what is converted
+        settings = on_this_machine
     job_config = settings.values
     raise_first(pipeline_problems(settings), settings)
     check_model_layout(settings)

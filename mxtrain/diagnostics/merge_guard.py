@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from mxtrain.analysis.metrics_file import MERGED_SHARE, NUMERICS
+from mxtrain.analysis.metrics_file import IMAGE_LAYERS, MERGED_SHARE, NUMERICS
 from mxtrain.conversion.plan import folded
 from mxtrain.conversion.schedule import GRAPHS, allow_graphs
 from mxtrain.nn.three_gemms import QuantizedLinear
@@ -49,7 +49,8 @@ class MergeGuard:
         if found:
             self.restore(found)
             limit = f"mxnorm.merge_limit = {self.limit:g}, found up to {largest:.2g}"
-            for line in folded(dict.fromkeys(found, f"multiplies images from now on ({limit})")):
+            text = f"multiplies images from now on ({limit}; {IMAGE_LAYERS}{len(self.images)})"
+            for line in folded(dict.fromkeys(found, text)):
                 self._log_event(step, line)
 
     def restore(self, images: Iterable[str]) -> None:

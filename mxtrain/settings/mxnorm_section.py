@@ -72,10 +72,17 @@ def schedule_in(job) -> list[ScheduleEntry]:
     return schedule_of(job.mxnorm, job.training.steps) if quantizing_among(job.model.converters) else []
 
 
+def diagnostics_every(section) -> int:
+    """``diagnostics.every`` in effect: unset, it is on where the guard of mode "fp8_merged" needs it."""
+    every = section.diagnostics.every
+    return (200 if section.mode == "fp8_merged" else 0) if every is None else every
+
+
 def without_effect(job) -> Iterator[str]:
     """Yield a line for the user per setting that does nothing in this run. Shorter trials of a config may have some."""
-    every, quantizes = job.mxnorm.diagnostics.every, quantizing_among(job.model.converters)
-    for name, value in (("diagnostics.every", every), ("schedule", job.mxnorm.schedule)):
+    given, every = job.mxnorm.diagnostics.every, diagnostics_every(job.mxnorm)
+    quantizes = quantizing_among(job.model.converters)
+    for name, value in (("diagnostics.every", given), ("schedule", job.mxnorm.schedule)):
         if value and not quantizes:
             yield f"mxnorm.{name} has no effect without the converter 'mxnorm' or 'mx_linear'"
     if quantizes:
@@ -86,7 +93,10 @@ def without_effect(job) -> Iterator[str]:
                 "four over six changes at most 4 % of weights in tiles; "
                 "set mxnorm.weight_tiles = false, or mxnorm.four_over_six = 'activations'"
             )
-    if quantizes and job.mxnorm.mode == "fp8_merged" and not every:
-        yield "mxnorm.merge_limit has no effect without mxnorm.diagnostics.every, such as 50: no layer is watched"
-    if quantizes and every > job.training.steps:
-        yield f"mxnorm.diagnostics.every = {every} measures nothing in {job.training.steps} steps; lower it"
+    if quantizes and job.mxnorm.mode == "fp8_merged":
+        if not every:
+            yield "mxnorm.merge_limit has no effect with mxnorm.diagnostics.every = 0: no layer is watched"
+        elif job.mxnorm.diagnostics.fqns is not None:
+            yield "mode fp8_merged: the guard watches only mxnorm.diagnostics.fqns"
+    if quantizes and (given or 0) > job.training.steps:
+        yield f"mxnorm.diagnostics.every = {given} measures nothing in {job.training.steps} steps; lower it"

@@ -10,6 +10,7 @@ nested tables cannot read field types that are strings.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from mxtrain.checkpoints.run_folder import MERGE_LIMIT
 from mxtrain.formats.estimate import ESTIMATORS, P_VALUES
 from mxtrain.formats.recipe import BACKWARDS, FOUR_OVER_SIX, FOUR_OVER_SIX_ERRORS, SCALE_ROUNDINGS, TENSOR_SCALES
 from mxtrain.settings.types import (
@@ -34,8 +35,11 @@ from mxtrain.settings.types import (
 class Diagnostics:
     resume = Resume.FREE
 
-    every: NotNegative = 0
-    """Number of steps from one measurement of norms, casts, GEMMs and routers to the next; 0: no measurement"""
+    every: NotNegative | None = None
+    """
+    Number of steps from one measurement of norms, casts, GEMMs and routers to the next; 0: no measurement. Unset: 200
+    in mode "fp8_merged", otherwise 0
+    """
 
     fqns: Names = None
     """Modules to measure, named as in mxnorm.filter_fqns. Unset: all swapped modules, and routers of swapped experts"""
@@ -126,7 +130,7 @@ class MXNorm:
     FP8 tensor cores (Hopper); blocks of 32 share scales by 128, and their codes are rounded once more
     """
 
-    merge_limit: Free[ShareBelowOne] = 0.05
+    merge_limit: Free[ShareBelowOne] = MERGE_LIMIT
     """
     For mode "fp8_merged": share of a cast's elements that the second rounding may change. Where diagnostics
     (mxnorm.diagnostics) measure more, the layer multiplies images ("emulated") for the rest of the run

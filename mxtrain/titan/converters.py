@@ -19,7 +19,7 @@ from mxtrain.formats.hardware import MERGED, mode_reason, resolve_mode
 from mxtrain.formats.parse import SWITCHES, switches_in_effect
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.check import conflict_of_converters
-from mxtrain.settings.mxnorm_section import FSDP_GATHER, quantizing_among, schedule_in
+from mxtrain.settings.mxnorm_section import FSDP_GATHER, diagnostics_every, quantizing_among, schedule_in
 from mxtrain.titan.releases import engine
 
 # Facts in run.json.
@@ -111,22 +111,23 @@ class QuantizingConverter(TitanConverter):
     def __init__(self, name: str, job_config, parallel_dims=None):
         super().__init__(name, job_config)
         self.converter.refuses_odd_sizes = True
-        self._diagnostics = job_config.mxnorm.diagnostics
+        self._diagnostics, self._measures = job_config.mxnorm.diagnostics, diagnostics_every(job_config.mxnorm) > 0
         self._gathers_codes = job_config.mxnorm.fsdp_gather == "quantized"
         self._entries = schedule_in(job_config)
-        settings = active_settings(job_config)
-        reason = mode_reason(settings["mode"], utils.device_type)
-        logger.info(f"{name}: {settings}; mode {settings['mode']}: {reason}")
+        self._job_config = job_config
 
     def apply_to(self, model: nn.Module) -> Plan:
         plan = super().apply_to(model)
         if self._entries:
             attach_schedule(model, plan.feeds, self._entries)
-        if self._diagnostics.every:
+        if self._measures:
             check_patterns(self._diagnostics.fqns, model)
         return plan
 
     def convert(self, model: nn.Module) -> None:
+        settings = active_settings(self._job_config)  # not where a model is only looked at: a machine may lack the mode
+        reason = mode_reason(settings["mode"], utils.device_type)
+        logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
         super().convert(model)
         if (every := self._diagnostics.every) and not step_is_set():
             raise ConfigError(

@@ -35,7 +35,7 @@ from mxtrain.errors import ConfigError, one_line
 from mxtrain.files import replace_file
 from mxtrain.rng.rounding import step_is_set
 from mxtrain.settings.model_settings import given_in
-from mxtrain.settings.mxnorm_section import quantizing_among, schedule_in
+from mxtrain.settings.mxnorm_section import diagnostics_every, quantizing_among, schedule_in
 from mxtrain.titan.converters import active_settings
 from mxtrain.titan.layouts import Stage
 from mxtrain.titan.releases import engine
@@ -146,11 +146,11 @@ def log_loss(processor: MetricsProcessor, step: int, loss: float, tokens_seen: i
 
 def numerics_of(job_config, model_parts: list[torch.nn.Module]) -> Numerics | None:
     """Return what measures this job; None if its diagnostics are off, or if nothing is swapped."""
-    settings = job_config.mxnorm.diagnostics
-    if settings.every == 0 or not quantizing_among(job_config.model.converters):
+    settings, every = job_config.mxnorm.diagnostics, diagnostics_every(job_config.mxnorm)
+    if every == 0 or not quantizing_among(job_config.model.converters):
         return None
     shapes, name_of = (lambda: Stage.finds_shapes), engine().saved_name
-    return Numerics(settings.every, settings.fqns, settings.tokens, model_parts, shapes, name_of)
+    return Numerics(every, settings.fqns, settings.tokens, model_parts, shapes, name_of)
 
 
 def run_facts(job_config) -> dict:

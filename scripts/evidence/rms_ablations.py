@@ -28,6 +28,7 @@ from mxtrain.formats.mx.ops import MXKernelOps
 from mxtrain.formats.mxnorm import mean_square
 from mxtrain.formats.recipe import Recipe
 from mxtrain.nn import mxnorm
+from mxtrain.settings.mxnorm_section import diagnostics_every
 
 
 def evenly_damped(true: torch.Tensor, estimate: torch.Tensor) -> torch.Tensor:
@@ -69,7 +70,7 @@ class _Ablation:
         # diagnostics measure the estimate that the norm names.
         for setting, value, needed in (
             ("mxnorm.estimator", section.estimator, self.estimator),
-            ("mxnorm.diagnostics.every", section.diagnostics.every, 0),
+            ("mxnorm.diagnostics.every", diagnostics_every(section), 0),
             ("parallelism.tensor_parallel_degree", job_config.parallelism.tensor_parallel_degree, 1),
         ):
             if value != needed:

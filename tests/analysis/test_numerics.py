@@ -68,6 +68,15 @@ def test_the_picture_shows_when_and_why_a_module_is_bad(drawn):
     assert is_measured["layers.0.feed_forward.w1"].tolist() == [False, False, True, True]
 
 
+def test_the_limit_of_changed_codes_is_the_runs(drawn, tmp_path):
+    shares = {f"numerics/{module}/fprop_input_merged": share for module, share in (("a", 0.04), ("b", 0.0))}
+    for limit, own in ((0.05, ""), (0.02, "merge_limit = 0.02"), (0, "merge_limit = 0")):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "config.toml").write_text(f"[mxnorm]\n{own}\n")
+        _, by_step, _ = drawn({"step": 10, **shares})
+        assert marked(by_step, labels(by_step.yaxis)) == ({("a", "10")} if limit < 0.04 else set())
+
+
 def test_the_names_of_blocks_stand_for_many_modules(drawn):
     _, by_step, _ = drawn(
         {"step": 10} | {f"numerics/layers.{i}.attention.w{name}/fprop_error": 0.1 for i in range(40) for name in "qkv"}
@@ -144,7 +153,8 @@ def test_the_worst_modules_are_named_once_with_their_worst_figure():
         "numerics/c/rms_r2": 0.1,
         "numerics/d/fprop_error": math.nan,
     }
-    found = worst_modules(by_figure([first, last]))
+    values = by_figure([first, last])
+    found = worst_modules(values, badness(values))
     assert [row[0] for row in found[:2]] == ["d", "c"] and len(found) == 5
     assert found[:2] == [("d", "fprop_error", math.inf, math.inf, "-"), ("c", "rms_r2", 0.1, 0.9, "-")]
 

@@ -1,3 +1,4 @@
+import json
 import math
 import os
 
@@ -6,6 +7,7 @@ import pytest
 
 from mxtrain.analysis import load_run, summary, table, tables
 from mxtrain.analysis.plots import literal
+from mxtrain.diagnostics.merge_guard import MergeGuard
 from tests.support import paired_runs
 
 
@@ -63,6 +65,27 @@ def test_a_summary_draws_the_losses_and_describes_the_run(tmp_path):
 def test_a_summary_names_a_mode_once(tmp_path, without_picture):
     text = summary(make_run(tmp_path / "a", [9.0], mode="fp8_merged"))
     assert text.splitlines()[0] == "run         a (mxnorm mxfp8 p=2 fp8_merged)"
+
+
+def test_a_summary_has_the_largest_share_of_changed_codes_and_counts_the_layers_that_fell_back(
+    tmp_path, without_picture
+):
+    run = make_run(tmp_path / "a", [9.0, 8.0], mode="fp8_merged")
+    keys = [f"numerics/layers.{layer}.wo/fprop_input_merged" for layer in range(2)]
+    told = []
+    guard = MergeGuard(0.05, [], str, lambda step, text: told.append({"step": step, "event": text}))
+    for step, shares in enumerate([(0.01, 0.02), (0.2, 0.04), (0.06,)]):
+        figures = dict(zip(keys[::-1] if step == 2 else keys, shares))
+        guard.check(step, figures)
+        with open(run / "metrics.jsonl", "a") as file:
+            rows = [{"step": step, **figures}, *told]
+            file.write("".join(f"{json.dumps(row)}\n" for row in rows))
+        told.clear()
+        (line,) = (line for line in summary(run).splitlines() if line.startswith("merged "))
+        share, layer = ((0.02, 1), (0.2, 0), (0.2, 0))[step]
+        above = f"; layers above mxnorm.merge_limit, which multiply images: {step}" if step else ""
+        changed = f"at most {share} of a cast's codes changed (layers.{layer}.wo/fprop_input_merged)"
+        assert line == f"merged      {changed}{above}"
 
 
 @pytest.mark.parametrize(

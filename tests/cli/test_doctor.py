@@ -12,7 +12,8 @@ import torch
 
 from mxtrain import cli
 from mxtrain.cli import doctor
-from mxtrain.formats.hardware import MODES
+from mxtrain.formats.hardware import MODES, resolve_mode
+from mxtrain.titan import converters
 from tests.support.releases import only_022
 
 
@@ -136,6 +137,8 @@ SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe
         pytest.param(["--model.converters=quantize.linear.mx"], ["quantize.linear.mx\n  left out here: not a con"],
                      marks=only_022),
         (["--mxnorm.mode=native"], ["mode reference: " if not torch.cuda.is_available() else "mode "]),
+        (["--mxnorm.mode=fp8_merged", "--mxnorm.recipe=fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8"],
+         ["mode fp8_merged: ", "\n  layers.0-5.attention.wo: dgrad multiplies images: its output gradients have"]),
         (SCHEDULE, ["precision schedule\n  steps 3 to 100: wgrad=bf16 in layers.0 (mxnorm.schedule[0])\n"]),
         (["--mxnorm.recipe=mxfp8_2d"], ["gathers per step, by mxnorm.fsdp_gather", "  quantized       2 x "]),
         (["--model_args.enable_weight_tying"], ["output: kept because it is the out"]),
@@ -149,9 +152,15 @@ def test_flags_decide(flags, expected, capsys):
         assert words in text
 
 
-def test_experts_are_counted_as_a_token_uses_them(capsys):
-    assert cli.main(["doctor", "--model", "train_configs/qwen3_moe_debug.toml"]) == 0
+def test_experts_are_counted_as_a_token_uses_them_and_multiply_images(capsys, monkeypatch):
+    """Also on a machine whose GPU lacks the mode: a CPU has it."""
+    monkeypatch.setattr(
+        converters, "resolve_mode", lambda mode, device: resolve_mode(mode) if mode == "auto" else 1 / 0
+    )
+    arguments = ["doctor", "--model", "train_configs/qwen3_moe_debug.toml", "--mxnorm.mode", "fp8_merged"]
+    assert cli.main(arguments) == 0
     text = capsys.readouterr().out
+    assert "\n  layers.0-3.moe.experts: mode emulated: PyTorch has no grouped products with these scales\n" in text
     counts = {name: int(n.replace(",", "")) for name, n in re.findall(r"^  (\D+?)  +([\d,]+)$", text, re.M)}
     assert counts["used by one token"] == counts["parameters"] - 4 * 12 * 3 * 256 * 256
 
@@ -162,6 +171,8 @@ def test_experts_are_counted_as_a_token_uses_them(capsys):
         ([], ["--model needs a CONFIG"]),
         (["--mxnorm.p", "1"], ["--model needs a CONFIG"]),
         (["no.toml"], ["'no.toml' does not exist"]),
+        ([DEBUG, "--mxnorm.mode=fp8_merged", "--mxnorm.recipe=nvfp4"],
+         ["mxnorm.mode = 'fp8_merged' merges E4M3 codes", "which NVFP4 does not have"]),
         ([DEBUG, "--model_args.n_heads=3"], ["model_args.n_heads = 3", "dim = 256"]),
         ([DEBUG, "--mxnorm.filter_fqns=outputs"], ["mxnorm.filter_fqns", "'outputs'"]),
         ([DEBUG, "--parallelism.tensor_parallel_degree=3"], ["does not divide the 16 heads of llama3 debugmodel"]),

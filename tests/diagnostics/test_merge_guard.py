@@ -122,7 +122,7 @@ def test_a_layer_above_the_limit_multiplies_images_with_all_that_share_its_casts
     assert guard.images == ["layers.1.gate"]
     assert {fqn for fqn, mode in modes(model).items() if mode == "emulated"} == {*OF_A_NORM}
     largest = max(share for key, share in figures.items() if key.endswith("_merged"))
-    limit = f"mxnorm.merge_limit = 0.01, found up to {largest:.2g}"
+    limit = f"mxnorm.merge_limit = 0.01, found up to {largest:.2g}; layers so far: 1"
     assert told == [(7, f"layers.1.gate: multiplies images from now on ({limit})")]
     assert all(mode in (MERGED, "emulated") for mode in modes(model).values())
     ready.refresh()
@@ -143,5 +143,6 @@ def test_layers_with_the_same_fault_share_a_line_and_a_limit_is_not_its_excess(m
     guard.check(2, {})
     assert not told and not guard.images
     guard.check(3, {f"{NUMERICS}layers.{i}.down/wgrad_input_merged": 0.03 for i in (2, 1, 0)})
-    assert told == [(3, "layers.0-2.down: multiplies images from now on (mxnorm.merge_limit = 0.02, found up to 0.03)")]
+    limit = "mxnorm.merge_limit = 0.02, found up to 0.03; layers so far: 3"
+    assert told == [(3, f"layers.0-2.down: multiplies images from now on ({limit})")]
     assert guard.images == [f"layers.{i}.down" for i in range(3)]

@@ -5,6 +5,7 @@ import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from mxtrain import ConfigError, MXLinear, MXNorm
+from mxtrain.analysis import load_run
 from mxtrain.formats.hardware import MERGED
 from mxtrain.formats.parse import get_recipe
 from mxtrain.formats.schedule import LayerState, Timeline
@@ -19,6 +20,11 @@ FLAGS = {
     "quantized head": ["--mxnorm.filter_fqns=layers.0"],
     "recipes of layers": ["--mxnorm.recipes", "layers.0", "nvfp4", NEAREST],
     "scales of rows": ["--mxnorm.recipe=nvfp4_row", NEAREST],
+    # Parts of whole groups of 128. From step 2 on, layers multiply images.
+    "merged": [
+        *("--mxnorm.mode=fp8_merged", "--model_args.dim=256", "--model_args.hidden_dim=512"),
+        *("--mxnorm.merge_limit=0", "--mxnorm.diagnostics.every=2"),
+    ],
     # Not under FSDP, whose ranks have exact tensor scales of their own tokens.
     "four over six": ["--mxnorm.recipe=nvfp4_4over6", "--mxnorm.tensor_scale=row", NEAREST],
 }
@@ -28,6 +34,7 @@ COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 CODES, HIGH_PRECISION = "--mxnorm.gather=quantized", "--mxnorm.gather=high_precision"
 NO_LOSS_PARALLEL = "--parallelism.disable_loss_parallel"
 BESIDE = "one process beside tensor parallelism"
+SWEEP = "sweep of tensor parallelism on {}"
 TWO = {
     "mxfp8, accumulated, full": [*oracle.layout(tensor=2, accumulate=2), f"{AC}full", CODES],
 }
@@ -41,6 +48,8 @@ TWO_SWEEP = {
     "mxfp8_2d, compiled": [*oracle.layout(tensor=2), *COMPILED, CODES],
     "recipes of layers, compiled": [*oracle.layout(tensor=2), *COMPILED],
     "four over six, selective": [*oracle.layout(tensor=2), f"{AC}selective", CODES],
+    "merged": oracle.layout(tensor=2),
+    "merged, fsdp": oracle.layout(shard=2),
 }
 FOUR_SWEEP = {
     "unquantized, tp 4": oracle.layout(tensor=4),
@@ -69,7 +78,7 @@ def beside(base) -> dict[str, oracle.Training]:
 
 def sweep(base, processes: int) -> dict[str, oracle.Training]:
     runs = with_recipes(base, {2: TWO_SWEEP, 4: FOUR_SWEEP}[processes])
-    return oracle.train(base, f"sweep of tensor parallelism on {processes}", processes, runs)
+    return oracle.train(base, SWEEP.format(processes), processes, runs)
 
 
 def two(base) -> dict[str, oracle.Training]:
@@ -105,6 +114,14 @@ def test_what_norms_send_changes_no_bit_of_a_training(base):
     beside(base)
     found = sweep(base, 2)
     oracle.compare(found["mxfp8, selective"], found["mxfp8, selective, high precision"], 0.0)
+
+
+@pytest.mark.sweep
+def test_the_guard_of_mode_fp8_merged_sees_all_layers_on_every_layout(base):
+    beside(base)
+    sweep(base, 2)
+    runs = [base / BESIDE / "merged", *(base / SWEEP.format(2) / name for name in ("merged", "merged, fsdp"))]
+    assert [load_run(run).image_layers for run in runs] == [14] * 3
 
 
 def test_norms_know_whether_their_layer_is_checkpointed():

@@ -70,6 +70,9 @@ def test_a_run_keeps_the_defaults_that_it_had():
     now = Settings(KNOWN, {"optimizer.lr": 0.5})
     before = settings_before({"optimizer": {"lr": 0.5}}, KNOWN, {**kept, "gone.by": 1})
     assert changes(before, now, 8, 8) == []
+    off = {"mxnorm": {"mode": "fp8_merged", "diagnostics": {"every": 0}}}  # of a run before "unset"
+    merged = Settings(KNOWN, {"mxnorm.mode": "fp8_merged"})
+    assert changes(settings_before(off, KNOWN, {"mxnorm.diagnostics.every": 0}), merged, 8, 8) == []
     earlier = settings_before({"optimizer": {"lr": 0.5}}, KNOWN, {**kept, "mxnorm.p": 1, "optimizer.lr": 0.1})
     assert changes(earlier, now, 8, 8) == [SettingChange("mxnorm.p", 1, 2, True)]
 

@@ -83,7 +83,11 @@ def trainer(monkeypatch, tmp_path):
 
 
 def test_layers_with_images_are_kept_and_switched_layers_are_measured_at_once(trainer, monkeypatch, tmp_path):
-    flags = "--model.converters=mxnorm", "--mxnorm.mode=fp8_merged", "--mxnorm.diagnostics.every=5"
+    merges = "--model.converters=mxnorm", "--mxnorm.mode=fp8_merged"
+    numerics = trainer(*merges)._numerics
+    assert [step for step in range(1, 101) if numerics.is_due(step)] == [50, 100]
+    assert trainer(*merges, "--mxnorm.diagnostics.every=0")._numerics is None
+    flags = *merges, "--mxnorm.diagnostics.every=5"
     one, measured = trainer(*flags), []
     one._measure = lambda **_: measured.append(one.step)
     one._switch.begin_step = lambda step: step == 3
@@ -98,7 +102,8 @@ def test_layers_with_images_are_kept_and_switched_layers_are_measured_at_once(tr
     again.step = again.job_config.training.steps
     again.after_load()
     assert again._guard.images == ["layers.0.w2"]
-    assert trainer("--model.converters=mxnorm", "--mxnorm.mode=emulated")._guard is None
+    other = trainer("--model.converters=mxnorm", "--mxnorm.mode=emulated")
+    assert other._guard is other._numerics is None
 
 
 def test_deterministic_runs_do_not_fill_new_memory(trainer, monkeypatch):

@@ -90,8 +90,10 @@ def test_product_has_fp32_sums_of_scaled_groups(device, tiled, m, n, k):
         got = merged_mm(a.data, b.data.t(), a.scales, b.scales, dtype)
         assert got.dtype == dtype and got.shape == (m, n)
         error = (got.double() - want).abs()
-        if a.data.is_cuda:  # FP8 tensor cores keep 13 bits below the largest of the products that they add up at once
-            assert error.norm() <= (1e-3 + rounding) * want.norm()
+        if a.data.is_cuda:
+            # FP8 tensor cores keep 13 bits below the largest of the products that they add up at once. A simulation has
+            # 3.3e-4 to 3.9e-4 for these matrices, and 7.9e-4 or more with 12 bits.
+            assert error.norm() <= (5e-4 + rounding) * want.norm()
         else:
             assert (error <= (128 + k // 128) * 2.0**-24 * size + rounding * want.abs()).all()
 
