@@ -85,7 +85,7 @@ def trainer(monkeypatch, tmp_path):
 def test_layers_with_images_are_kept_and_switched_layers_are_measured_at_once(trainer, monkeypatch, tmp_path):
     merges = "--model.converters=mxnorm", "--mxnorm.mode=fp8_merged"
     numerics = trainer(*merges)._numerics
-    assert [step for step in range(1, 101) if numerics.is_due(step)] == [50, 100]
+    assert [step for step in range(1, 401) if numerics.is_due(step)] == [200, 400]
     assert trainer(*merges, "--mxnorm.diagnostics.every=0")._numerics is None
     flags = *merges, "--mxnorm.diagnostics.every=5"
     one, measured = trainer(*flags), []
