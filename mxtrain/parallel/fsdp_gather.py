@@ -70,6 +70,11 @@ class _Weight:
     def gain(self) -> torch.Tensor | None:
         return None if self.norm is None or self.norm.is_plain else self.norm.gain_of(self.norm_weight)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether FSDP has ever given the forward values of codes."""
+        return self._values is not None
+
     def encoded(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes of codes [n, ...] and of scales [n / 32, D / 32] of this process's rows [n, D]."""
         recipe, mode = self.layer.recipe.fprop, self.layer.gemms(shard.device).mode
@@ -139,6 +144,7 @@ class CodeGather:
         for part in parts:
             # In front of FSDP's own hook, which gathers.
             part.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._check_first_forward(part)
 
     def __str__(self) -> str:
         kept = "".join(f"; {count} in high precision: {reason}" for reason, count in self.kept.items())
@@ -150,6 +156,19 @@ class CodeGather:
         for weight in self.weights:
             weight.norm_weight = gains.get(weight.norm)
             replace_local(weight.sharded, _Shard).weight = weight  # again if something has put a plain tensor there
+
+    def _check_first_forward(self, part: nn.Module) -> None:
+        layers = set(part.modules())
+
+        def check(*_) -> None:
+            hook.remove()
+            if any(weight.layer in layers and not weight.is_gathered for weight in self.weights):
+                raise ConfigError(
+                    f"mxnorm.fsdp_gather = 'quantized': FSDP of PyTorch {torch.__version__} gathers no codes, because "
+                    "it does not call fsdp_pre_all_gather and fsdp_post_all_gather; set it to 'auto'"
+                )
+
+        hook = part.register_forward_hook(check)
 
     def finish_gradients(self) -> None:
         """Turn gradients of folded weights into those of weights and gains. Call it once, after a step's backwards."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxtrain import ConfigError, MXLinear
 from mxtrain.formats.collectives import GATHER_PARTS
-from mxtrain.parallel.fsdp_gather import CodeGather, gathered_bytes
+from mxtrain.parallel.fsdp_gather import CodeGather, _Shard, gathered_bytes
 from tests.support.layer_checks import NormBlock, assert_near, draw, in_two_processes
 
 D, H, TOKENS, STEPS, MICROBATCHES = 64, 128, 64, 2, 2
@@ -161,10 +161,22 @@ def check_kept(mesh):
     assert_near(grads, [p.grad for p in one.parameters() if p.requires_grad], 1e-5)
 
 
+def check_without_extension(mesh):
+    """A PyTorch that ignores the extension gathers weights without their gain."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            patch.delattr(_Shard, name)
+        model = shard(model_of(), mesh)
+        CodeGather([model], 2, 2)
+        with pytest.raises(ConfigError, match="fsdp_gather = 'quantized': FSDP .* gathers no codes, because"):
+            model(batch(0, 0)[0])
+
+
 def check_all(mesh):
     check_training("reference", {}, mesh)
     check_bytes(mesh)
     check_kept(mesh)
+    check_without_extension(mesh)
 
 
 def test_two_processes_have_the_operands_and_gradients_of_one():
