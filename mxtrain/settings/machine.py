@@ -71,7 +71,7 @@ def global_batch_size(s: Settings, processes: int) -> int:
     return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
 
 
-def _shards(s: Settings, processes: int) -> int:
+def shards_of(s: Settings, processes: int) -> int:
     """The number of shards that ``data_parallel_shard_degree`` stands for; 0 if the other degrees leave none."""
     given = s["parallelism.data_parallel_shard_degree"]
     others = s["parallelism.data_parallel_replicate_degree"] * _other_degrees(s)
@@ -84,7 +84,7 @@ def _other_degrees(s: Settings) -> int:
 
 def _readers(s: Settings, processes: int) -> int:
     """The number of processes that read different text."""
-    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, processes)
+    return s["parallelism.data_parallel_replicate_degree"] * shards_of(s, processes)
 
 
 def layout_problems(s: Settings, processes: int) -> Problems:
@@ -108,7 +108,7 @@ def layout_problems(s: Settings, processes: int) -> Problems:
     for name, number in (("mxnorm.gather", tensor), ("mxnorm.dispatch", expert)):
         if number > 1 and quantizing == ["mx_linear"] and s[name] == "quantized":
             yield name, "needs converter 'mxnorm', not 'mx_linear', whose norms send no codes; set it to 'auto'"
-    ranks = _shards(s, processes) * context * tensor
+    ranks = shards_of(s, processes) * context * tensor
     if expert > 1 and ranks % (expert * expert_tensor):
         yield (
             "parallelism.expert_parallel_degree",

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,11 +122,22 @@ def check_operands(mode, mesh):
         assert torch.equal(values.t().float(), operands[0].data.float())
 
 
+def parallelism(**settings) -> SimpleNamespace:
+    kinds = ("tensor", "pipeline", "expert", "expert_tensor")
+    defaults = {f"{kind}_parallel_degree": 1 for kind in kinds} | {"fsdp_reshard_after_forward": "default"}
+    return SimpleNamespace(**defaults | settings)
+
+
 def check_bytes(mesh):
     """Forward and backward gather as many bytes as are told to the user, and gradients stay fp32."""
     weights, gains = 3 * D * H, D
-    assert gathered_bytes(model_of(), 2, 2) == (4 * (weights + gains), 2 * (weights * (1 + 1 / 1024) + 2 * gains))
-    for setting, gathered in zip(("high_precision", "quantized"), gathered_bytes(model_of(), 2, 2)):
+    plain, codes, grads = 4 * (weights + gains), 2 * (weights * (1 + 1 / 1024) + 2 * gains), 8 * (weights + gains)
+    model = model_of()
+    found = gathered_bytes(
+        model, dict(model.named_parameters()), 2, 2, parallelism(fsdp_reshard_after_forward="always")
+    )
+    assert found == [[plain, plain, grads], [codes, codes, grads]]
+    for setting, gathered in (("high_precision", plain), ("quantized", codes)):
         model = shard(model_of(), mesh)
         gather = CodeGather([model], 2, 2) if setting == "quantized" else None
         with Bytes() as counter:
