@@ -240,11 +240,10 @@ def gathered_bytes(
     tensor, expert, stages = (getattr(layout, f"{k}_parallel_degree") for k in ("tensor", "expert", "pipeline"))
     layers = [m for m in model.modules() if isinstance(m, QuantizedLayer) and m.fed_by is not None]
     coded = {weight: layer for layer in layers if not _why_no_code(layer) for weight, _ in _weights_of(layer)}
-    of_expert = expert * layout.expert_tensor_parallel_degree if expert > 1 else tensor
     found = torch.zeros(2, 3, dtype=torch.float64)
     for name, weight in weights.items():
         is_expert, is_whole = weight.ndim == 3, weight.ndim == 1 or name.endswith(("gate.weight", "_a.weight"))
-        split = of_expert if is_expert else 1 if is_whole else tensor
+        split = 1 if is_whole else expert if is_expert and expert > 1 else tensor
         parts = shards * tensor // split if is_expert else shards
         of_rows = expert if is_expert else 1 if name.endswith(("wo.weight", "w2.weight")) else split
         of_code, layer = itemsize, coded.get(weight)

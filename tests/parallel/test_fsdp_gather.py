@@ -123,8 +123,9 @@ def check_operands(mode, mesh):
 
 
 def parallelism(**settings) -> SimpleNamespace:
-    kinds = ("tensor", "pipeline", "expert", "expert_tensor")
-    defaults = {f"{kind}_parallel_degree": 1 for kind in kinds} | {"fsdp_reshard_after_forward": "default"}
+    defaults = {f"{kind}_parallel_degree": 1 for kind in ("tensor", "pipeline", "expert")} | {
+        "fsdp_reshard_after_forward": "default"
+    }
     return SimpleNamespace(**defaults | settings)
 
 
