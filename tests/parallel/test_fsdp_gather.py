@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxtrain import ConfigError, MXLinear
@@ -174,6 +175,23 @@ def check_kept(mesh):
     assert_near(grads, [p.grad for p in one.parameters() if p.requires_grad], 1e-5)
 
 
+def check_reasons(mesh):
+    """Other weights that have no codes, and only those."""
+    model = model_of((), (), ())
+    tied, unknown, columns = model
+    tied.linears[1].weight = tied.linears[0].weight
+    for linear in (*unknown.linears, unknown.last):
+        linear.fed_by = None
+    shard(model, mesh, shard_placement_fn=lambda p: Shard(1) if p is columns.last.weight else None)
+    gather = CodeGather([model], 2, 2)
+    assert gather.kept == {
+        "they are tied, computed or frozen": 2,
+        "their norm is unknown": 3,
+        "FSDP shards another dimension than rows": 1,
+    }
+    assert [weight.layer for weight in gather.weights] == [tied.last, *columns.linears]
+
+
 def check_without_extension(mesh):
     """A PyTorch that ignores the extension gathers weights without their gain."""
     with pytest.MonkeyPatch.context() as patch:
@@ -189,6 +207,7 @@ def check_all(mesh):
     check_training("reference", {}, mesh)
     check_bytes(mesh)
     check_kept(mesh)
+    check_reasons(mesh)
     check_without_extension(mesh)
 
 
