@@ -138,11 +138,10 @@ def nvidia_gpus() -> list[str]:
 def _model_report(words: list[str]) -> Iterator[str]:
     """Yield the sections of the report on a job's model, which is built on the meta device, without its memory."""
     from mxtrain.analysis.tables import titled
-    from mxtrain.cli.launch import process_count
     from mxtrain.conversion.survey import find_weights
     from mxtrain.parallel.fsdp_gather import gathered_bytes
     from mxtrain.settings.fields import raise_first
-    from mxtrain.settings.machine import layout_problems, pipeline_problems, shards_of
+    from mxtrain.settings.machine import layout_problems, pipeline_problems, process_count, shards_of
     from mxtrain.settings.mxnorm_section import schedule_in
     from mxtrain.settings.read import read_settings
     from mxtrain.titan.converters import convert_on_meta

@@ -5,11 +5,14 @@ chunks of a pipeline.
 """
 
 import math
+import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import NamedTuple
 
 from packaging.version import Version
 
+from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.mxnorm_section import quantizing_among
 
@@ -25,6 +28,16 @@ NEED_A_GPU = "profiling.enable_profiling profiling.enable_memory_snapshot traini
 class Machine(NamedTuple):
     processes: int
     has_gpus: bool
+
+
+def process_count(environment: Mapping[str, str], devices: int) -> int:
+    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU."""
+    text = environment.get("NGPU") or str(max(devices, 1))
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise ConfigError(f"NGPU = {text!r} is not a number of processes; allowed is 1, 2, ...")
+    if 0 < devices < int(text):
+        raise ConfigError(f"NGPU = {text} is more than the number of accelerators; allowed is 1 to {devices}")
+    return int(text)
 
 
 def check_machine(settings: Settings, machine: Machine) -> None:
