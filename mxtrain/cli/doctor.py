@@ -140,7 +140,7 @@ def _model_report(words: list[str]) -> Iterator[str]:
     from mxtrain.conversion.survey import find_weights
     from mxtrain.parallel.fsdp_gather import gathered_bytes
     from mxtrain.settings.fields import raise_first
-    from mxtrain.settings.machine import layout_problems, pipeline_problems
+    from mxtrain.settings.machine import layout_problems, pipeline_problems, process_count, shards_of
     from mxtrain.settings.mxnorm_section import schedule_in
     from mxtrain.settings.read import read_settings
     from mxtrain.titan.converters import convert_on_meta
@@ -156,7 +156,8 @@ def _model_report(words: list[str]) -> Iterator[str]:
     job_config = settings.values
     raise_first(pipeline_problems(settings), settings)
     check_model_layout(settings)
-    raise_first(layout_problems(settings, _fewest_processes(job_config.parallelism)), settings)
+    processes = process_count({"NGPU": os.environ.get("NGPU") or str(_fewest_processes(job_config.parallelism))}, 0)
+    raise_first(layout_problems(settings, processes), settings)
     model, name = engine().build_on_meta(job_config), job_config.model.name
     modules = {engine().saved_name(fqn): module for fqn, module in model.named_modules()}
     weights, total = find_weights(modules), sum(p.numel() for p in model.parameters())  # a tied weight counts once
@@ -171,12 +172,18 @@ def _model_report(words: list[str]) -> Iterator[str]:
     rows.append(("memory", f"{gib:,.1f} GiB of weights, gradients and {optimizer} states, which FSDP shards"))
     yield titled(f"{name} {job_config.model.flavor}", rows)
     plans = convert_on_meta(job_config, model)
-    shards = max(1, job_config.parallelism.data_parallel_shard_degree) * job_config.parallelism.context_parallel_degree
-    plain, codes = gathered_bytes(model, shards, 2 if job_config.training.mixed_precision_param == "bfloat16" else 4)
-    if codes < plain:
-        rows = [(n, f"2 x {size / 2**30:,.2f} GiB") for n, size in (("high_precision", plain), ("quantized", codes))]
-        over = f"over {shards} processes" if shards > 1 else "where shards are whole tiles"
-        yield titled(f"weights that FSDP gathers per step, by mxnorm.fsdp_gather, {over}", rows)
+    layout, named = job_config.parallelism, {engine().saved_name(fqn): p for fqn, p in model.named_parameters()}
+    shards = shards_of(settings, processes) * layout.context_parallel_degree
+    if shards == 1 and layout.data_parallel_shard_degree == -1 and not os.environ.get("NGPU"):
+        shards = 0
+    size = 2 if job_config.training.mixed_precision_param == "bfloat16" else 4
+    plain, codes = gathered_bytes(model, named, size, shards, layout)
+    if sum(codes) < sum(plain):
+        text = "{:,.1f} (forward {:,.2f}, backward {:,.2f}, fp32 gradients {:,.2f})"
+        plain, codes = (text.format(*(size / 2**30 for size in (sum(sizes), *sizes))) for sizes in (plain, codes))
+        title = f"GiB of FSDP per process and local batch, over {shards or 'an unknown number (NGPU) of'} processes"
+        title += ", mean of the stages" * (layout.pipeline_parallel_degree > 1) + ", by mxnorm.fsdp_gather"
+        yield titled(title, [("high_precision", plain), ("quantized", codes)])
     for name, plan in plans.items():
         if plan is None:
             yield f"{name}\n  left out here: not a converter of mxtrain; what it changes is not in these numbers"

@@ -6,7 +6,6 @@
 import json
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -23,7 +22,7 @@ from mxtrain.cli.doctor import nvidia_gpus, warn_of_untested_packages
 from mxtrain.errors import CONFIG_ERROR_STATUS, ConfigError
 from mxtrain.files import reason
 from mxtrain.launched import COMPILE_VARIABLE, START_VARIABLE, import_flags, stop_signals
-from mxtrain.settings.machine import Machine
+from mxtrain.settings.machine import Machine, process_count
 from mxtrain.settings.read import config_file as named_config
 from mxtrain.settings.read import places, read_settings
 from mxtrain.settings.resume import checked_start
@@ -75,16 +74,6 @@ def train(config_file: str, flags: list[str], worker_flags: Sequence[str] = ()) 
             if status == CONFIG_ERROR_STATUS and is_new and not (folder / METRICS_FILE).exists():
                 shutil.rmtree(folder)
     return status
-
-
-def process_count(environment: Mapping[str, str], devices: int) -> int:
-    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU."""
-    text = environment.get("NGPU") or str(max(devices, 1))
-    if not re.fullmatch(r"0*[1-9][0-9]*", text):
-        raise ConfigError(f"NGPU = {text!r} is not a number of processes; allowed is 1, 2, ...")
-    if 0 < devices < int(text):
-        raise ConfigError(f"NGPU = {text} is more than the number of accelerators; allowed is 1 to {devices}")
-    return int(text)
 
 
 def accelerator_count() -> int:

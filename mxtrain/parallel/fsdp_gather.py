@@ -55,11 +55,12 @@ class _Weight:
         sharded: the DTensor that the optimizer has.
         norm: the MXNorm whose gain is folded into the weight; None without.
         norm_weight: the norm's weight [D], whole and in fp32.
+        values: the parameter of the forward, as FSDP first gathered it; None before.
         groups: names of the process groups that together hold the weight's rows.
     """
 
     norm_weight: torch.Tensor | None = None
-    _values: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
     def __init__(self, layer: QuantizedLayer, sharded: DTensor, norm: MXNorm | None):
         self.layer, self.sharded, self.norm = layer, sharded, norm
@@ -83,14 +84,14 @@ class _Weight:
 
         The first time, return what FSDP makes that parameter of, and the tensors whose memory FSDP frees with it.
         """
-        recipe, is_first = self.layer.recipe.fprop, self._values is None
+        recipe, is_first = self.layer.recipe.fprop, self.values is None
         if is_first:
             shape = scales.shape[0] * recipe.block_size, scales.shape[1] * recipe.block_size
-            self._values = torch.empty(shape, dtype=dtype, device=data.device)
+            self.values = torch.empty(shape, dtype=dtype, device=data.device)
         # Autograd has saved this tensor. To it, writes to ``data`` are none.
-        recipe.ops.decode_tiles(data, scales, self._values.data, self.layer.gemms(data.device).mode)
+        recipe.ops.decode_tiles(data, scales, self.values.data, self.layer.gemms(data.device).mode)
         data.untyped_storage().resize_(0)  # FSDP allocates it anew for the next gather
-        return (self._values, (self._values,)) if is_first else None
+        return (self.values, (self.values,)) if is_first else None
 
     @torch.no_grad()
     def unfold(self) -> torch.Tensor | None:
@@ -139,6 +140,7 @@ class CodeGather:
         for part in parts:
             # In front of FSDP's own hook, which gathers.
             part.register_forward_pre_hook(self._before_forward, prepend=True)
+            self._check_first_forward(part)
 
     def __str__(self) -> str:
         kept = "".join(f"; {count} in high precision: {reason}" for reason, count in self.kept.items())
@@ -150,6 +152,19 @@ class CodeGather:
         for weight in self.weights:
             weight.norm_weight = gains.get(weight.norm)
             replace_local(weight.sharded, _Shard).weight = weight  # again if something has put a plain tensor there
+
+    def _check_first_forward(self, part: nn.Module) -> None:
+        layers = set(part.modules())
+
+        def check(*_) -> None:
+            hook.remove()
+            if any(weight.layer in layers and weight.values is None for weight in self.weights):
+                raise ConfigError(
+                    f"mxnorm.fsdp_gather = 'quantized': FSDP of PyTorch {torch.__version__} gathers no codes, because "
+                    "it does not call fsdp_pre_all_gather and fsdp_post_all_gather; set it to 'auto'"
+                )
+
+        hook = part.register_forward_hook(check)
 
     def finish_gradients(self) -> None:
         """Turn gradients of folded weights into those of weights and gains. Call it once, after a step's backwards."""
@@ -212,19 +227,35 @@ def _weights_of(layer: QuantizedLayer) -> Iterator[tuple[torch.Tensor, MXNorm | 
         yield from ((w1, norm), (w2, None), (w3, norm))
 
 
-def gathered_bytes(model: nn.Module, shards: int, itemsize: int) -> tuple[float, float]:
-    """Return the bytes that FSDP gathers of a whole model at a time: in high precision, and with codes where it can.
+def gathered_bytes(
+    model: nn.Module, weights: dict[str, nn.Parameter], itemsize: int, shards: int, layout
+) -> list[list[float]]:
+    """Return bytes per process of forward, backward and fp32 gradients: in high precision, with codes (mean of stages).
 
-    The model is not sharded yet. In high precision, a weight has ``itemsize`` bytes.
+    Args:
+        weights: the model's parameters, not split yet, by their names in TorchTitan 0.2.2.
+        itemsize: bytes of an element in high precision.
+        shards: number of FSDP's shards; 0 if unknown. ``layout`` has the settings ``parallelism``.
     """
-    plain, saved = sum(parameter.numel() for parameter in model.parameters()) * itemsize, 0.0
-    for layer in model.modules():
-        if isinstance(layer, QuantizedLayer) and _why_no_code(layer) is None:
-            weights, recipe = [weight for weight, _ in _weights_of(layer)], layer.recipe.fprop
-            if not any(weight.shape[0] % _granule(layer, weight, shards) for weight in weights):
-                of_code = recipe.format.element_bits / 8 + recipe.block_size**-2
-                saved += sum(weight.numel() for weight in weights) * (itemsize - of_code)
-    return plain, plain - saved
+    tensor, expert, stages = (getattr(layout, f"{k}_parallel_degree") for k in ("tensor", "expert", "pipeline"))
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLayer) and m.fed_by is not None]
+    coded = {weight: layer for layer in layers if not _why_no_code(layer) for weight, _ in _weights_of(layer)}
+    found = torch.zeros(2, 3, dtype=torch.float64)
+    for name, weight in weights.items():
+        is_expert, is_whole = weight.ndim == 3, weight.ndim == 1 or name.endswith(("gate.weight", "_a.weight"))
+        split = 1 if is_whole else expert if is_expert and expert > 1 else tensor
+        parts = shards * tensor // split if is_expert else shards
+        of_rows = expert if is_expert else 1 if name.endswith(("wo.weight", "w2.weight")) else split
+        of_code, layer = itemsize, coded.get(weight)
+        if layer and weight.shape[0] % _granule(layer, weight, max(1, parts) * of_rows) == 0:
+            of_code = layer.recipe.fprop.format.element_bits / 8 + layer.recipe.fprop.block_size**-2
+        # By default, TorchTitan keeps what the backward needs first, and a pipeline's stages keep all.
+        is_kept = stages > 1 or name.startswith(("norm.", "output."))
+        again = {"always": 1, "never": 0}.get(layout.fsdp_reshard_after_forward, not is_kept)
+        if parts != 1:
+            sizes = torch.tensor([[size, size * again, 4] for size in (itemsize, of_code)])
+            found += weight.numel() / (split * stages) * sizes.double()
+    return found.tolist()
 
 
 def _granule(layer: QuantizedLayer, weight: torch.Tensor, shards: int) -> int:

@@ -5,11 +5,14 @@ chunks of a pipeline.
 """
 
 import math
+import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import NamedTuple
 
 from packaging.version import Version
 
+from mxtrain.errors import ConfigError
 from mxtrain.settings.fields import Problems, Settings, raise_first
 from mxtrain.settings.mxnorm_section import quantizing_among
 
@@ -25,6 +28,16 @@ NEED_A_GPU = "profiling.enable_profiling profiling.enable_memory_snapshot traini
 class Machine(NamedTuple):
     processes: int
     has_gpus: bool
+
+
+def process_count(environment: Mapping[str, str], devices: int) -> int:
+    """Return the number of workers: NGPU if it is set, else one per accelerator, or one on a CPU."""
+    text = environment.get("NGPU") or str(max(devices, 1))
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise ConfigError(f"NGPU = {text!r} is not a number of processes; allowed is 1, 2, ...")
+    if 0 < devices < int(text):
+        raise ConfigError(f"NGPU = {text} is more than the number of accelerators; allowed is 1 to {devices}")
+    return int(text)
 
 
 def check_machine(settings: Settings, machine: Machine) -> None:
@@ -71,7 +84,7 @@ def global_batch_size(s: Settings, processes: int) -> int:
     return s["training.local_batch_size"] * _readers(s, processes) if given == -1 else given
 
 
-def _shards(s: Settings, processes: int) -> int:
+def shards_of(s: Settings, processes: int) -> int:
     """The number of shards that ``data_parallel_shard_degree`` stands for; 0 if the other degrees leave none."""
     given = s["parallelism.data_parallel_shard_degree"]
     others = s["parallelism.data_parallel_replicate_degree"] * _other_degrees(s)
@@ -84,7 +97,7 @@ def _other_degrees(s: Settings) -> int:
 
 def _readers(s: Settings, processes: int) -> int:
     """The number of processes that read different text."""
-    return s["parallelism.data_parallel_replicate_degree"] * _shards(s, processes)
+    return s["parallelism.data_parallel_replicate_degree"] * shards_of(s, processes)
 
 
 def layout_problems(s: Settings, processes: int) -> Problems:
@@ -108,7 +121,7 @@ def layout_problems(s: Settings, processes: int) -> Problems:
     for name, number in (("mxnorm.gather", tensor), ("mxnorm.dispatch", expert)):
         if number > 1 and quantizing == ["mx_linear"] and s[name] == "quantized":
             yield name, "needs converter 'mxnorm', not 'mx_linear', whose norms send no codes; set it to 'auto'"
-    ranks = _shards(s, processes) * context * tensor
+    ranks = shards_of(s, processes) * context * tensor
     if expert > 1 and ranks % (expert * expert_tensor):
         yield (
             "parallelism.expert_parallel_degree",

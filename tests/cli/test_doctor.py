@@ -140,7 +140,6 @@ SCHEDULE = ["--mxnorm.schedule", '{from_step = 3, modules = ["layers.0"], recipe
         (["--mxnorm.mode=fp8_merged", "--mxnorm.recipe=fprop=mxfp8, dgrad=mxfp8_e5m2, wgrad=mxfp8"],
          ["mode fp8_merged: ", "\n  layers.0-5.attention.wo: dgrad multiplies images: its output gradients have"]),
         (SCHEDULE, ["precision schedule\n  steps 3 to 100: wgrad=bf16 in layers.0 (mxnorm.schedule[0])\n"]),
-        (["--mxnorm.recipe=mxfp8_2d"], ["gathers per step, by mxnorm.fsdp_gather", "  quantized       2 x "]),
         (["--model_args.enable_weight_tying"], ["output: kept because it is the out"]),
         (["--parallelism.data_parallel_replicate_degree=2", "--training.dtype=bfloat16"], ["memory  "]),
     ],
@@ -150,6 +149,36 @@ def test_flags_decide(flags, expected, capsys):
     text = capsys.readouterr().out
     for words in expected:
         assert words in text
+
+
+WHOLE = ["--parallelism.data_parallel_shard_degree=8", "--parallelism.expert_parallel_degree=1"]
+ALONE = ["--parallelism.tensor_parallel_degree=1", "--parallelism.pipeline_parallel_degree=1"]
+
+
+@pytest.mark.parametrize(
+    "processes, words, over, plain, codes",
+    [
+        ("", ["llama3_8b"], "an unknown number (NGPU) of processes,", "58.9 (forward 14.96, backward 13.98, fp32 "
+         "gradients 29.92)", "45.9 (forward 8.46, backward 7.49, "),
+        ("64", ["llama3_70b", *ALONE], "64 processes,", "523.7 (forward 131.42, ", "398.8 (forward 68.98, "),
+        # Tensor 8 x pipeline 2: a sixteenth. A pipeline's stages keep what they gathered.
+        ("64", ["llama3_70b"], "4 processes, mean of the stages,", "24.6 (forward 8.21, backward 0.00, fp32 gradients "
+         "16.43)", "20.7 (forward 4.23, backward 0.00, "),
+        ("", ["deepseek_v3_16b", *WHOLE], "8 processes,", "116.6 (", "88.3 ("),
+        # FSDP gathers no experts, and over twice as many processes an eighth.
+        ("8", ["deepseek_v3_16b"], "8 processes,", "9.4 (forward 2.44, ", "7.9 (forward 1.69, "),
+        ("16", ["deepseek_v3_16b"], "16 processes,", "22.8 (forward 5.79, ", "18.5 (forward 3.64, "),
+        ("", ["llama3_8b", "--parallelism.data_parallel_shard_degree=1"], None, "", ""),
+    ],
+)  # fmt: skip
+def test_bytes_of_fsdp_are_those_of_a_process(processes, words, over, plain, codes, monkeypatch, capsys):
+    monkeypatch.setenv("NGPU", processes)
+    assert cli.main(["doctor", "--model", *words, "--mxnorm.recipe=mxfp8_2d"]) == 0
+    text = capsys.readouterr().out
+    assert ("GiB of FSDP per process and local batch, over" in text) == (over is not None)
+    if over is not None:
+        assert f"local batch, over {over} by mxnorm.fsdp_gather\n" in text
+        assert f"\n  high_precision  {plain}" in text and f"\n  quantized       {codes}" in text
 
 
 def test_experts_are_counted_as_a_token_uses_them_and_multiply_images(capsys, monkeypatch):

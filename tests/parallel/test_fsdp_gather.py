@@ -2,16 +2,19 @@
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mxtrain import ConfigError, MXLinear
 from mxtrain.formats.collectives import GATHER_PARTS
-from mxtrain.parallel.fsdp_gather import CodeGather, gathered_bytes
+from mxtrain.parallel.fsdp_gather import CodeGather, _Shard, _weights_of, gathered_bytes
+from tests.support.expert_checks import quantized_experts
 from tests.support.layer_checks import NormBlock, assert_near, draw, in_two_processes
 
 D, H, TOKENS, STEPS, MICROBATCHES = 64, 128, 64, 2, 2
@@ -34,6 +37,19 @@ class FeedForward(NormBlock):
     def forward(self, x):
         gate, up = super().forward(x)
         return x + self.last(gate * up)
+
+
+class Mixture(nn.Module):
+    """Four experts behind a norm with a gain, which all get as many tokens."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.norm = NormBlock(D, H, TILES, mode=mode).norm
+        self.experts = quantized_experts(D, H, 4, TILES, mode)
+        self.experts.fed_by = (self.norm,)
+
+    def forward(self, x):
+        return x + self.experts(x, torch.full((4,), TOKENS // 4))
 
 
 class Bytes(TorchDispatchMode):
@@ -102,30 +118,40 @@ def check_training(mode, settings, mesh):
 
 
 def check_operands(mode, mesh):
-    one, seen = model_of(mode=mode), []
-    model = shard(model_of(mode=mode), mesh)
-    CodeGather([model], 2, 2)
-    hook = partial(lambda linear, *_: seen.append(linear.weight.detach().clone()))
-    linears = [module for module in model.modules() if getattr(module, "gathers_codes", False)]
-    for linear in linears:
-        linear.register_forward_pre_hook(hook)
+    """Linears and experts have the operands of one process, in which gains are folded."""
+    one, seen = model_of(mode=mode).append(Mixture(mode)), []
+    model = shard(model_of(mode=mode).append(Mixture(mode)), mesh)
+    assert len(CodeGather([model], 2, 2).weights) == 9
+    hook = partial(lambda layer, *_: seen.extend(w.detach().clone() for w, _ in _weights_of(layer)))
+    for layer in model.modules():
+        if getattr(layer, "gathers_codes", False):
+            layer.register_forward_pre_hook(hook)
     with torch.no_grad():
         model(batch(0, 0)[mesh.get_local_rank()])
-    for values, linear in zip(
-        seen, [module for module in one.modules() if hasattr(module, "gathers_codes")], strict=True
-    ):
-        norm = linear.fed_by[0] if linear.fed_by else None
-        gemms = linear.gemms(values.device)
-        operands = gemms.quantize_weights([linear.weight], norm and norm.gain())
-        assert values.dtype == torch.bfloat16 and torch.equal(values.float(), operands[1].data.float())
-        assert torch.equal(values.t().float(), operands[0].data.float())
+    layers = [module for module in one.modules() if hasattr(module, "gathers_codes")]
+    weights = [(layer, weight, norm) for layer in layers for weight, norm in _weights_of(layer)]
+    for values, (layer, weight, norm) in zip(seen, weights, strict=True):
+        operands = layer.gemms(values.device).quantize_weights([weight], norm and norm.gain())
+        assert values.dtype == torch.bfloat16
+        values = values.flatten(0, -2).float()
+        assert torch.equal(values, operands[1].data.float()) and torch.equal(values.t(), operands[0].data.float())
+
+
+def parallelism(**settings) -> SimpleNamespace:
+    degrees = {f"{kind}_parallel_degree": 1 for kind in ("tensor", "pipeline", "expert")}
+    return SimpleNamespace(**degrees | {"fsdp_reshard_after_forward": "default"} | settings)
 
 
 def check_bytes(mesh):
     """Forward and backward gather as many bytes as are told to the user, and gradients stay fp32."""
     weights, gains = 3 * D * H, D
-    assert gathered_bytes(model_of(), 2, 2) == (4 * (weights + gains), 2 * (weights * (1 + 1 / 1024) + 2 * gains))
-    for setting, gathered in zip(("high_precision", "quantized"), gathered_bytes(model_of(), 2, 2)):
+    plain, codes, grads = 4 * (weights + gains), 2 * (weights * (1 + 1 / 1024) + 2 * gains), 8 * (weights + gains)
+    model = model_of()
+    found = gathered_bytes(
+        model, dict(model.named_parameters()), 2, 2, parallelism(fsdp_reshard_after_forward="always")
+    )
+    assert found == [[plain, plain, grads], [codes, codes, grads]]
+    for setting, gathered in (("high_precision", plain), ("quantized", codes)):
         model = shard(model_of(), mesh)
         gather = CodeGather([model], 2, 2) if setting == "quantized" else None
         with Bytes() as counter:
@@ -161,10 +187,40 @@ def check_kept(mesh):
     assert_near(grads, [p.grad for p in one.parameters() if p.requires_grad], 1e-5)
 
 
+def check_reasons(mesh):
+    """Other weights that have no codes, and only those."""
+    model = model_of((), (), ())
+    tied, unknown, columns = model
+    tied.linears[1].weight = tied.linears[0].weight
+    for linear in (*unknown.linears, unknown.last):
+        linear.fed_by = None
+    shard(model, mesh, shard_placement_fn=lambda p: Shard(1) if p is columns.last.weight else None)
+    gather = CodeGather([model], 2, 2)
+    assert gather.kept == {
+        "they are tied, computed or frozen": 2,
+        "their norm is unknown": 3,
+        "FSDP shards another dimension than rows": 1,
+    }
+    assert [weight.layer for weight in gather.weights] == [tied.last, *columns.linears]
+
+
+def check_without_extension(mesh):
+    """A PyTorch that ignores the extension gathers weights without their gain."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            patch.delattr(_Shard, name)
+        model = shard(model_of(), mesh)
+        CodeGather([model], 2, 2)
+        with pytest.raises(ConfigError, match="fsdp_gather = 'quantized': FSDP .* gathers no codes, because"):
+            model(batch(0, 0)[0])
+
+
 def check_all(mesh):
     check_training("reference", {}, mesh)
     check_bytes(mesh)
     check_kept(mesh)
+    check_reasons(mesh)
+    check_without_extension(mesh)
 
 
 def test_two_processes_have_the_operands_and_gradients_of_one():

@@ -63,6 +63,8 @@ FLAGS = {
     "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=mxfp8_2d --mxnorm.mode=fp8_merged": "mxnorm.fsdp_gather = | "
     "mxnorm.mode = 'fp8_merged' round weights twice",
     "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=nvfp4": "mxnorm.fsdp_gather = 'quantized' | element of the whole",
+    "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=mxfp8_2d --training.enable_cpu_offload": "mxnorm.fsdp_gather = | "
+    "unset training.enable_cpu_offload",
     "--mxnorm.fsdp_gather=quantized --mxnorm.recipe=mxfp8_2d --mxnorm.diagnostics.every=2": "mxnorm.fsdp_gather | = 2;",
     # Schedules
     "--mxnorm.schedule {from_step=": "mxnorm.schedule[0] = '{from_step=' | inline table",

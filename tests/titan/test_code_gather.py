@@ -14,7 +14,7 @@ from tests.support.training_runs import SAVE, Outcome, Resumed, steps
 pytestmark = pytest.mark.sweep
 QWEN3 = "--model.name=qwen3"
 ONE = "one process with tiles"
-SAVED = "fsdp 2, saved"
+SAVED, PLAIN = "fsdp 2, saved", "fsdp 2, saved in high precision"
 # Linears of a layer are in high precision for a step, and its experts, with codes, take a plain norm.
 SCHEDULED = ["--mxnorm.schedule", '{from_step = 2, until_step = 2, modules = ["layers.1"], norm = "rmsnorm"}']
 TWO = {
@@ -41,7 +41,9 @@ def outcomes(base, processes: int) -> dict[str, Outcome]:
     runs = {name: [*flags, *oracle.follow(base, name.rpartition(", ")[2], ONE)] for name, flags in runs.items()}
     if processes == 2:
         runs[SAVED] = [*layout(shard=2), *CODES, *SAVE, steps(2)]
+        runs[PLAIN] = [*runs[SAVED], "--mxnorm.fsdp_gather=high_precision"]
         runs["resumed"] = Resumed(SAVED, 2, ["--mxnorm.fsdp_gather=high_precision", steps(3)])
+        runs["resumed with codes"] = Resumed(PLAIN, 2, ["--mxnorm.fsdp_gather=quantized", steps(3)])
     return oracle.outcomes_of(base, f"codes on {processes}", processes, runs)
 
 
@@ -53,9 +55,11 @@ def test_gradients_match_one_process(base, one, name):
     oracle.require_match(one[name.rpartition(", ")[2]], oracle.read(outcome, processes), "mxfp8_2d")
 
 
-def test_a_run_goes_on_in_high_precision(base, one):
+@pytest.mark.parametrize(("saved", "resumed"), [(SAVED, "resumed"), (PLAIN, "resumed with codes")])
+def test_a_run_goes_on_with_the_other_setting(base, one, saved, resumed):
     found = outcomes(base, 2)
-    assert [row["loss"] for row in found["resumed"].rows] == pytest.approx(one["dense"].losses, rel=1e-3)
-    is_told = ["weights as codes" in found[name].output[0] for name in (SAVED, "resumed")]
-    assert is_told == [True, False]
-    assert "layers.0.attention.wq" in read_manifest(found[SAVED].folder / "checkpoint" / "step-2").codes
+    assert [row["loss"] for row in found[resumed].rows] == pytest.approx(one["dense"].losses, rel=1e-3)
+    is_told = ["weights as codes" in found[name].output[0] for name in (saved, resumed)]
+    assert is_told == [saved == SAVED, saved == PLAIN]
+    codes = read_manifest(found[saved].folder / "checkpoint" / "step-2").codes
+    assert ("layers.0.attention.wq" in codes) == (saved == SAVED)
