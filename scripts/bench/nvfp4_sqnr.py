@@ -76,20 +76,17 @@ def drawn(columns: int) -> dict[str, torch.Tensor]:
 
 def trained(steps: int) -> dict[str, torch.Tensor]:
     """Train TorchTitan's debug Llama 3 on the bytes of the standard library and return the inputs of its norms."""
-    from dataclasses import replace
-
-    from torchtitan.models.llama3 import get_train_spec
-
     from mxtrain.data.python_source import list_files
+    from mxtrain.titan.releases import engine
 
     generator = torch.Generator().manual_seed(SEED)
     torch.manual_seed(SEED)
     text = b"".join(Path(file.path).read_bytes() for file in list_files(False)[:300])
     tokens, length = torch.frombuffer(bytearray(text), dtype=torch.uint8), 128
-    spec = get_train_spec()
-    model = spec.model_cls(replace(spec.model_args["debugmodel"], vocab_size=256, max_seq_len=length))
+    model = engine().SizedModel.of_flavor("llama3", "debugmodel", {}, 256, length).on_meta()
+    model.to_empty(device="cpu")
     with torch.no_grad():
-        model.init_weights()
+        model.init_weights(buffer_device=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def batch() -> torch.Tensor:

@@ -6,8 +6,9 @@
     python scripts/bench/train.py --repeat 3 --json train.json --plot train.png
     python scripts/bench/train.py --variants bf16 mxnorm --no-graph-passes
 
-The model trains as TorchTitan trains it on one device: fp32 weights under bf16 autocast, every block compiled alone
-with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm 1, no activation checkpointing.
+The model of the installed TorchTitan trains as TorchTitan 0.2.2 trains it on one device: fp32 weights under bf16
+autocast, every block compiled alone with fullgraph=True, compiled cross-entropy, fused AdamW, gradients clipped to norm
+1, no activation checkpointing.
 Tokens are random and new in every step, so the loss only shows that the step is sound. NVFP4 keeps the last 15 % of the
 blocks in bf16, its recipe's default; variants that end in "_all" keep none. "mxnorm_mixed" runs NVFP4 forward and MXFP8
 backward. "mxnorm_fp8_merged" has this mode, whatever --mode says. "mxnorm_single" multiplies the linears of a norm one
@@ -33,18 +34,15 @@ from typing import NamedTuple
 import benchmarking
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchtitan.components.loss import build_cross_entropy_loss
-from torchtitan.config import JobConfig
-from torchtitan.models.llama3.infra.parallelize import apply_compile
-from torchtitan.models.llama3.model.args import TransformerModelArgs
-from torchtitan.models.llama3.model.model import Transformer
 
 import mxtrain
 from mxtrain.compile import passes
 from mxtrain.formats.hardware import default_device_type, resolve_mode
 from mxtrain.parallel.activation_checkpoint import multiply_one_by_one
+from mxtrain.titan.releases import engine
 
 KERNEL_PACKAGES = ("mxtrain", "torchao")
 MIXED = "fprop=nvfp4, dgrad=mxfp8, wgrad=mxfp8"
@@ -56,26 +54,24 @@ SEED = 0
 
 
 class Model(NamedTuple):
-    """A model and its batch: sequences x tokens."""
+    """A model, as a flavor of Llama 3 with other sizes, and its batch: sequences x tokens."""
 
-    args: TransformerModelArgs
+    flavor: str
+    vocab_size: int
     batch: int
     seq_len: int
-
-
-def _llama(**settings) -> TransformerModelArgs:
-    return TransformerModelArgs(rope_theta=500000, **settings)
+    sizes: dict = {}
 
 
 MODELS = {
-    "88m": Model(_llama(dim=768, n_layers=12, n_heads=12, vocab_size=2048), 32, 2048),
-    "88m_host": Model(_llama(dim=768, n_layers=12, n_heads=12, vocab_size=2048), 1, 256),
-    "1.5b": Model(_llama(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5), 4, 4096),
-    "8b4": Model(
-        _llama(dim=4096, n_layers=4, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024), 4, 4096
-    ),
-    "tiny": Model(_llama(dim=64, n_layers=2, n_heads=2, vocab_size=256, multiple_of=64), 2, 64),
+    "88m": Model("125M", 2048, 32, 2048),
+    "88m_host": Model("125M", 2048, 1, 256),
+    "1.5b": Model("1B", 128256, 4, 4096),
+    "8b4": Model("8B", 128256, 4, 4096, {"n_layers": 4}),
+    "tiny": Model("debugmodel", 256, 2, 64, {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 192}),
 }
+HEADS = ("output", "lm_head")
+"""Name of the output head in TorchTitan 0.2.2 and in 0.3"""
 
 
 # Variants
@@ -105,11 +101,11 @@ class TorchaoLinear(nn.Linear):
 
 
 def convert_torchao(model: nn.Module) -> None:
-    """Replace every linear except ``output`` by torchao's, with RCEIL scales (also mxtrain's default)."""
+    """Replace every linear except the head by torchao's, with RCEIL scales (also mxtrain's default)."""
     multiply = torchao_linear()
     for parent_name, parent in list(model.named_modules()):
         for name, linear in list(parent.named_children()):
-            if type(linear) is nn.Linear and f"{parent_name}.{name}".strip(".") != "output":
+            if type(linear) is nn.Linear and f"{parent_name}.{name}".strip(".") not in HEADS:
                 new = TorchaoLinear(linear.in_features, linear.out_features, bias=False, device="meta")
                 new.weight, new.multiply = linear.weight, multiply
                 setattr(parent, name, new)
@@ -132,9 +128,9 @@ def torchao_linear():
 
 
 def convert_float8(model: nn.Module, mode: str, recipe: str) -> None:
-    """Replace every linear except ``output`` by torchao's Float8Linear, which TorchTitan's float8 converter takes."""
+    """Replace every linear except the head by torchao's Float8Linear, which TorchTitan's float8 converter takes."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=mode == "reference")
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name != "output")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name not in HEADS)
 
 
 # Variant -> function that converts the bf16 model on the meta device.
@@ -184,13 +180,12 @@ class Trainer:
     """A model with its optimizer. ``step`` trains on a random batch and returns the loss without waiting for it."""
 
     def __init__(self, model: Model, variant: str, settings: Settings):
-        self.settings, self.shape = settings, (model.batch, model.seq_len + 1)
-        job = JobConfig()
-        job.compile.enable = settings.compile
-        self.model = build_model(model, variant, settings)
+        self.settings, self.shape, self.vocab_size = settings, (model.batch, model.seq_len + 1), model.vocab_size
+        self.model, self.loss = build_model(model, variant, settings), cross_entropy
         if settings.compile:
-            apply_compile(self.model, job.compile)
-        self.loss = build_cross_entropy_loss(job)
+            for block in self.model.layers.values():
+                block.compile(fullgraph=True)
+            self.loss = torch.compile(cross_entropy)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -201,7 +196,7 @@ class Trainer:
         device = self.settings.device
         self.steps += 1
         mxtrain.set_rounding_step(self.steps)  # as ``mxtrain train`` does
-        batch = torch.randint(self.model.vocab_size, self.shape, generator=self.tokens, device=device)
+        batch = torch.randint(self.vocab_size, self.shape, generator=self.tokens, device=device)
         inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.settings.autocast):
             logits = self.model(inputs)
@@ -214,13 +209,18 @@ class Trainer:
         return loss.detach()
 
 
-def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum over all tokens, as TorchTitan's loss."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(0, 1), reduction="sum")
+
+
+def build_model(model: Model, variant: str, settings: Settings) -> nn.Module:
     """Build the converted model on the meta device, as TorchTitan does, with the same weights for every variant."""
-    args = TransformerModelArgs(**{**vars(model.args), "max_seq_len": model.seq_len})
-    with torch.device("meta"):
-        transformer = Transformer(args)
+    sized = engine().SizedModel.of_flavor("llama3", model.flavor, model.sizes, model.vocab_size, model.seq_len)
+    transformer = sized.on_meta()
     passes.remove()  # which an earlier variant installed
-    VARIANTS[variant](transformer, settings.mode)
+    with engine().convertible(transformer):
+        VARIANTS[variant](transformer, settings.mode)
     if not settings.graph_passes:
         passes.remove()
     # As in ``mxtrain train``: bf16 products have fp32 sums where they stand for those of MX tensor cores.
@@ -228,7 +228,7 @@ def build_model(model: Model, variant: str, settings: Settings) -> Transformer:
     transformer.to_empty(device=settings.device)
     torch.manual_seed(SEED)
     with torch.no_grad():
-        transformer.init_weights()
+        transformer.init_weights(buffer_device=settings.device)
     return transformer.train()
 
 

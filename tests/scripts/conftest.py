@@ -8,8 +8,8 @@ import pytest
 
 from mxtrain.titan.releases import RELEASE
 
-# The ablations and the benchmark of training are for TorchTitan 0.2.2.
-_OF_022 = ["test_benchmarks.py", "test_norm_gradients.py", "test_rms_ablations.py"]
+# The ablations are for TorchTitan 0.2.2.
+_OF_022 = ["test_norm_gradients.py", "test_rms_ablations.py"]
 collect_ignore = [] if RELEASE == "v02" else _OF_022
 EVIDENCE = Path(__file__).parents[2] / "scripts" / "evidence"
 
