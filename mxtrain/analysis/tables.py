@@ -63,7 +63,7 @@ def summary(folder: str | os.PathLike) -> str:
     if merged:
         share, key = max(merged)
         text = f"at most {share:.2g} of a cast's codes changed ({key.removeprefix(NUMERICS)})"
-        above = f"; layers above mxnorm.merge_limit, which multiply images: {run.image_layers}"
+        above = f"; layers that exceeded mxnorm.merge_limit: {run.image_layers}"
         lines.append(("merged", f"{text}{above if run.image_layers else ''}"))
     lines.append(("folder", str(run.folder)))
     lines.append(("loss curve", _picture(run)))

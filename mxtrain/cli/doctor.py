@@ -174,14 +174,16 @@ def _model_report(words: list[str]) -> Iterator[str]:
     plans = convert_on_meta(job_config, model)
     layout, named = job_config.parallelism, {engine().saved_name(fqn): p for fqn, p in model.named_parameters()}
     shards = shards_of(settings, processes) * layout.context_parallel_degree
-    if shards == 1 and layout.data_parallel_shard_degree == -1 and not os.environ.get("NGPU"):
-        shards = 0
+    number = f"{shards} shards"
+    if layout.data_parallel_shard_degree == -1 and not os.environ.get("NGPU"):
+        number = f"{number}, the fewest" if shards > 1 else "shards of whole tiles"
+        number, shards = f"{number} (NGPU is unset)", shards if shards > 1 else 0
     size = 2 if job_config.training.mixed_precision_param == "bfloat16" else 4
     plain, codes = gathered_bytes(model, named, size, shards, layout)
     if sum(codes) < sum(plain):
         text = "{:,.1f} (forward {:,.2f}, backward {:,.2f}, fp32 gradients {:,.2f})"
         plain, codes = (text.format(*(size / 2**30 for size in (sum(sizes), *sizes))) for sizes in (plain, codes))
-        title = f"GiB of FSDP per process and local batch, over {shards or 'an unknown number (NGPU) of'} processes"
+        title = f"GiB that FSDP sends per process and local batch, {number}"
         title += ", mean of the stages" * (layout.pipeline_parallel_degree > 1) + ", by mxnorm.fsdp_gather"
         yield titled(title, [("high_precision", plain), ("quantized", codes)])
     for name, plan in plans.items():

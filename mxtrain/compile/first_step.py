@@ -1,13 +1,13 @@
-"""What shortens a first step, which spends most of the CPU's time on kernels that graphs launch.
+"""Shortens the first step. Most of its CPU time goes to compiling the kernels that graphs launch.
 
-PyTorch is told more about these kernels:
+PyTorch gets two facts about these kernels:
 
     the arguments that a kernel writes    else PyTorch compiles its source for every launch, to see them
     only the kind of a number             else PyTorch compiles a kernel for every number, and Triton the same code
 
-And its workers begin with a backward's kernels when the forward defines its first one. They would begin when the
-backward's code is complete, long after the forward's, but a kernel of the backward takes longest: NVFP4's cast of
-gradients, 3 to 7 s. The backward's code then finds the kernels in PyTorch's or Triton's cache.
+Workers compile the backward's kernels as soon as the forward defines its first kernel. PyTorch alone would wait for the
+backward's code. NVFP4's cast of gradients takes longest, 3 to 7 s. The backward's code then finds the kernels in
+PyTorch's or Triton's cache.
 """
 
 import copy
@@ -44,7 +44,7 @@ _ahead: list[Launch] = []
 
 
 def describe_launches(describe: bool) -> None:
-    """Let PyTorch know more about the launches in graphs that are compiled from now on, or no more."""
+    """Turn the description of launches on or off for graphs that are compiled from now on."""
     setattr(triton_kernel_wrap, _NAME, _find_written if describe else _ANALYZE)
     PythonWrapperCodegen.define_user_defined_triton_kernel = _define if describe else _DEFINE
 

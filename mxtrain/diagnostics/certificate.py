@@ -181,7 +181,7 @@ class _WatchedGEMMs(ThreeGEMMs):
     def _cast(self, parts, recipes: dict[int, Recipe], spec: CastSpec) -> dict[int, Operand]:
         operands = super()._cast(parts, recipes, spec)
         for dim, recipe in recipes.items():
-            if recipe.dequantizes:  # dY, which is not rounded
+            if recipe.dequantizes:  # does not cast dY
                 continue
             codes, x = None, spec.scaled(spec.joined(parts))
             if self.mode == "reference":

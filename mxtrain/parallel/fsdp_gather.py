@@ -230,7 +230,9 @@ def _weights_of(layer: QuantizedLayer) -> Iterator[tuple[torch.Tensor, MXNorm | 
 def gathered_bytes(
     model: nn.Module, weights: dict[str, nn.Parameter], itemsize: int, shards: int, layout
 ) -> list[list[float]]:
-    """Return bytes per process of forward, backward and fp32 gradients: in high precision, with codes (mean of stages).
+    """Return two lists of bytes per process, [forward, backward, fp32 gradients]: in high precision, and with codes.
+
+    With a pipeline, they are the mean over the stages.
 
     Args:
         weights: the model's parameters, not split yet, by their names in TorchTitan 0.2.2.

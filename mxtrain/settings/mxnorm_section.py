@@ -90,13 +90,13 @@ def without_effect(job) -> Iterator[str]:
         gemms = [gemm for recipe in (default, *others.values()) for gemm in (recipe.fprop, recipe.dgrad)]
         if any(gemm.weight_tiles and gemm.error_for("weight") for gemm in gemms):
             yield (
-                "four over six changes at most 4 % of weights in tiles; "
+                "mxnorm.four_over_six changes at most 4 % of the weights' tiles; "
                 "set mxnorm.weight_tiles = false, or mxnorm.four_over_six = 'activations'"
             )
     if quantizes and job.mxnorm.mode == "fp8_merged":
         if not every:
             yield "mxnorm.merge_limit has no effect with mxnorm.diagnostics.every = 0: no layer is watched"
         elif job.mxnorm.diagnostics.fqns is not None:
-            yield "mode fp8_merged: the guard watches only mxnorm.diagnostics.fqns"
+            yield "mxnorm.merge_limit watches only the layers of mxnorm.diagnostics.fqns"
     if quantizes and (given or 0) > job.training.steps:
         yield f"mxnorm.diagnostics.every = {given} measures nothing in {job.training.steps} steps; lower it"

@@ -74,8 +74,8 @@ class MXNorm:
 
     gated_estimate_ratio: FinitePositive | None = None
     """
-    Gated norms (Mamba-2) divide the estimate by this ratio of estimate to RMS: 1.66 (blocks of 16: 1.49) for a
-    Gaussian gate. Unset: they take the exact RMS
+    Gated norms (Mamba-2) divide the estimate by this ratio of estimate to RMS: with p = 2 and Gaussian
+    gates, 1.66 (blocks of 16: 1.49). Unset: they take the exact RMS
     """
 
     scale_rounding: Literal[SCALE_ROUNDINGS] | None = None

@@ -111,7 +111,7 @@ class QuantizingConverter(TitanConverter):
     def __init__(self, name: str, job_config, parallel_dims=None):
         super().__init__(name, job_config)
         self.converter.refuses_odd_sizes = True
-        self._diagnostics, self._measures = job_config.mxnorm.diagnostics, diagnostics_every(job_config.mxnorm) > 0
+        self._diagnostics, self._every = job_config.mxnorm.diagnostics, diagnostics_every(job_config.mxnorm)
         self._gathers_codes = job_config.mxnorm.fsdp_gather == "quantized"
         self._entries = schedule_in(job_config)
         self._job_config = job_config
@@ -120,18 +120,19 @@ class QuantizingConverter(TitanConverter):
         plan = super().apply_to(model)
         if self._entries:
             attach_schedule(model, plan.feeds, self._entries)
-        if self._measures:
+        if self._every:
             check_patterns(self._diagnostics.fqns, model)
         return plan
 
     def convert(self, model: nn.Module) -> None:
-        settings = active_settings(self._job_config)  # not where a model is only looked at: a machine may lack the mode
+        settings = active_settings(self._job_config)  # not in __init__: doctor converts on machines that lack the mode
         reason = mode_reason(settings["mode"], utils.device_type)
         logger.info(f"{self.name}: {settings}; mode {settings['mode']}: {reason}")
         super().convert(model)
-        if (every := self._diagnostics.every) and not step_is_set():
+        if self._every and not step_is_set():
             raise ConfigError(
-                f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer; train with -m mxtrain.train, or set 0"
+                f"mxnorm.diagnostics.every = {self._every} needs mxtrain's trainer; "
+                "train with -m mxtrain.train, or set 0"
             )
         if self._gathers_codes and not step_is_set():
             raise ConfigError(f"{FSDP_GATHER} = 'quantized' needs mxtrain's trainer; train with -m mxtrain.train")

@@ -35,9 +35,9 @@ def candidates() -> dict[str, LinearRecipe]:
 
 
 def cost(recipe: LinearRecipe) -> float:
-    """Return the time of a layer's three products on MX tensor cores over that of bf16: half as many bits, half of it.
+    """Return the time of a layer's three products relative to bf16, in proportion to the bits. Casts do not count.
 
-    Casts do not count. Recipes of equal cost keep the order of their registration, in which casts become slower.
+    Formats without native products count as bf16. Recipes of equal cost keep the order of their registration.
     """
     formats = [gemm.format if gemm.format and gemm.format.is_native else None for gemm in recipe.gemms]
     return sum(1.0 if fmt is None else fmt.element_bits / 16 for fmt in formats) / len(GEMMS)

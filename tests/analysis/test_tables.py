@@ -83,7 +83,7 @@ def test_a_summary_has_the_largest_share_of_changed_codes_and_counts_the_layers_
         told.clear()
         (line,) = (line for line in summary(run).splitlines() if line.startswith("merged "))
         share, layer = ((0.02, 1), (0.2, 0), (0.2, 0))[step]
-        above = f"; layers above mxnorm.merge_limit, which multiply images: {step}" if step else ""
+        above = f"; layers that exceeded mxnorm.merge_limit: {step}" if step else ""
         changed = f"at most {share} of a cast's codes changed (layers.{layer}.wo/fprop_input_merged)"
         assert line == f"merged      {changed}{above}"
 

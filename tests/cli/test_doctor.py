@@ -158,16 +158,17 @@ ALONE = ["--parallelism.tensor_parallel_degree=1", "--parallelism.pipeline_paral
 @pytest.mark.parametrize(
     "processes, words, over, plain, codes",
     [
-        ("", ["llama3_8b"], "an unknown number (NGPU) of processes,", "58.9 (forward 14.96, backward 13.98, fp32 "
+        ("", ["llama3_8b"], "shards of whole tiles (NGPU is unset),", "58.9 (forward 14.96, backward 13.98, fp32 "
          "gradients 29.92)", "45.9 (forward 8.46, backward 7.49, "),
-        ("64", ["llama3_70b", *ALONE], "64 processes,", "523.7 (forward 131.42, ", "398.8 (forward 68.98, "),
+        ("64", ["llama3_70b", *ALONE], "64 shards,", "523.7 (forward 131.42, ", "398.8 (forward 68.98, "),
         # Tensor 8 x pipeline 2: a sixteenth. A pipeline's stages keep what they gathered.
-        ("64", ["llama3_70b"], "4 processes, mean of the stages,", "24.6 (forward 8.21, backward 0.00, fp32 gradients "
+        ("64", ["llama3_70b"], "4 shards, mean of the stages,", "24.6 (forward 8.21, backward 0.00, fp32 gradients "
          "16.43)", "20.7 (forward 4.23, backward 0.00, "),
-        ("", ["deepseek_v3_16b", *WHOLE], "8 processes,", "116.6 (", "88.3 ("),
+        ("", ["deepseek_v3_16b", *WHOLE], "8 shards,", "116.6 (", "88.3 ("),
         # FSDP gathers no experts, and over twice as many processes an eighth.
-        ("8", ["deepseek_v3_16b"], "8 processes,", "9.4 (forward 2.44, ", "7.9 (forward 1.69, "),
-        ("16", ["deepseek_v3_16b"], "16 processes,", "22.8 (forward 5.79, ", "18.5 (forward 3.64, "),
+        ("8", ["deepseek_v3_16b"], "8 shards,", "9.4 (forward 2.44, ", "7.9 (forward 1.69, "),
+        ("", ["deepseek_v3_16b"], "8 shards, the fewest (NGPU is unset),", "9.4 (", "7.9 ("),
+        ("16", ["deepseek_v3_16b"], "16 shards,", "22.8 (forward 5.79, ", "18.5 (forward 3.64, "),
         ("", ["llama3_8b", "--parallelism.data_parallel_shard_degree=1"], None, "", ""),
     ],
 )  # fmt: skip
@@ -175,9 +176,9 @@ def test_bytes_of_fsdp_are_those_of_a_process(processes, words, over, plain, cod
     monkeypatch.setenv("NGPU", processes)
     assert cli.main(["doctor", "--model", *words, "--mxnorm.recipe=mxfp8_2d"]) == 0
     text = capsys.readouterr().out
-    assert ("GiB of FSDP per process and local batch, over" in text) == (over is not None)
+    assert ("GiB that FSDP sends per process and local batch, " in text) == (over is not None)
     if over is not None:
-        assert f"local batch, over {over} by mxnorm.fsdp_gather\n" in text
+        assert f"local batch, {over} by mxnorm.fsdp_gather\n" in text
         assert f"\n  high_precision  {plain}" in text and f"\n  quantized       {codes}" in text
 
 

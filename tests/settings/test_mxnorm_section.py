@@ -15,11 +15,11 @@ def test_what_has_no_effect_is_said():
         (["--mxnorm.diagnostics.every=2", "--model.converters="], "mxnorm.diagnostics.every has no effect without"),
         (
             [*NVFP4, "--mxnorm.four_over_six=both"],
-            "four over six changes at most 4 % of weights in tiles",
+            "mxnorm.four_over_six changes at most 4 %",
         ),
         (
             ["--mxnorm.recipe=nvfp4_4over6", "--mxnorm.weight_tiles"],
-            "four over six changes at most 4 % of weights in tiles",
+            "mxnorm.four_over_six changes at most 4 %",
         ),
         (["--mxnorm.mode=fp8_merged"], None),
         (["--mxnorm.mode=fp8_merged", "--model.converters="], None),
@@ -27,7 +27,7 @@ def test_what_has_no_effect_is_said():
         (["--mxnorm.mode=fp8_merged", "--mxnorm.diagnostics.every=0"], "mxnorm.merge_limit has no effect with mxnorm."),
         (
             ["--mxnorm.mode=fp8_merged", "--training.steps=50", "--mxnorm.diagnostics.fqns=wo"],
-            "mode fp8_merged: the guard watches only mxnorm.diagnostics.fqns",
+            "mxnorm.merge_limit watches only the layers of mxnorm.diagnostics.fqns",
         ),
         (["--mxnorm.mode=fp8_merged", "--mxnorm.diagnostics.every=2"], None),
         ([*NVFP4, "--mxnorm.four_over_six=both", "--mxnorm.weight_tiles=False"], None),

@@ -15,7 +15,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from mxtrain.conversion.converters import CONVERTERS
 from mxtrain.errors import ConfigError, require_one_of
 from mxtrain.settings.fields import Problems, Settings
-from mxtrain.settings.mxnorm_section import quantizing_among
+from mxtrain.settings.mxnorm_section import diagnostics_every, quantizing_among
 from mxtrain.settings.read import settings_in
 from mxtrain.settings.titan import known_fields
 from mxtrain.titan.converters import active_settings
@@ -196,7 +196,7 @@ def _job_config(name: str, flavor: str, converters: Sequence[str], tables: Mappi
     job_config = settings_in({"model": model, **tables}, known_fields()).values
     active_settings(job_config)
     require_plain_recipes(job_config)
-    if every := job_config.mxnorm.diagnostics.every:
+    if every := diagnostics_every(job_config.mxnorm):
         raise ConfigError(f"mxnorm.diagnostics.every = {every} needs mxtrain's trainer; set it to 0")
     return job_config
 

@@ -7,7 +7,7 @@ import torch
 from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-from mxtrain.compile import launches, passes
+from mxtrain.compile import first_step, passes
 
 
 class Kernel:
@@ -22,19 +22,19 @@ LAUNCH = {"x_ptr": torch.ones(2), "y_ptr": torch.ones(2), "total_ptr": None, "ro
 def kernel(monkeypatch):
     """A kernel that graphs launch with the result ``y_ptr`` or ``total_ptr``."""
     kernel = Kernel()
-    monkeypatch.setitem(launches._results, kernel, {"y_ptr", "total_ptr"})
-    monkeypatch.setitem(launches._inputs, kernel, {"x_ptr"})
-    monkeypatch.setattr(launches, "_ANALYZE", lambda *_: "analyzed")
-    monkeypatch.setattr(launches, "_DEFINE", lambda wrapper, kernel, configs, kwargs, *others: (kwargs, *others))
+    monkeypatch.setitem(first_step.results_of, kernel, {"y_ptr", "total_ptr"})
+    monkeypatch.setitem(first_step.inputs_of, kernel, {"x_ptr"})
+    monkeypatch.setattr(first_step, "_ANALYZE", lambda *_: "analyzed")
+    monkeypatch.setattr(first_step, "_DEFINE", lambda wrapper, kernel, configs, kwargs, *others: (kwargs, *others))
     passes.install()
     yield kernel
     passes.remove()
-    assert getattr(triton_kernel_wrap, launches._NAME) is launches._ANALYZE
-    assert PythonWrapperCodegen.define_user_defined_triton_kernel is launches._DEFINE
+    assert getattr(triton_kernel_wrap, first_step._NAME) is first_step._ANALYZE
+    assert PythonWrapperCodegen.define_user_defined_triton_kernel is first_step._DEFINE
 
 
 def written(kernel: Kernel, launch: dict):
-    found = getattr(triton_kernel_wrap, launches._NAME)(kernel, launch, {})
+    found = getattr(triton_kernel_wrap, first_step._NAME)(kernel, launch, {})
     return [each.name for each in found.read_writes.writes] if hasattr(found, "read_writes") else found
 
 
@@ -62,7 +62,7 @@ def test_pytorch_analyzes_other_kernels(kernel):
 
 
 def test_pytorch_analyzes_where_it_is_open_what_an_argument_holds(kernel, monkeypatch):
-    monkeypatch.setitem(launches._inputs, kernel, {"x_ptr", "y_ptr"})
+    monkeypatch.setitem(first_step.inputs_of, kernel, {"x_ptr", "y_ptr"})
     assert written(kernel, LAUNCH) == "analyzed"
-    monkeypatch.setitem(launches._inputs, kernel, set())  # no launch had an x_ptr
+    monkeypatch.setitem(first_step.inputs_of, kernel, set())  # no launch had an x_ptr
     assert written(kernel, LAUNCH) == "analyzed"
