@@ -339,6 +339,7 @@ def _tokenize(
     if processes > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are not in a forked process
     _of_process.cache_clear()  # the tokenizer's files may have changed
+    environment = os.environ
     rows = texts.map(
         partial(_encode, str(tokenizer), os.getpid()),
         num_proc=processes if processes > 1 else None,
@@ -347,6 +348,7 @@ def _tokenize(
         writer_batch_size=ROWS_IN_MEMORY,
         new_fingerprint=folder.name,
     )
+    os.environ = environment  # after several processes, datasets leaves a copy, whose changes other references miss
     rows.save_to_disk(folder / TOKENS)
     shutil.rmtree(folder / "text")
     rows = _rows(folder)

@@ -49,10 +49,12 @@ def test_both_splits_hold_their_documents_in_order(corpus, prose, cache, monkeyp
     """In rows of 5,000 characters, which one process tokenizes, or several."""
     monkeypatch.setattr(prepared_module, "BATCH_CHARACTERS", 5000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(processes)))
+    environment = os.environ
     lines, all_texts = [], [prose(i) for i in range(30)] + [f"a{EOS_TOKEN[:-1]}\u2028é"]
     with corpus.open("a") as file:
         file.write(json.dumps({"text": all_texts[-1]}) + "\n")
     prepared = prepare(config_of(corpus), lines.append)
+    assert os.environ is environment
     for split, held_out in ((prepared.train, False), (prepared.validation, True)):
         expected = [text for text in all_texts if is_held_out(text, 0.2) == held_out]
         assert texts(split, prepared.tokenizer) == expected and len(expected) > 2
