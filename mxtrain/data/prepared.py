@@ -348,7 +348,8 @@ def _tokenize(
         writer_batch_size=ROWS_IN_MEMORY,
         new_fingerprint=folder.name,
     )
-    os.environ = environment  # after several processes, datasets leaves a copy, whose changes other references miss
+    # After several processes, datasets leaves a copy here. Older references would miss its changes.
+    os.environ = environment  # noqa: B003
     rows.save_to_disk(folder / TOKENS)
     shutil.rmtree(folder / "text")
     rows = _rows(folder)
