@@ -44,7 +44,6 @@ BADNESS = {
     SPREAD: over_twice_the_median,
     "busiest_expert": over_twice_the_median,
     "_error": over_twice_the_median,
-    MERGED_SHARE: lambda over_limit: over_limit,  # mxnorm.merge_limit
     "_sqnr_db": lambda values: over_twice_the_median(10 ** (-values / 20)),
 }
 """End of a figure's name -> how bad values are. Those above 1 deserve a look. Other figures are neither good nor bad"""
@@ -83,12 +82,11 @@ def badness(values: Values, merge_limit: float = MERGE_LIMIT) -> "pd.DataFrame":
     """Return how bad values are, as modules by (figure, step). Above 1 deserves a look; not finite is infinite."""
     import pandas as pd
 
-    found = {}
+    found, measures = {}, BADNESS | {MERGED_SHARE: lambda share: share / max(merge_limit, 1e-9)}
     for figure, table in values.items():
-        for end, measure in BADNESS.items():
+        for end, measure in measures.items():
             if figure.removesuffix("_worst_expert").endswith(end):
-                limit = max(merge_limit, 1e-9) if end == MERGED_SHARE else 1
-                found[figure] = measure(table / limit).where(~np.isinf(table), math.inf)
+                found[figure] = measure(table).where(~np.isinf(table), math.inf)
     if R2 in found and SPREAD in values:
         found[R2] = found[R2].mask(values[SPREAD].reindex_like(found[R2]) <= NOISY, 0)
     bad = pd.concat(found, axis=1)

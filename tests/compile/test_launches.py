@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from mxtrain.compile import launches, passes
+from mxtrain.compile import first_step, launches, passes
 from mxtrain.formats.estimate import RMSEstimate
 from mxtrain.formats.parse import get_recipe
 from tests.support.graph_checks import assert_same, draw, graph_after, operations
@@ -87,6 +87,8 @@ def test_symbolic_rows(monkeypatch):
     monkeypatch.setattr(launches, "DEVICES", ("cpu", "cuda"))
     x, _, _ = inputs()
     source = torch.arange(96) - 10
+    graph_after(first_step.note_launches, cast_in_order, x, source, symbolic=True)
+    assert not first_step._ahead, "no worker knows these numbers yet"
     module = graph_after(launches.launch_from_graphs, cast_in_order, x, source, symbolic=True)
     assert any(LAUNCH in name for name in operations(module))
     assert_same(module, cast_in_order, x, torch.arange(128) - 70)

@@ -124,6 +124,12 @@ def test_settings_of_a_fused_norm_reach_the_modules():
     assert count(model, FusedRMSNorm) == 2 * (args.n_layers - 1)
 
 
+def test_the_guard_of_merged_codes_needs_mxtrains_trainer():
+    model, _ = model_and_args("llama3", "debugmodel")
+    with pytest.raises(ConfigError, match="^mxnorm.diagnostics.every = 200 needs mxtrain's trainer; .* or set 0$"):
+        titan_converter("mxnorm", config("--mxnorm.mode=fp8_merged")).convert(model)
+
+
 @pytest.mark.parametrize(("mode", "lax"), [("emulated", False), ("reference", True)])
 def test_a_run_in_emulated_mode_has_fp32_sums_in_all_bf16_products(mode, lax):
     settings = torch.backends.cuda.matmul

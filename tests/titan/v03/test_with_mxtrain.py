@@ -155,6 +155,7 @@ def test_layouts_have_the_same_losses():
             {"mxnorm": {"diagnostics": {"every": 3}}},
             "^mxnorm.diagnostics.every = 3 needs mxtrain's trainer",
         ),
+        (["mxnorm"], {"mxnorm": {"mode": "fp8_merged"}}, "^mxnorm.diagnostics.every = 200 needs mxtrain's trainer"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(converters, tables, message):
